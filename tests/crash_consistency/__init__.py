@@ -1,3 +1,4 @@
-"""A simulator of crashes: the real driver on a folder whose every file operation may be the last,
-fail or be lost.
+"""A crash simulator that runs the real driver on a simulated disk.
+
+Each file operation may be the last, may fail, or may be lost.
 """

@@ -63,7 +63,7 @@ def _scenario(base: Path, scenario: str, seed: int, limit: int | None) -> list[R
         planned = random.Random(seed).sample(planned, limit)
     results, told = [], time.monotonic()
     for number, trial in enumerate(planned, start=1):
-        # they hold all that an attempt did
+        # endings hold everything that an attempt did, which is too much to keep for all trials
         results.append(replace(run_trial(base, trial), endings=()))
         if time.monotonic() - told > PROGRESS_S or number == len(planned):
             told = time.monotonic()
@@ -86,7 +86,7 @@ def _tell(result: Result) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a scenario, and an example of each kind of problem."""
+    """Return a table with one line per scenario, and an example of each kind of problem."""
     lines = [
         "| scenario | trials | without a problem | problems | remarks |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""An environment of two turns for the simulated runs: after the first, a bell of one token rings."""
+"""A two-turn environment for simulated runs that adds one token, the bell, after the first turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RING = "!"
 
 
 class Bell:
-    """The reward of a turn follows from its tokens."""
+    """The environment; the reward of a turn is a function of its tokens."""
 
     async def reset(self, prompt: Prompt) -> None:
         """Remember the prompt, for the oracle."""

@@ -1,4 +1,4 @@
-"""A folder for trials, in which attempts see fakes, virtual time and intercepted files."""
+"""A folder for trials, whose attempts use fakes, virtual time and intercepted files."""
 
 from __future__ import annotations
 

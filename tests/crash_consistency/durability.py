@@ -1,10 +1,9 @@
-"""What a power loss leaves of a folder: a model of files and names, each with what an fsync has
-made durable.
+"""A model of what a power loss leaves of a folder: files and names, and what of each is durable.
 
 Input: every change of the folder, in order. Output: the folder as one of several file systems may
-show it after the power is back. The model follows POSIX: data is durable after an fsync of its
-file, a name after an fsync of its folder. A rename between two folders is one transaction, durable
-with the folder that receives the name.
+present it after power is restored. The model follows POSIX: data is durable after an fsync of its
+file, a name after an fsync of its folder. A rename between two folders is one transaction, which is
+durable after an fsync of the folder that receives the name.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 VARIANTS = ("strict", "names", "data", "random", "torn")
-"""What survives of what no fsync covered.
+"""What survives of the changes that no fsync has covered.
 
-strict: nothing; names: all names and no data; data: all data and no names; random: each change or
-not; torn: all but the end of the last write of each file.
+strict: nothing; names: all names and no data; data: all data and no names; random: a random subset
+of the names, and a random prefix of each file's writes; torn: everything but the end of each file's
+last write.
 """
 
 
 @dataclass(eq=False)
 class File:
-    """A file; ``synced`` is its content at the last fsync, ``log`` what was written since."""
+    """A file; ``synced`` is its content at the last fsync, ``log`` the writes since then."""
 
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
-    # (offset, data); offset None: resized
+    # (offset, data); offset None: a resize, and the data is the new size in 8 bytes
     log: list[tuple[int | None, bytes]] = field(default_factory=list)
 
     def write(self, offset: int, data: bytes) -> None:
@@ -43,7 +43,7 @@ class File:
         self.log.append((None, size.to_bytes(8, "little")))
 
     def sync(self) -> None:
-        """All of it is durable now."""
+        """Make the whole content durable."""
         self.synced, self.log = bytes(self.data), []
 
 
@@ -56,7 +56,7 @@ class Link:
 
 @dataclass(eq=False)
 class Change:
-    """Names that change together; ``receiver`` is the folder whose fsync makes them durable."""
+    """Names that change atomically; an fsync of the folder ``receiver`` makes them durable."""
 
     receiver: Folder
     is_durable: bool = False
@@ -71,7 +71,7 @@ class Change:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder: its names now, and those at the last fsync."""
+    """A folder: its present names, and the durable ones."""
 
     entries: dict[str, Node] = field(default_factory=dict)
     synced: dict[str, Node] = field(default_factory=dict)
@@ -98,26 +98,26 @@ class Model:
         self.adopt()
 
     def adopt(self) -> None:
-        """Take the folder as it lies there for durable."""
+        """Read the real folder, and treat all of it as durable."""
         self.changes = []
         self.root = _read(self._path)
 
     def find(self, parts: tuple[str, ...], start: Folder | None = None) -> Node | None:
-        """The node of a path, None when there is none."""
+        """Return the node of a path, or None."""
         node: Node | None = start or self.root
         for part in parts:
             node = node.entries.get(part) if isinstance(node, Folder) else None
         return node
 
     def change(self, *steps: tuple[Folder, str, Node | None]) -> None:
-        """Change names at once; the last step's folder receives."""
+        """Change names atomically; the last step's folder is the receiver."""
         change = Change(steps[-1][0], steps=list(steps))
         for folder, name, node in steps:
             folder.set(folder.entries, name, node)
         self.changes.append(change)
 
     def sync(self, node: Node) -> None:
-        """An fsync of a file or a folder."""
+        """Apply an fsync of a file or a folder."""
         if isinstance(node, File):
             node.sync()
             return
@@ -125,13 +125,13 @@ class Model:
             if change.receiver is node:
                 change.apply()
                 names = {(folder, name) for folder, name, _ in change.steps}
-                # a later change of a name is not undone by an earlier one
+                # an earlier change that becomes durable later must not undo this one
                 for earlier in self.changes[:number]:
                     earlier.steps = [step for step in earlier.steps if step[:2] not in names]
         self.changes = [change for change in self.changes if not change.is_durable]
 
     def lose_power(self, variant: str, rng: random.Random) -> None:
-        """Rebuild the real folder as the variant shows it; all that is there then is durable."""
+        """Rebuild the real folder as the variant leaves it; everything left is durable."""
         for change in self.changes:
             if variant in ("names", "torn") or (variant == "random" and rng.random() < 0.5):
                 change.apply()
@@ -141,7 +141,7 @@ class Model:
         self.adopt()
 
     def differences(self) -> list[str]:
-        """Paths at which the model is not what lies there: empty, unless the simulator is wrong."""
+        """Return paths where model and real folder differ: none, unless the simulator is wrong."""
         mine, real = dict(_flat(self.root, "")), dict(_flat(_read(self._path), ""))
         return sorted(
             path for path in mine.keys() | real.keys() if mine.get(path) != real.get(path)
@@ -149,7 +149,7 @@ class Model:
 
 
 def _torn(file: File, rng: random.Random) -> bytes:
-    """All of it, with a random number of bytes of the last write."""
+    """All writes, the last one truncated to a random number of bytes."""
     return _replayed(file, len(file.log), rng)
 
 

@@ -1,10 +1,9 @@
-"""Engines and a trainer that are functions: what is written and trained follows from weights,
-prompt and order.
+"""Fake engines and a fake trainer whose results depend only on weights, prompt and order.
 
-Input: what ``ClusterStages`` and ``Generation`` make of their parts. Output: the same parts without
-processes. Weights are the head of a hash chain over all that was trained; a token is a hash of
-weights, prompt, sample and position. So two runs have equal weights when, and only when, they
-trained the same samples in the same order.
+They replace the parts of ``ClusterStages`` and ``Generation`` and start no processes. Weights are
+the head of a hash chain over all trained batches; a token is a hash of weights, prompt, sample and
+position. So two runs have equal weights if and only if they trained the same samples in the same
+order.
 """
 
 from __future__ import annotations
@@ -36,35 +35,33 @@ LONGEST_ANSWER = 16  # --rollout-max-response-len
 
 
 def digest(text: str) -> str:
-    """Of a text, in hexadecimal digits."""
+    """SHA-256 of a text in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def token(weights: str, prompt_id: int, index: int, position: int) -> int:
-    """What these weights write at a position of an answer, unless it is the last."""
+    """The token that these weights generate at a position of an answer other than the last."""
     return 3 + int(digest(f"{weights}/{prompt_id}/{index}/{position}")[:4], 16) % 90
 
 
 def experts(weights: str, prompt_id: int, index: int, position: int) -> list[list[int]]:
-    """Where these weights send the token at a position of prompt and answer: in each layer to 2 of
-    4 experts.
-    """
+    """Routes of the token at a position of prompt and answer: 2 of 4 experts in 2 layers."""
     number = int(digest(f"{weights}/{prompt_id}/{index}/{position}/experts")[:4], 16)
     return [[number % 4, (number + 1) % 4], [number // 4 % 4, (number // 4 + 3) % 4]]
 
 
 def answer_length(prompt_id: int, index: int) -> int:
-    """Tokens of an answer, whatever the weights."""
+    """Number of tokens of an answer; it does not depend on the weights."""
     return 2 + int(digest(f"{prompt_id}/{index}")[:4], 16) % 3
 
 
 def reward(token_ids: Sequence[int]) -> float:
-    """Of an answer."""
+    """Reward of an answer."""
     return float(sum(token_ids) % 2)
 
 
 def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
-    """A batch as JSON values: everything of it that a trainer sees."""
+    """Everything of a batch that a trainer sees, as JSON values."""
     return [
         {
             "prompt_id": group.prompt_id,
@@ -90,7 +87,7 @@ def trained_on(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
 
 
 def _versions(sample: Sample) -> list[int]:
-    """The version that wrote each token."""
+    """The weight version that generated each token."""
     spans = sample.version_spans or ((sample.policy_version, len(sample.response_ids)),)
     return [version for version, count in spans for _ in range(count)]
 
@@ -101,10 +98,10 @@ def next_weights(weights: str, batch: Any) -> str:
 
 
 class Observed:
-    """What the parts of one attempt did, for the oracle."""
+    """Records for the oracle of what the fakes of one attempt did."""
 
     def __init__(self, *, save_s: float) -> None:
-        self.save_s = save_s  # of a save in the background
+        self.save_s = save_s  # duration of a background save
         self.trained: list[tuple[int, str]] = []  # (step from 0, digest of the batch), in order
         self.graded: list[int] = []  # prompts whose group was complete
         self.history: list[Any] = []  # the batches behind the trainer's weights
@@ -113,7 +110,7 @@ class Observed:
 
 
 class Tokenizer:
-    """Bytes for tokens."""
+    """A tokenizer whose tokens are bytes."""
 
     def __init__(self, folder: object, **settings: Any) -> None:
         pass
@@ -122,11 +119,11 @@ class Tokenizer:
         return str(content), tuple(str(content).encode())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return bytes(token_ids).decode(errors="replace")
 
 
@@ -144,15 +141,15 @@ class Grader:
         return [reward(sample.response_ids) for sample in samples]
 
     def counters(self) -> dict[str, float]:
-        """Nothing goes wrong."""
+        """Return no failures."""
         return {}
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Fleet:
-    """One engine."""
+    """A fleet of one engine."""
 
     def __init__(self, config: Any, cluster: Any, *placement: Any) -> None:
         self.weights, self.version = INITIAL, -1
@@ -171,22 +168,22 @@ class Fleet:
         )
 
     async def start(self, *given: Any) -> None:
-        """It answers."""
+        """Do nothing: the engine is ready."""
 
     async def memory_use(self) -> list[dict[str, float]]:
         """Not measured."""
         return []
 
     def is_released(self, *what: str) -> bool:
-        """It keeps its memory."""
+        """Return False: the engine keeps its memory."""
         return False
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Connection:
-    """Requests to the engine of the router; ``rlpost.rollout.connection`` has the real one."""
+    """Requests to the router's engine; the real class is in ``rlpost.rollout.connection``."""
 
     def __init__(self, router: Any, *, routes: RouteFormat | None = None) -> None:
         self.router, self.routes, self.halted = router, routes, False
@@ -205,7 +202,7 @@ class Connection:
         *,
         labels: Any = None,
     ) -> Any:
-        """The rest of one answer; as far as it got when generation is halted."""
+        """Return the rest of one answer, or an aborted part of it when generation is halted."""
         from rlpost.rollout.answer import parse
         from rlpost.rollout.connection import Halted
 
@@ -222,7 +219,7 @@ class Connection:
             await asyncio.sleep(TOKEN_S * (1 + prompt_id % 3))
             position = start + len(ids)
             is_last = position == length - 1
-            # with new ones it reads all tokens again, as after a retraction
+            # routes of all tokens are those of the newest weights, as recomputed after a retraction
             weights = engine.weights
             if not spans or spans[-1]["version"] != engine.version:
                 spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})
@@ -249,17 +246,17 @@ class Connection:
     async def halt(
         self, running: Sequence[asyncio.Task[Any]], *, must_leave: Callable[[], bool]
     ) -> None:
-        """Return when every one of ``running`` is done."""
+        """Stop generating; return when all ``running`` tasks are done."""
         self.halted = True
         await asyncio.gather(*running, return_exceptions=True)
 
     def resume(self) -> None:
-        """Requests may be made again."""
+        """Allow requests again."""
         self.halted = False
 
 
 class Actors:
-    """The trainer: one rank."""
+    """A trainer of one rank."""
 
     def __init__(self, makes: Any, slots: Any, **named: Any) -> None:
         self.observed: Observed = ROOM.attempt.observed
@@ -269,15 +266,15 @@ class Actors:
         return 1
 
     async def processes(self) -> list[Any]:
-        """None: ranks are functions here."""
+        """Return no processes: ranks are functions here."""
         return []
 
     async def dead(self, within_s: float) -> list[int]:
-        """None: the rank lives as long as the attempt."""
+        """Return no ranks: the rank lives as long as the attempt."""
         return []
 
     async def reorder(self, order: Sequence[int]) -> None:
-        """One rank has one order."""
+        """Do nothing: one rank has only one order."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call the trainer's ``method``."""
@@ -286,7 +283,7 @@ class Actors:
     async def call_each(
         self, method: str, arguments: Sequence[Sequence[Any]], **keywords: Any
     ) -> list[Any]:
-        """The same; what storage says becomes an error of the run, as Ray passes it on."""
+        """Call it with arguments per rank; an OSError becomes RlpostError, as through Ray."""
         found = getattr(self, f"_{method.replace('.', '_')}", None)
         try:
             return [None if found is None else await found(*arguments[0], **keywords)]
@@ -344,7 +341,7 @@ class Training:
         self._interval = config.rollout.update_weights_interval
 
     async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """The metrics of a step; raises Preempted before it."""
+        """Train a step and return its metrics; raises Preempted before it on a stop request."""
         self._stop.check()
         await asyncio.sleep(TRAIN_S)
         seen, batch = self._observed, trained_on(groups)
@@ -361,7 +358,7 @@ class Training:
 
 
 class WeightCoordinator:
-    """Knows whose weights the engine gets."""
+    """Holds the trainer's weights for ``EngineHealth``."""
 
     num_bytes, changed_frac, engines_are_stuck = 0, None, False
 
@@ -370,14 +367,14 @@ class WeightCoordinator:
         self.stop = stop
 
     async def connect(self) -> None:
-        """Nothing to connect."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class EngineHealth:
-    """Updates the engine, which never fails."""
+    """Updates the engine; updates never fail."""
 
     num_serving = 1
 
@@ -385,7 +382,7 @@ class EngineHealth:
         self._fleet, self._weights = fleet, weights
 
     def trained(self, version: int) -> None:
-        """The trainer has new weights."""
+        """Do nothing: ``update`` reads the trainer's weights itself."""
 
     async def update(
         self,
@@ -395,7 +392,7 @@ class EngineHealth:
         before: Callable[[], Awaitable[None]],
         ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """Give the engine the weights that the trainer keeps for it."""
+        """Give the engine the weights of the trainer's last update."""
         await before()
         await asyncio.sleep(SYNC_S)
         self._weights.stop.check()
@@ -406,28 +403,29 @@ class EngineHealth:
 
     @asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
-        """Nothing to repair."""
+        """Do nothing: no engine needs repair."""
         yield
 
 
 class LoopLag:
-    """No watchdog: virtual time has no lag, and a thread that never ends would keep its starter
-    waiting.
+    """A watchdog that does nothing.
+
+    Virtual time has no lag, and a thread that never ends would block its starter.
     """
 
     async def __aenter__(self) -> LoopLag:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def take(self) -> float:
-        """None."""
+        """Return 0: there is no lag."""
         return 0.0
 
 
 def layout(*given: Any, **named: Any) -> SimpleNamespace:
-    """A placement of one rank and one engine, and their ports."""
+    """Return a placement of one rank and one engine, with their ports."""
     slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
     return SimpleNamespace(
         actors=[slot], critics=[], engines=[[slot]], actor_group=1, router=2, sync_groups=[3]
@@ -439,7 +437,7 @@ async def _nothing() -> None:
 
 
 def draw(picture_of: Path, picture: Path) -> None:
-    """In place of the plot at the end of a run: the same file operations, without a picture."""
+    """Replace the plot at the end of a run: the same file operations without a picture."""
     from rlpost.metrics.writer import read_metrics
 
     lines = read_metrics(picture_of)

@@ -29,7 +29,7 @@ _OF_PAIRS = {
 
 
 def finding(result: Result, problem: Problem) -> str:
-    """F1 to F9, or "new"."""
+    """Return the finding of a problem: F1 to F9, or "new"."""
     scenario, category, detail, note = (
         result.trial.scenario,
         problem.category,

@@ -13,18 +13,19 @@ from tests.crash_consistency.interception import Attempt, Hook, Op
 from tests.crash_consistency.virtual_time import REAL_THREAD, hang
 from tests.crash_consistency.world import World
 
-PATIENCE_S = 120.0  # real seconds for an attempt to come to its next pause
+PATIENCE_S = 120.0  # real seconds within which an attempt must reach its next pause
 
 
 def any_change(op: Op) -> bool:
-    """Every changing operation."""
+    """Match every changing operation."""
     return op.changes
 
 
 @dataclass
 class KillAt(Hook):
-    """The process ends before the n-th operation that ``matches``, counted from 0; ``torn``: half
-    way through it, when it is a write.
+    """End the process before the n-th operation that ``matches``, counted from 0.
+
+    ``torn``: if the operation is a write, end it halfway through.
     """
 
     number: int
@@ -44,35 +45,32 @@ class KillAt(Hook):
             self.target = op
 
     def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
-        """Let half of it be written."""
+        """Write half of the torn write."""
         return size // 2 if op is self.target else size
 
     def after(self, attempt: Attempt, op: Op) -> None:
-        """End the process that wrote half."""
+        """End the process after the torn write."""
         if op is self.target:
             raise attempt.die()
 
 
 @dataclass
 class Lagging(Hook):
-    """The journal's thread runs ``turns`` iterations of the event loop late: records wait in its
-    queue.
-    """
+    """Run the journal's thread ``turns`` event loop iterations late, so that its queue fills."""
 
     turns: int
 
     def before(self, attempt: Attempt, op: Op) -> None:
-        """Slow down."""
+        """Set the lag."""
         attempt.lag = self.turns
 
 
 @dataclass
 class FaultAt(Hook):
-    """Storage fails at the operations that ``matches`` names, from the n-th of them on, for
-    ``count`` times.
+    """Make storage fail ``count`` times at operations that ``matches``, starting with the n-th.
 
-    ``error``: an errno by name; "short": a write takes half of its bytes; "hang": the operation
-    never returns.
+    ``error`` is the name of an errno; "short": a write accepts half of its bytes; "hang": the
+    operation never returns.
     """
 
     number: int
@@ -84,7 +82,7 @@ class FaultAt(Hook):
     hit: list[Op] = field(default_factory=list)
 
     def before(self, attempt: Attempt, op: Op) -> None:
-        """Fail."""
+        """Fail or hang if it is the operation's turn."""
         if not self.matches(op):
             return
         self.seen += 1
@@ -99,23 +97,24 @@ class FaultAt(Hook):
 
     @property
     def may_hang(self) -> bool:  # type: ignore[override]
-        """Whether it hangs."""
+        """Whether an operation may never return."""
         return self.error == "hang"
 
     def over(self) -> None:
-        """Threads that hang in it end with the process."""
+        """Release hanging threads, because they end with the process."""
         self.released.set()
 
     def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
-        """Take half of it."""
+        """Accept half of a short write."""
         is_hit = self.error == "short" and bool(self.hit) and self.hit[-1] == op and size > 1
         return size // 2 if is_hit else size
 
 
 @dataclass
 class StopAt(Hook):
-    """A stop is requested before the n-th changing operation; ``deadline``: "N/A", or a moment that
-    has passed.
+    """Request a stop before the n-th changing operation.
+
+    ``deadline`` is that of the stop file: "N/A", or a time in the past.
     """
 
     world: World
@@ -132,7 +131,7 @@ class StopAt(Hook):
 
 
 class Paused(Hook):
-    """An attempt in a thread, which pauses before or after an operation until it is resumed."""
+    """An attempt in a thread that pauses before or after an operation until it is resumed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -147,8 +146,9 @@ class Paused(Hook):
     def run_until(
         self, number: int | None, when: str = "before", matches: Callable[[Op], bool] = any_change
     ) -> None:
-        """Let it run to the n-th operation from here on that ``matches``, counted from 0, or to its
-        end.
+        """Run to the n-th operation from here that ``matches``, counted from 0, or to the end.
+
+        ``number`` None: to the end.
         """
         assert not self.is_over
         self._left, self._when, self._matches = -1 if number is None else number + 1, when, matches

@@ -1,14 +1,14 @@
-"""Every file operation of the attempts, seen before and after it happens.
+"""Interception of every file operation of an attempt, before and after it happens.
 
-Input: hooks of an attempt. Output: functions of ``os`` and ``io`` that call the hooks for paths
-below the run's folder while an attempt runs, and that keep the model of what is durable. Everything
-else passes.
+Functions of ``os`` and ``io`` are replaced. For paths below the run's folder, while an attempt
+runs, they call the attempt's hooks and update the model of what is durable. All other calls are
+passed through.
 
-    before(attempt, op)    may raise: OSError for a fault, Killed for the end of the process; may pause the attempt
-    after(attempt, op)     the same, when it has happened
+    before(attempt, op)    may raise OSError (a fault) or Killed (the end of the process), or pause
+    after(attempt, op)     the same, after the operation
 
 A killed attempt changes nothing more: each later operation raises Killed again, because ``finally``
-blocks and destructors run here that a SIGKILL would not have run.
+blocks and destructors, which a SIGKILL would skip, still run here.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ ROOM = threading.local()  # .attempt: the attempt that this thread belongs to
 
 
 class Killed(SystemExit):
-    """The process has ended. asyncio stops immediately, and ``except Exception`` does not catch it."""
+    """The process has ended. As a SystemExit it stops asyncio and passes ``except Exception``."""
 
 
 class Hung(SystemExit):
-    """The event loop waits for storage that never answers, or for nothing at all."""
+    """The event loop waits for storage that never answers, or has nothing left to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One file operation.
 
-    ``number`` counts the changing ones of the attempt, ``place`` all of them, from 0.
+    ``number`` counts the changing operations of the attempt, ``place`` all operations, from 0.
     """
 
     kind: str
@@ -86,12 +86,12 @@ class Op:
 
     @property
     def changes(self) -> bool:
-        """Whether it may change the folder, or what is durable of it."""
+        """Whether the operation may change the folder, or what of it is durable."""
         return self.kind in CHANGING
 
 
 class Hook:
-    """Does nothing. ``may_hang``: an operation may never return."""
+    """A hook that does nothing. ``may_hang``: some operation may never return."""
 
     may_hang = False
 
@@ -99,14 +99,14 @@ class Hook:
         """Called before an operation."""
 
     def after(self, attempt: Attempt, op: Op) -> None:
-        """Called after it."""
+        """Called after an operation."""
 
     def shorten(self, attempt: Attempt, op: Op, size: int) -> int:
-        """How many of ``size`` bytes a write takes."""
+        """Return how many of ``size`` bytes a write accepts."""
         return size
 
     def over(self) -> None:
-        """The attempt has ended."""
+        """Called when the attempt has ended."""
 
 
 @dataclass(eq=False)
@@ -123,15 +123,15 @@ class Attempt:
     clock: float = 0.0  # virtual seconds of its event loop
     hung: str = ""  # why it never ends
     waits: bool = False  # its event loop runs, so a stop request would end it
-    drawn: int = 0  # tokens of secrets.token_hex
+    drawn: int = 0  # calls of secrets.token_hex
     workers: list[Any] = field(default_factory=list)  # threads that it started
-    ready: list[Any] = field(default_factory=list)  # those that have not run
+    ready: list[Any] = field(default_factory=list)  # threads that have not run yet
     turns: int = 0  # iterations of its event loop
     lag: int = 0  # iterations by which the journal's thread is late
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """This thread's operations belong to the attempt."""
+        """Attribute this thread's operations to the attempt."""
         before = getattr(ROOM, "attempt", None)
         ROOM.attempt = self
         try:
@@ -140,12 +140,12 @@ class Attempt:
             ROOM.attempt = before
 
     def die(self) -> Killed:
-        """End the process; raise what this returns."""
+        """End the process; the caller raises the returned exception."""
         self.is_dead = True
         return Killed("killed")
 
     def act(self, kind: str, path: str, perform: Callable[[], Any]) -> Any:
-        """One operation between its hooks."""
+        """Perform one operation between its hooks."""
         if self.is_dead:
             raise Killed("killed before")
         op = Op(kind, path, self.num_changes, self.num_ops)
@@ -162,7 +162,7 @@ class Attempt:
 
 @dataclass(eq=False)
 class Opened:
-    """A descriptor of the run's folder."""
+    """An open file or folder below the run's folder."""
 
     node: Node
     path: str
@@ -172,7 +172,7 @@ class Opened:
 
 
 class Disk:
-    """The run's folder, real, beside the model of what is durable of it."""
+    """The real run folder, and the model of what of it is durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -183,7 +183,7 @@ class Disk:
     def inner(
         self, path: Any, dir_fd: int | None = None
     ) -> tuple[str, tuple[str, ...], Folder] | None:
-        """(path below the root, its parts from a folder, that folder) when it is one of ours."""
+        """Return (path below the root, its parts from a start folder, that folder), else None."""
         if isinstance(path, int):
             return None
         text = os.fsdecode(path)
@@ -204,13 +204,13 @@ class Disk:
         return f"{opened.path}/{text}", parts, opened.node
 
     def parent(self, parts: tuple[str, ...], start: Folder) -> tuple[Folder, str]:
-        """The folder of a name in the model, and the name."""
+        """Return the folder of a path in the model, and the last name of the path."""
         found = self.model.find(parts[:-1], start)
         assert isinstance(found, Folder), parts
         return found, parts[-1]
 
     def put(self, path: Path, data: bytes) -> None:
-        """A durable file that somebody else writes, such as the batch host."""
+        """Write a durable file as another process would, such as the batch host."""
         REAL.io_open(path, "wb").close()
         with REAL.io_open(path, "wb") as file:
             file.write(data)
@@ -220,13 +220,13 @@ class Disk:
         folder.entries[name] = folder.synced[name] = node
 
     def put_folder(self, path: Path) -> None:
-        """A durable empty folder of somebody else."""
+        """Make a durable empty folder as another process would."""
         REAL.mkdir(path, 0o700)
         folder, name = self.parent(path.relative_to(self.root).parts, self.model.root)
         folder.entries[name] = folder.synced[name] = Folder()
 
     def forget(self, attempt: Attempt) -> None:
-        """Close what a killed attempt left open."""
+        """Close the descriptors that a killed attempt left open."""
         for descriptor, opened in list(self.opened.items()):
             if opened.attempt is attempt:
                 del self.opened[descriptor]
@@ -285,7 +285,7 @@ def _opened(
         return there, "clear" if is_cleared else "open"
 
     def open_and_note() -> int:
-        node, kind = looked_up()  # a pause may lie behind: another attempt may have made the file
+        node, kind = looked_up()  # again: during a pause another attempt may have made the file
         descriptor = perform()
         if kind == "create":
             node = File()
@@ -305,14 +305,14 @@ def _close(descriptor: int) -> None:
     if found is not None:
         del found[0].disk.opened[descriptor]
     elif getattr(ROOM, "attempt", None) is not None and ROOM.attempt.is_dead:
-        return  # it is closed, and the number may be another file's
+        return  # already closed, and the number may belong to another file now
     REAL.close(descriptor)
 
 
 def _written(
     attempt: Attempt, opened: Opened, data: Any, offset: int, write: Callable[[bytes], int]
 ) -> int:
-    """A write, or as much of it as a hook lets pass."""
+    """Write the data, or as much of it as the hooks allow."""
     data = bytes(data)
     assert isinstance(opened.node, File), opened.path
 
@@ -492,7 +492,7 @@ class _Raw(io.FileIO):
             opened.raw = self
 
     def write(self, data: Any) -> int:
-        """As os.write; a dead attempt only seems to write."""
+        """Write like os.write; data that a dead attempt still has buffered is dropped silently."""
         owner = self._owner
         if owner.attempt.is_dead:
             if getattr(ROOM, "attempt", None) is owner.attempt:
@@ -504,21 +504,21 @@ class _Raw(io.FileIO):
         )
 
     def truncate(self, size: int | None = None) -> int:
-        """As os.ftruncate."""
+        """Resize like os.ftruncate."""
         size = self.tell() if size is None else size
         _ftruncate(self.fileno(), size)
         return size
 
     def read(self, size: int | None = -1) -> Any:
-        """As os.read."""
+        """Read like os.read."""
         return self._look(lambda: io.FileIO.read(self, -1 if size is None else size))
 
     def readall(self) -> bytes:
-        """As os.read to the end."""
+        """Read like os.read, to the end."""
         return self._look(lambda: io.FileIO.readall(self))
 
     def readinto(self, buffer: Any) -> int:
-        """As os.read."""
+        """Read like os.read."""
         return self._look(lambda: io.FileIO.readinto(self, buffer))
 
     def close(self) -> None:
@@ -613,9 +613,9 @@ PATCHES: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def intercepted() -> Iterator[None]:
-    """The functions are in place within.
+    """Replace the functions within the block.
 
-    Sets of ``os`` that say which of them take a descriptor name both.
+    The replacements are also added to ``os.supports_dir_fd`` and similar sets.
     """
     sets = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks)
     for name, patch in PATCHES.items():

@@ -1,12 +1,12 @@
-"""What a run must have at its end, whatever happened on the way.
+"""Checks of what a run must have at its end after any disturbance.
 
-Input: a world whose last attempt should have finished the run. Output: problems, none of which may
-be there.
+Input: a world whose last attempt should have finished the run. Output: problems; a correct run has
+none.
 
-The trainer's weights are a hash chain, and each token names the weights that wrote it. So the
-batches behind the final weights can be checked one by one: each prompt is that of the data, once;
-each token is what the weights of its version in this very chain write; no version is older than
-allowed.
+The trainer's weights are a hash chain, and each token identifies the weights that generated it. So
+the batches behind the final weights can be checked one by one: each prompt is from the data and is
+trained once; each token is the one that the weights of its version in this chain generate; no
+version is older than allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.crash_consistency.interception import Op
 from tests.crash_consistency.world import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, Ending, Setup, World
 
 SEED = 42  # --rollout-seed
-UNKNOWN = 255  # an expert that only the trainer knows
+UNKNOWN = 255  # a route that the engine did not report; the trainer routes the token itself
 # names that a disturbance may change
 CLOCKS = (
     "time/",
@@ -55,7 +55,7 @@ SIMULATOR = "the simulator itself"
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that must not be, with what was seen."""
+    """A violated requirement, with the observation."""
 
     category: str
     detail: str
@@ -74,13 +74,13 @@ class Baseline:
 
     @cached_property
     def num_changes(self) -> int:
-        """Operations at which a process may end and leave something else than before."""
+        """Number of changing operations, that is, of distinct states that a kill can leave."""
         return sum(op.changes for op in self.ops)
 
 
 @cache
 def baseline(base: Path, setup: Setup) -> Baseline:
-    """Run it once."""
+    """Run a configuration once without disturbance, and check it."""
     world = World(base, setup)
     ending = world.attempt()
     assert ending.how == "done", (setup.name, ending)
@@ -103,12 +103,12 @@ def check(
     lossy: bool = False,
     committed_since: int = 0,
 ) -> list[Problem]:
-    """Problems of a run that should be finished.
+    """Return the problems of a run that should be finished.
 
-    ``was_killed``: attempts before the last ended without damage of files or storage, so nothing
-    durable may be made twice. ``lost_lines`` and ``lost_samples`` are steps whose lines were
-    damaged from outside. ``lossy``: storage did not recover, so lines beside checkpoints and
-    journal may be missing where the log names their file. ``committed_since``: see ``destroyed``.
+    ``was_killed``: earlier attempts ended without damage to files or storage, so nothing durable
+    may be made twice. ``lost_lines`` and ``lost_samples`` are steps whose lines the scenario has
+    damaged. ``lossy``: storage did not recover, so lines of files other than checkpoints and
+    journal may be missing if the log names the file. ``committed_since``: see ``destroyed``.
     """
     last = world.endings[-1]
     problems = [problem for ending in world.endings for problem in of_ending(ending)]
@@ -142,7 +142,7 @@ def check(
 
 
 def of_ending(ending: Ending) -> list[Problem]:
-    """What must not be of one attempt."""
+    """Return the problems of how one attempt ended."""
     if ending.how == "traceback":
         return [Problem(TRACEBACK, ending.what)]
     if ending.how == "hung":
@@ -151,7 +151,7 @@ def of_ending(ending: Ending) -> list[Problem]:
 
 
 def of_history(world: World, history: Sequence[Any], num_steps: int) -> list[Problem]:
-    """The batches behind the final weights, one by one."""
+    """Check the batches behind the final weights one by one."""
     problems = []
     chain, seen = [fakes.INITIAL], Counter[int]()
     if len(history) != num_steps:
@@ -200,7 +200,7 @@ def _of_group(
                     WEIGHTS, f"prompt {prompt_id} of step {step + 1} was written between updates"
                 )
             )
-        # such groups wait for later steps
+        # kept groups wait for later steps and may be older
         is_kept = rollout.partial_rollout or rollout.over_sampling_batch_size
         if oldest > allowed and not (is_kept and rollout.rollout_mode != "fully_async"):
             problems.append(
@@ -233,7 +233,7 @@ def _of_group(
 def _expected(
     world: World, weights: str, sample: Mapping[str, Any], prompt_id: int, position: int
 ) -> int:
-    """What stands at a position of an answer but its last, if these weights wrote it."""
+    """The token at a position of an answer other than the last, if these weights generated it."""
     index = sample["index"]
     first = fakes.answer_length(prompt_id, index)
     if world.config.env.env and position in (first - 1, first):
@@ -242,15 +242,16 @@ def _expected(
 
 
 def _is_masked_at_the_bell(sample: Mapping[str, Any], prompt_id: int) -> bool:
-    """Whether the token of the environment, and it alone, is left out of the loss."""
+    """Whether exactly the token of the environment is left out of the loss."""
     first = fakes.answer_length(prompt_id, sample["index"])
     has_all = len(sample["mask"]) == first + fakes.SECOND_TURN
     return has_all and [at for at, one in enumerate(sample["mask"]) if not one] == [first]
 
 
 def _has_its_routes(sample: Mapping[str, Any], prompt_id: int, chain: Sequence[str]) -> bool:
-    """Whether each token was routed by the weights that wrote the next one; only where an answer
-    has tokens of several weights may routes be unknown.
+    """Whether each token was routed by the weights that generated the next one.
+
+    Routes may be unknown only where several versions generated an answer.
     """
     versions, length = sample["versions"], len(sample["prompt"])
     if sample["routes"] is None or len(sample["routes"]) != length + len(sample["answer"]) - 1:
@@ -264,7 +265,7 @@ def _has_its_routes(sample: Mapping[str, Any], prompt_id: int, chain: Sequence[s
 
 
 def row_of(world: World, prompt_id: int) -> Mapping[str, str]:
-    """The row of the data that a prompt id means."""
+    """Return the data row of a prompt id."""
     size = len(world.rows)
     epoch, offset = divmod(prompt_id, size)
     found: dict[str, str] = json.loads(world.rows[_order(size, epoch)[offset]])
@@ -277,8 +278,9 @@ def _order(size: int, epoch: int) -> Sequence[int]:
 
 
 def _work_twice(world: World, history: Sequence[Any]) -> list[Problem]:
-    """A batch is durable before it is trained: it comes again as it was, and is not generated
-    again.
+    """Check that no trained batch is generated again or replaced.
+
+    A batch is durable before it is trained, so a resumed run trains it unchanged.
     """
     problems, done = [], set[int]()
     final = [fakes.digest(json.dumps(batch, sort_keys=True)) for batch in history]
@@ -302,7 +304,7 @@ def _ids(batch: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def metrics_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines of the file that are JSON objects with a step; others are {}."""
+    """Return all lines of the file; those that are not JSON objects with a step become {}."""
     lines = []
     text = path.read_bytes().decode(errors="replace") if path.exists() else ""
     for line in text.splitlines():
@@ -315,12 +317,12 @@ def metrics_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def comparable(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line without what a clock or the number of attempts says."""
+    """Return a line without the values that depend on clocks or the number of attempts."""
     return {name: value for name, value in line.items() if not name.startswith(CLOCKS)}
 
 
 def _said(world: World, name: str) -> bool:
-    """Whether a log tells of trouble with a file."""
+    """Whether a log message names a file."""
     return any(name in message for ending in world.endings for message in ending.messages)
 
 
@@ -333,7 +335,7 @@ def _of_steps(
     *,
     is_lossy: bool,
 ) -> bool:
-    """Whether a file has the lines that it must have, each once and in order."""
+    """Whether a file has all wanted lines, each once and in order."""
     kept = [step for step in steps if step not in lost and step is not None]
     wanted = [step for step in wanted if step not in lost]
     if is_lossy and _said(world, name):
@@ -386,7 +388,7 @@ def _of_samples(world: World, num_steps: int, lost: set[int], *, is_lossy: bool)
 
 
 def events(world: World) -> list[dict[str, Any]]:
-    """The ledger, as far as its lines are good."""
+    """Return the readable lines of the ledger."""
     path = world.run.ledger.path
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
@@ -410,13 +412,14 @@ def _of_ledger(world: World, *, is_lossy: bool) -> list[Problem]:
 
 
 def num_committed(world: World) -> int:
-    """Commits that the ledger tells of."""
+    """Number of commits in the ledger."""
     return sum(entry.get("event") == "committed" for entry in events(world))
 
 
 def destroyed(world: World, since: int = 0) -> list[Problem]:
-    """What the ledger says was committed last is there, or something newer; its first ``since``
-    commits do not count: they were damaged.
+    """Check that the last checkpoint committed in the ledger, or a newer one, can be read.
+
+    The first ``since`` commits do not count, because the scenario has damaged them.
     """
     committed = [entry for entry in events(world) if entry.get("event") == "committed"][since:]
     if not committed or not isinstance(committed[-1].get("step"), int):
@@ -437,7 +440,7 @@ def destroyed(world: World, since: int = 0) -> list[Problem]:
 
 
 def _of_state(world: World, *, has_lines: bool) -> list[Problem]:
-    """The counts of the newest checkpoint and of all lines fit the data."""
+    """Check the counts of the newest checkpoint and of all lines against the data."""
     path = newest_committed(world.run.checkpoints).path
     if path is None:
         return [Problem(DESTROYED, "a finished run has no checkpoint")]

@@ -1,6 +1,6 @@
-"""The trials: how a run is disturbed, at which operation, in which configuration.
+"""Trials: how a run is disturbed, at which operation, in which configuration.
 
-Input: a scenario's name and a seed. Output: trials. Each has a name by which it can be repeated:
+Input: a scenario's name and a seed. Output: trials. Each can be repeated by its name,
 ``SCENARIO/SETUP/WHAT/NUMBER/SEED``.
 """
 
@@ -28,7 +28,7 @@ from tests.crash_consistency.world import (
     rows,
 )
 
-MOST_ATTEMPTS = 4  # undisturbed ones within which a run must be done
+MOST_ATTEMPTS = 4  # undisturbed attempts within which a run must finish
 HANGING = ("fsync", "write", "link")
 ERRORS = ("ENOSPC", "EIO", "EROFS", "ESTALE", "EDQUOT")
 DEADLINES: dict[str, str | int] = {"checkpoint": "N/A", "journal": 1}
@@ -52,7 +52,7 @@ class Trial:
 
     @classmethod
     def named(cls, name: str) -> Trial:
-        """The trial of a name."""
+        """Parse the name of a trial."""
         scenario, setup, what, number, seed = name.split("/")
         return cls(scenario, setup, what, int(number), int(seed))
 
@@ -64,7 +64,7 @@ class Result:
     trial: Trial
     problems: tuple[Problem, ...]
     endings: tuple[Ending, ...]
-    note: str = ""  # what was disturbed, in words
+    note: str = ""  # description of the disturbance
     remark: str = ""  # a loss that the documentation allows
 
 
@@ -106,8 +106,10 @@ def run_trial(base: Path, trial: Trial) -> Result:
 
 
 def _kill(stage: Stage) -> list[Problem]:
-    """Killed at an operation; with a seed, killed again and again. lagging: while records wait to
-    be written.
+    """Kill an attempt at an operation.
+
+    WHAT: before; torn, halfway through a write; repeated, with further kills at random operations;
+    lagging, while records wait in the journal's queue.
     """
     world, trial = stage.world, stage.trial
     lagging = [Lagging(stage.rng.choice((2, 5, 20, 100)))] if trial.what == "lagging" else []
@@ -120,7 +122,7 @@ def _kill(stage: Stage) -> list[Problem]:
 
 
 def _power(stage: Stage) -> list[Problem]:
-    """The power fails at an operation."""
+    """Cut the power at an operation. WHAT: a variant of durability, and "*N" for N power losses."""
     world, trial = stage.world, stage.trial
     variant, _, times = trial.what.partition("*")
     number = trial.number
@@ -133,9 +135,7 @@ def _power(stage: Stage) -> list[Problem]:
 
 
 def _stop(stage: Stage) -> list[Problem]:
-    """Asked to stop at an operation; the process, or the power, may be gone before it has
-    stopped.
-    """
+    """Request a stop at an operation; a kill or power loss may follow before the attempt stops."""
     world, trial, rng = stage.world, stage.trial, stage.rng
     saved, _, then = trial.what.partition("+")
     hooks = [StopAt(world, trial.number, DEADLINES[saved])]
@@ -159,14 +159,14 @@ PATHS: dict[str, Callable[[Op], bool]] = {
 
 
 def _faulty(error: str, where: str) -> Callable[[Op], bool]:
-    """The operations at which storage gives an error."""
+    """Return a predicate for the operations at which storage fails."""
     of_path = PATHS.get(where, lambda op: True)
 
     def is_faulty(op: Op) -> bool:
         if error == "short":
             kinds = op.kind == "write"
         elif error == "hang":
-            # in another process than the event loop
+            # the trainer's shards are written in another process than the event loop's
             is_of_actor = op.kind == "write" and "/shard-" in op.path
             kinds = op.kind in HANGING and not is_of_actor
         elif error == "fsync":
@@ -174,17 +174,17 @@ def _faulty(error: str, where: str) -> Callable[[Op], bool]:
         elif where in PATHS or error in ("ENOSPC", "EROFS", "EDQUOT"):
             kinds = op.changes and op.kind not in ("unlink", "rmdir")
         else:
-            kinds = True  # EIO and ESTALE come with reading, too
+            kinds = True  # reads can fail with EIO and ESTALE, too
         return kinds and of_path(op)
 
     return is_faulty
 
 
 def _fault(stage: Stage) -> list[Problem]:
-    """Storage fails in the first attempt, or in the second after a kill; afterwards it is well.
+    """Make storage fail in the first attempt, or in the second after a kill; then it recovers.
 
-    WHAT: error:once|on|PATH[:resume] — one operation, all from there on, or all on one file from
-    the n-th on.
+    WHAT: ERROR:once|on|PATH[:resume] for one operation, all operations from there on, or all
+    operations on one file from the n-th on.
     """
     world, trial = stage.world, stage.trial
     error, where, *when = trial.what.split(":")
@@ -229,7 +229,7 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
 
 
 def _noise(data: bytes, rng: random.Random) -> bytes:
-    """A byte that is no UTF-8."""
+    """Replace a byte with one that is invalid in UTF-8."""
     found = bytearray(data)
     if found:
         found[rng.randrange(len(found))] = 0xFF
@@ -237,7 +237,7 @@ def _noise(data: bytes, rng: random.Random) -> bytes:
 
 
 def _files(world: World, part: str) -> list[Path]:
-    """Files of the run that may be damaged."""
+    """Return the files of a part of the run that may be damaged."""
     root = world.run.root
     found = sorted(
         path for path in root.rglob("*") if path.is_file() and "attempts" not in path.parts
@@ -253,9 +253,9 @@ def _files(world: World, part: str) -> list[Path]:
 
 
 def _damage(stage: Stage) -> list[Problem]:
-    """A file is damaged between two attempts.
+    """Damage a file between two attempts.
 
-    WHAT: flip|truncate|empty|delete|noise:PART[:kill], the next attempt killed as well.
+    WHAT: flip|truncate|empty|delete|noise:PART[:kill]; "kill" also kills the next attempt.
     """
     world, trial, rng = stage.world, stage.trial, stage.rng
     how, part, *then = trial.what.split(":")
@@ -299,14 +299,14 @@ def _damage(stage: Stage) -> list[Problem]:
 
 
 def _says_what_is_lost(ending: Ending) -> bool:
-    """A run whose only checkpoints are damaged does not begin again by itself."""
+    """Whether a run refused to start from scratch because its only checkpoints are damaged."""
     return ending.how == "failed" and any(
         "though some were committed" in each for each in ending.messages
     )
 
 
 def _lost_steps(before: bytes, after: bytes) -> set[int]:
-    """Steps of the lines that are not as they were."""
+    """Return the steps of the lines that were changed or removed."""
     intact = set(after.split(b"\n")[:-1])
     found = set()
     for line in before.split(b"\n"):
@@ -319,12 +319,14 @@ def _lost_steps(before: bytes, after: bytes) -> set[int]:
 
 
 def _two_attempts(stage: Stage) -> list[Problem]:
-    """Attempt A stops at an operation, B takes over and runs on, A goes on. WHAT:
-    before|after:end|some.
+    """Pause attempt A at an operation, let B take over, then resume A.
+
+    WHAT: before|after:end|some. A pauses before or after the operation; B runs to its end, or to
+    some operation before A is resumed.
     """
     world, trial, rng = stage.world, stage.trial, stage.rng
     when, until = trial.what.split(":")[:2]
-    if trial.seed % 3 == 2:  # a run that has something behind it
+    if trial.seed % 3 == 2:  # a run that already has files of a killed attempt
         world.attempt(KillAt(rng.randrange(stage.reference.num_changes)))
     older = Paused(world)
     older.run_until(trial.number, when)
@@ -340,7 +342,7 @@ def _two_attempts(stage: Stage) -> list[Problem]:
     old, new = by_name[older.attempt.name], by_name[newer.attempt.name]
     stage.note = f"older {old.how}, newer {new.how}"
     problems = []
-    # claims at one moment may fence each other (rlpost/checkpoint/ownership.py)
+    # simultaneous claims may fence each other (rlpost/checkpoint/ownership.py)
     if old.how == new.how == "refused":
         stage.remark = "both attempts ended, by their claims"
     elif new.how == "refused" and old.how != "done":
@@ -353,14 +355,14 @@ def _two_attempts(stage: Stage) -> list[Problem]:
         problems += check(world, reference=stage.reference, was_killed=False)
     else:
         problems += oracle.destroyed(world)
-    last = world.attempt()  # a requeue: whatever happened, the run can be taken up again
+    last = world.attempt()  # a requeue: the run can be resumed in any case
     if last.how != "done":
         stage.finish()
     return problems + check(world, reference=stage.reference, was_killed=False)
 
 
 def _data(kind: str) -> list[str]:
-    """The rows of another file of prompts."""
+    """Return the rows of a changed prompt file."""
     if kind == "grown":
         return rows(NUM_ROWS + 2)
     if kind == "shrunk":
@@ -384,7 +386,7 @@ DATA = ("grown", "shrunk", "worse", "edited", "moved")
 
 
 def _change(stage: Stage) -> list[Problem]:
-    """Data or settings change after a kill: a refusal or a warning that names it, never silence."""
+    """Change data or settings after a kill: the run must refuse, or warn and name the change."""
     world, trial = stage.world, stage.trial
     world.attempt(KillAt(trial.number))
     had_checkpoint = any(world.run.checkpoints.glob("iter_*/COMMITTED"))
@@ -440,9 +442,7 @@ KEEPS_FEW = ("sync,keep1", "sync,keep_every")
 
 
 def trials(base: Path, scenario: str, seed: int) -> Iterator[Trial]:
-    """All trials of a scenario: every operation where they can be counted, else a number drawn from
-    the seed.
-    """
+    """Yield all trials of a scenario: one per operation where feasible, else a sample by seed."""
     rng = random.Random(f"{scenario}/{seed}")
     yield from _TRIALS[scenario](base, rng)
 
@@ -530,7 +530,7 @@ def _changes(base: Path, rng: random.Random) -> Iterator[Trial]:
 def _place(
     base: Path, rng: random.Random, what: str, setups: tuple[str, ...] = tuple(SETUPS)
 ) -> tuple[str, str, int, int]:
-    """A configuration and an operation of it."""
+    """Draw a configuration and one of its operations."""
     name = rng.choice(setups)
     return name, what, rng.randrange(baseline(base, SETUPS[name]).num_changes), rng.randrange(10**6)
 

@@ -30,7 +30,7 @@ def sync(path: Path) -> None:
 
 
 def after(disk: Disk, act: Callable[[Path], object], variant: str) -> dict[str, bytes]:
-    """The files after a power loss."""
+    """Return the files after a power loss."""
     with Attempt(disk, 0).active():
         act(disk.root)
     assert disk.model.differences() == []
@@ -47,7 +47,7 @@ def new_file(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("variant", "left"), [("strict", None), ("data", None), ("names", b"")])
-def test_what_no_fsync_covers_is_lost(disk: Disk, variant: str, left: bytes | None) -> None:
+def test_changes_without_an_fsync_are_lost(disk: Disk, variant: str, left: bytes | None) -> None:
     found = after(disk, new_file, variant)
     assert found.pop("old") == b"old"
     assert found == ({} if left is None else {"new": left})
@@ -75,7 +75,7 @@ def test_a_file_needs_the_fsync_of_its_folder_too(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("variant", ["strict", "names", "data", "random", "torn"])
-def test_what_an_fsync_covers_stays(disk: Disk, variant: str) -> None:
+def test_changes_covered_by_an_fsync_survive(disk: Disk, variant: str) -> None:
     found = after(disk, lambda root: (new_file(root), sync(root / "new"), sync(root)), variant)
     assert found == {"old": b"old", "new": b"new"}
 
@@ -94,7 +94,7 @@ def test_a_rename_is_durable_with_the_folder_that_receives_the_name(disk: Disk) 
     assert not (disk.root / "old").exists()
 
 
-def test_a_name_given_again_is_not_undone_by_what_it_was_before(disk: Disk) -> None:
+def test_a_reused_name_is_not_undone_by_an_earlier_change(disk: Disk) -> None:
     def act(root: Path) -> None:
         new_file(root)
         sync(root / "new")
@@ -105,7 +105,7 @@ def test_a_name_given_again_is_not_undone_by_what_it_was_before(disk: Disk) -> N
     assert after(disk, act, "strict") == {"old": b"old", "folder/new": b"new"}
 
 
-def test_paths_relative_to_a_descriptor_are_seen(disk: Disk) -> None:
+def test_paths_relative_to_a_descriptor_are_intercepted(disk: Disk) -> None:
     def act(root: Path) -> None:
         folder = os.open(root / "folder", os.O_RDONLY | os.O_DIRECTORY)
         os.rename(root / "folder", root / "elsewhere")
@@ -125,7 +125,7 @@ def test_paths_relative_to_a_descriptor_are_seen(disk: Disk) -> None:
     assert found == {"old": b"old", "elsewhere/final": b"text"}
 
 
-def test_a_killed_process_changes_nothing_any_more(disk: Disk) -> None:
+def test_a_killed_process_changes_nothing_more(disk: Disk) -> None:
     def act(root: Path) -> None:
         with open(root / "new", "w") as file:
             try:
@@ -143,7 +143,7 @@ def test_a_killed_process_changes_nothing_any_more(disk: Disk) -> None:
     assert (disk.root / "folder").is_dir() and (disk.root / "old").exists()
 
 
-def test_a_short_write_takes_half_and_a_torn_one_ends_there(disk: Disk) -> None:
+def test_a_short_write_writes_half_and_a_torn_one_ends_the_process_there(disk: Disk) -> None:
     def act(root: Path) -> int:
         file = os.open(root / "new", os.O_WRONLY | os.O_CREAT, 0o600)
         return os.write(file, b"12345678")
@@ -158,7 +158,7 @@ def test_a_short_write_takes_half_and_a_torn_one_ends_there(disk: Disk) -> None:
     assert disk.model.differences() == []
 
 
-def test_an_error_leaves_things_as_they_are(disk: Disk) -> None:
+def test_a_failed_operation_changes_nothing(disk: Disk) -> None:
     with Attempt(disk, 0, [FaultAt(0, "ENOSPC", 1, lambda op: op.kind == "create")]).active():
         with pytest.raises(OSError, match="No space left"):
             new_file(disk.root)

@@ -1,6 +1,4 @@
-"""Runs with an environment of two turns, killed and stopped at many places, train the episodes of an
-undisturbed run.
-"""
+"""Runs with a two-turn environment, killed or stopped at many points, train the same episodes."""
 
 from __future__ import annotations
 
@@ -20,9 +18,10 @@ NUM_KILLS, NUM_STOPS = 20, 8
 def test_a_run_with_an_environment_resumes_with_the_episodes_of_an_undisturbed_one(
     base: Path, name: str
 ) -> None:
-    """Weights are a hash of everything that was trained: tokens, masks, rewards and prompts. Where
-    batches do not depend on the clock they equal those of the undisturbed run. In every mode each
-    token follows from the weights of its version, and no trained episode is generated again.
+    """No trained episode is generated again, and each token is that of its version's weights.
+
+    Weights are a hash of all trained tokens, masks, rewards and prompts. They equal those of the
+    undisturbed run where batches do not depend on the clock.
     """
     setup = WITH_ENVIRONMENT[name]
     undisturbed = baseline(base, setup)

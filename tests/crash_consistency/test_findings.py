@@ -24,17 +24,17 @@ from tests.crash_consistency.world import NUM_STEPS, SETUPS, World, rows
 
 
 def named(step: int) -> Callable[[Op], bool]:
-    """The operation that gives a checkpoint its name."""
+    """Match the rename that gives a checkpoint its name."""
     return lambda op: op.kind == "rename" and op.path.endswith(f"checkpoints/iter_{step:07d}")
 
 
 def marked(step: int) -> Callable[[Op], bool]:
-    """The operation that marks a checkpoint as committed."""
+    """Match the rename that marks a checkpoint as committed."""
     return lambda op: op.kind == "rename" and op.path.endswith(f"iter_{step:07d}/COMMITTED")
 
 
 def line_written(file: str) -> Callable[[Op], bool]:
-    """A line is appended to a file."""
+    """Match a line appended to a file."""
     return lambda op: op.kind == "write" and Path(file).name in op.path
 
 
@@ -51,7 +51,7 @@ def finish(world: World) -> None:
 
 
 @pytest.mark.parametrize("setup", ["sync", "sync,keep1", "one_step_off", "fully_async,async_save"])
-def test_f1_an_older_attempt_leaves_the_checkpoint_of_a_newer_one_as_it_is(
+def test_f1_an_older_attempt_does_not_change_the_checkpoint_of_a_newer_one(
     base: Path, setup: str
 ) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
@@ -102,7 +102,7 @@ def test_f2_a_damaged_segment_of_the_journal_costs_work_and_nothing_else(
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "report/samples.jsonl"])
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
-def test_f3_an_older_attempt_leaves_the_lines_of_a_newer_one_as_they_are(
+def test_f3_an_older_attempt_does_not_change_the_lines_of_a_newer_one(
     base: Path, setup: str, file: str
 ) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
@@ -116,7 +116,7 @@ def test_f3_an_older_attempt_leaves_the_lines_of_a_newer_one_as_they_are(
 
 @pytest.mark.parametrize("damage", [b"\xff", b"#"])
 @pytest.mark.parametrize("file", ["metrics.jsonl", "report/samples.jsonl"])
-def test_f3_a_damaged_line_costs_this_line(base: Path, file: str, damage: bytes) -> None:
+def test_f3_a_damaged_line_loses_only_that_line(base: Path, file: str, damage: bytes) -> None:
     reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
     world.attempt(KillAt(0, matches=marked(6)))
     path = world.run.root / file
@@ -131,7 +131,7 @@ def test_f3_a_damaged_line_costs_this_line(base: Path, file: str, damage: bytes)
 
 
 @pytest.mark.parametrize("setup", ["fully_async", "fully_async,filter", "one_step_off"])
-def test_f4_what_was_skipped_is_counted_once(base: Path, setup: str) -> None:
+def test_f4_skipped_rows_are_counted_once(base: Path, setup: str) -> None:
     reference = baseline(base, SETUPS[setup])
     found = []
     for number in range(1, reference.num_changes, 6):
@@ -152,7 +152,7 @@ def test_f5_other_data_is_noticed_while_only_the_journal_exists(
 
 
 def first_commit(base: Path, setup: str) -> int:
-    """The operation that gives the first checkpoint its name."""
+    """Number of the operation that gives the first checkpoint its name."""
     return next(op.number for op in baseline(base, SETUPS[setup]).ops if named(2)(op))
 
 
@@ -169,7 +169,7 @@ def test_f6_a_line_of_the_ledger_without_its_key_is_skipped(base: Path) -> None:
 @pytest.mark.parametrize("number", [0, 3, 12])
 @pytest.mark.parametrize("path", ["metrics", "samples", "ledger", "journal", "owner", "checkpoint"])
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
-def test_f7_failing_storage_ends_an_attempt_with_a_message_at_most(
+def test_f7_failing_storage_ends_an_attempt_with_a_message_and_no_traceback(
     base: Path, error: str, path: str, number: int
 ) -> None:
     reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
@@ -193,7 +193,7 @@ def test_f7_the_file_latest_is_for_people_and_no_commit_needs_it(base: Path) -> 
 
 
 @pytest.mark.parametrize("error", ["EIO", "ESTALE"])
-def test_f7_a_segment_that_cannot_be_read_is_no_traceback(base: Path, error: str) -> None:
+def test_f7_an_unreadable_segment_causes_no_traceback(base: Path, error: str) -> None:
     reference, world = baseline(base, SETUPS["sync"]), World(base, SETUPS["sync"])
     world.attempt(KillAt(0, matches=named(4)))
     segment = FaultAt(1, error, 1, lambda op: op.kind == "read" and op.path.endswith(".log"))
@@ -219,7 +219,7 @@ def test_f7_an_fsync_that_never_returns_does_not_stop_the_event_loop(
 
 
 def of_journal(*kinds: str) -> Callable[[Op], bool]:
-    """Operations of these kinds on the journal."""
+    """Match operations of these kinds on the journal."""
     return lambda op: op.kind in kinds and "checkpoints/journal" in op.path
 
 
@@ -248,7 +248,7 @@ def test_a_journal_that_hangs_at_the_start_ends_the_attempt_with_a_message(
 def test_a_journal_that_hangs_later_costs_the_journal_and_nothing_else(
     base: Path, setup: str, kind: str, number: int
 ) -> None:
-    """The event loop keeps running, and the journal starts again with the next checkpoint."""
+    """The event loop keeps running, and the journal restarts at the next checkpoint."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     number = min(number, 3) if kind in ("create", "link") else 2 + number
     fault = FaultAt(number, "hang", 1, of_journal(kind))
@@ -259,7 +259,7 @@ def test_a_journal_that_hangs_later_costs_the_journal_and_nothing_else(
 
 
 @pytest.mark.parametrize("setup", ["sync", "fully_async"])
-def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_loop(
+def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_without_blocking_its_event_loop(
     base: Path, setup: str
 ) -> None:
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
@@ -267,7 +267,7 @@ def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_
     since = []
 
     def replays(op: Op) -> bool:
-        """A read of the journal after the attempt has begun."""
+        """Match a read of the journal after the attempt's first ledger line."""
         since.extend([op] if line_written("ledger.jsonl")(op) else [])
         return bool(since) and of_journal("read")(op)
 
@@ -279,12 +279,10 @@ def test_a_group_that_cannot_be_read_in_time_ends_the_attempt_and_not_its_event_
     expect_none(check(world, reference=reference))
 
 
-def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(
+def test_the_end_of_a_replay_does_not_block_the_event_loop(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The data has changed where its fingerprint does not show it: the rest is written to a segment
-    of its own.
-    """
+    """The data has changed without changing its fingerprint, so the rest goes to a new segment."""
     world = World(base, SETUPS["sync"])
     monkeypatch.setattr("rlpost.orchestration.driver.data_fingerprint", lambda sources: "the same")
     world.attempt(KillAt(0, matches=named(2)))
@@ -302,7 +300,7 @@ def test_an_end_of_the_replay_does_not_wait_on_the_event_loop(
 def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_segment(
     base: Path,
 ) -> None:
-    """Both ended with exit code 78, and nothing requeued the job."""
+    """Both used to end with exit code 78, and nothing requeued the job."""
     result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/8/604229"))
     assert result.note == "older refused, newer done"
     expect_none(result.problems)
@@ -313,9 +311,7 @@ def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_seg
 def test_of_two_attempts_that_create_a_segment_at_the_same_time_the_owner_continues(
     base: Path, setup: str, when: str
 ) -> None:
-    """The newer one stops before its segment has a name, the older one takes the number and writes
-    to it.
-    """
+    """The older attempt takes the number while the newer one pauses before naming its segment."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
     older, newer = Paused(world), Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
@@ -358,10 +354,8 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
 
 @pytest.mark.parametrize("setup", ["sync,async_save", "fully_async,partial"])
 def test_a_checkpoint_that_is_saved_again_survives_a_power_loss(base: Path, setup: str) -> None:
-    """A stop right after a checkpoint saves its step again, and the first one steps aside into
-    another folder.
-    """
-    # the operations of that second save, with three choices of what the power takes
+    """A stop right after a checkpoint saves its step again and first moves the earlier save."""
+    # the operations of that second save, with three random outcomes of the power loss each
     around = range(60, 74)
     trials = [
         Trial("stop", setup, "checkpoint+strict", number, seed)
@@ -377,8 +371,8 @@ def test_an_undisturbed_run_has_no_problem_in_any_configuration(base: Path) -> N
         assert len(baseline(base, setup).lines) == NUM_STEPS + 1  # it checks itself
 
 
-def test_the_oracle_sees_what_is_wrong(base: Path) -> None:
-    """Each kind of damage to a good run is found: else no trial could fail."""
+def test_the_oracle_finds_each_kind_of_problem(base: Path) -> None:
+    """The oracle finds each kind of damage to a good run; otherwise no trial could fail."""
     reference = baseline(base, SETUPS["sync"])
 
     def problems(disturb: Callable[[World], object]) -> set[str]:

@@ -1,6 +1,4 @@
-"""A fixed random sample of all trials; ``python -m tests.crash_consistency --all`` runs every
-trial.
-"""
+"""A fixed random sample of the trials; ``python -m tests.crash_consistency --all`` runs all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Time and threads of an attempt: an event loop with a virtual clock, and threads that run one at a
-time.
+"""Virtual time and threads of an attempt: a virtual clock, and threads that run one at a time.
 
 A trial is therefore deterministic and never sleeps. A thread of an attempt runs when the thread
 that started it waits, in its event loop or for a future. The starter continues when the thread has
-ended or hangs in storage. An event loop that waits for nothing, or forever, ends with Hung.
+ended or hangs in storage. An event loop with nothing to wait for, or that waits forever, raises
+Hung.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.crash_consistency.interception import ROOM, Attempt, Hung, Killed
 MOST_TURNS = 15_000  # of an event loop in one attempt; an undisturbed one takes a few thousand
 REAL_THREAD, REAL_SLEEP, REAL_WAIT = threading.Thread, time.sleep, concurrent.futures.wait
 REAL_RESULT, REAL_MONOTONIC = concurrent.futures.Future.result, time.monotonic
-LONG_S = 60.0  # real seconds that the starter of a thread waits for its end
+LONG_S = 60.0  # real seconds that the starter of a thread waits for the thread's end
 
 
 class _Selector(selectors.SelectSelector):
@@ -39,7 +39,7 @@ class _Selector(selectors.SelectSelector):
         self._attempt = attempt
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Let other threads run, or ``timeout`` seconds pass."""
+        """Run other threads, or advance the clock by ``timeout`` seconds."""
         self._attempt.turns += 1
         if run_threads(self._attempt, is_due=timeout is not None):
             return []
@@ -56,7 +56,7 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is the attempt's."""
+    """An event loop with the clock of its attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda loop, context: None)
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self._attempt.clock
 
     def run_in_executor(
@@ -85,18 +85,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 class _Policy(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        """A virtual one where an attempt runs."""
+        """Return a virtual event loop while an attempt runs."""
         attempt = getattr(ROOM, "attempt", None)
         return super().new_event_loop() if attempt is None else VirtualLoop(attempt)
 
 
 class Thread(REAL_THREAD):
-    """One that runs while its starter waits: in the starter's own thread, unless storage may hang
-    in it.
+    """A thread that runs while its starter waits.
+
+    It runs in the starter's own thread, unless storage may hang.
     """
 
     def start(self) -> None:
-        """Be ready to run."""
+        """Queue the thread; it runs later."""
         self._attempt: Attempt | None = getattr(ROOM, "attempt", None)
         if self._attempt is None:
             super().start()
@@ -107,7 +108,7 @@ class Thread(REAL_THREAD):
         self._attempt.ready.append(self)
 
     def run(self) -> None:
-        """As its starter's attempt."""
+        """Run as part of its starter's attempt."""
         if self._attempt is None:
             super().run()
             return
@@ -119,7 +120,7 @@ class Thread(REAL_THREAD):
             Killed,
             Exception,
         ):
-            # the starter gets it from its future, or is killed at its next operation
+            # the starter gets the error from its future, or is killed at its next operation
             pass
         finally:
             ROOM.thread = before
@@ -127,7 +128,7 @@ class Thread(REAL_THREAD):
                 self._rests.set()
 
     def proceed(self) -> None:
-        """Run to the end, or until it hangs."""
+        """Run until the thread ends or hangs."""
         assert self._attempt is not None
         self._attempt.ready.remove(self)
         if not any(hook.may_hang for hook in self._attempt.hooks):
@@ -140,23 +141,23 @@ class Thread(REAL_THREAD):
 
     @property
     def is_due(self) -> bool:
-        """Whether the scheduler lets it run by now."""
+        """Whether its lag is over."""
         return self._attempt is None or self._attempt.turns >= self._due
 
     def hang(self) -> None:
-        """Its starter need not wait for it."""
+        """Mark the thread as hanging, so that its starter does not wait for it."""
         assert self._rests is not None, "it runs in its starter's own thread"
         self.hangs = True
         self._rests.set()
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the thread has not ended."""
         if self._attempt is None:
             return super().is_alive()
         return self in self._attempt.ready or (self.hangs and super().is_alive())
 
     def join(self, timeout: float | None = None) -> None:
-        """Let it run, or ``timeout`` seconds pass when it hangs."""
+        """Run the thread, or advance the clock by ``timeout`` seconds when it hangs."""
         if self._attempt is None or self._attempt.is_dead:
             if self._attempt is None or self._rests is not None:
                 super().join(timeout)
@@ -169,8 +170,9 @@ class Thread(REAL_THREAD):
 
 
 def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
-    """Let the threads run that the attempt has started, or only those that are due; whether there
-    were any.
+    """Run the threads that the attempt has started; return whether there were any.
+
+    ``is_due``: run only the threads whose lag is over.
     """
     had_any = False
     while ready := [thread for thread in attempt.ready if thread.is_due or not is_due]:
@@ -180,8 +182,9 @@ def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
 
 
 def end_threads(attempt: Attempt) -> None:
-    """The process has ended: threads that have not run never do, and those that hang end without an
-    effect.
+    """End all threads of a dead process.
+
+    Threads that have not run never do; hanging threads end without an effect.
     """
     assert attempt.is_dead
     attempt.ready.clear()
@@ -198,13 +201,13 @@ def _sleep(seconds: float) -> None:
 
 
 def _monotonic() -> float:
-    """Of code that sleeps until a moment: real time would not get there."""
+    """Return the virtual clock, so that code that polls until a deadline reaches it."""
     attempt = getattr(ROOM, "attempt", None)
     return REAL_MONOTONIC() if attempt is None else attempt.clock
 
 
 def _wait(futures: Any, timeout: float | None = None, **how: Any) -> Any:
-    """As concurrent.futures.wait."""
+    """Virtual ``concurrent.futures.wait``."""
     attempt = getattr(ROOM, "attempt", None)
     if attempt is None:
         return REAL_WAIT(futures, timeout, **how)
@@ -217,15 +220,15 @@ def _wait(futures: Any, timeout: float | None = None, **how: Any) -> Any:
 
 
 def _hung(attempt: Attempt, why: str) -> Hung:
-    """The end of an attempt that would never end."""
+    """Mark an attempt as hung; the caller raises the returned exception."""
     attempt.is_dead, attempt.hung = True, attempt.hung or why
     return Hung(why)
 
 
 def hang(attempt: Attempt, released: threading.Event) -> None:
-    """An operation that does not return.
+    """Simulate an operation that does not return.
 
-    In the thread of an event loop that is the end of the attempt.
+    In the thread of an event loop, it ends the attempt.
     """
     thread = getattr(ROOM, "thread", None)
     if thread is None:
@@ -240,7 +243,7 @@ def hang(attempt: Attempt, released: threading.Event) -> None:
 
 
 class InlineExecutor:
-    """A ThreadPoolExecutor whose work is done when it is handed over."""
+    """A ThreadPoolExecutor that runs work in the caller when it is submitted."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         pass
@@ -252,13 +255,13 @@ class InlineExecutor:
         pass
 
     def map(self, function: Callable[..., Any], *items: Any, **named: Any) -> Iterator[Any]:
-        """As map."""
+        """Apply the function in the caller's thread."""
         return map(function, *items)
 
     def submit(
         self, function: Callable[..., Any], *given: Any, **named: Any
     ) -> concurrent.futures.Future[Any]:
-        """Done when it returns."""
+        """Call the function; return a finished future."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
             future.set_result(function(*given, **named))
@@ -267,11 +270,11 @@ class InlineExecutor:
         return future
 
     def shutdown(self, *given: Any, **named: Any) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 def _result(future: Any, timeout: float | None = None) -> Any:
-    """As Future.result of concurrent.futures."""
+    """Virtual ``concurrent.futures.Future.result``."""
     attempt = getattr(ROOM, "attempt", None)
     if attempt is not None and not future.done():
         run_threads(attempt)
@@ -284,7 +287,7 @@ def _result(future: Any, timeout: float | None = None) -> Any:
 
 
 def _everywhere(stand_ins: dict[Any, Any]) -> Iterator[Any]:
-    """Patches of every module of the project that has one of these functions under any name."""
+    """Yield patches for all names by which project modules have imported these functions."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("rlpost.", "slurm.")):
             for attribute, value in list(vars(module).items()):
@@ -294,7 +297,7 @@ def _everywhere(stand_ins: dict[Any, Any]) -> Iterator[Any]:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Event loops and threads of attempts are virtual within."""
+    """Make event loops and threads of attempts virtual within the block."""
     before = asyncio.get_event_loop_policy()
     stand_ins = {
         concurrent.futures.ThreadPoolExecutor: InlineExecutor,

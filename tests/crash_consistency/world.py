@@ -1,7 +1,7 @@
-"""One run: its folder, data, settings, and attempts of the real driver on it.
+"""One run: its folder, data and settings, and the attempts of the real driver.
 
-Input: a configuration and hooks for file operations. Output: how each attempt ended, and what it
-did.
+Input: a configuration and hooks for file operations. Output: the ending and the actions of each
+attempt.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MODEL = {
 class Setup:
     """A configuration: settings that differ from the plain synchronous run.
 
-    ``save_s`` is how long a save in the background takes; a step takes about 0.2 s.
+    ``save_s`` is the duration of a background save; a step takes about 0.2 s.
     """
 
     name: str
@@ -79,8 +79,9 @@ class Setup:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an interrupted run trains the same batches as an uninterrupted one: nothing depends
-        on the clock.
+        """Whether nothing depends on the clock.
+
+        An interrupted run then trains the same batches as an uninterrupted one.
         """
         more = {"over_sampling_batch_size", "partial_rollout"}
         return self.rollout.get("rollout_mode", "sync") == "sync" and not more & self.rollout.keys()
@@ -141,33 +142,36 @@ WITH_ENVIRONMENT = {
         Setup("fully_async,env", {"rollout_mode": "fully_async"}, env=_BELL),
     )
 }
-"""Separate from ``SETUPS``, from which the scenarios draw."""
+"""Setups with an environment, separate from ``SETUPS``, from which the scenarios draw."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended: done, preempted, refused (exit code 78), failed (1), killed,
-    waiting (its event loop runs and nothing happens), hung (its event loop is blocked), or traceback."""
+    """The ending of an attempt.
+
+    ``how`` is done, preempted (exit code 75), refused (78), failed (1), killed, waiting (the event
+    loop runs but makes no progress), hung (the event loop is blocked) or traceback.
+    """
 
     attempt: Run
     how: str
-    what: str = ""  # of a traceback: the error and where it was raised
+    what: str = ""  # the error and where it was raised (traceback), or why it hung
     messages: tuple[str, ...] = ()  # warnings and errors of its log
 
 
 @dataclass(eq=False)
 class Run(Attempt):
-    """An attempt of the driver, and what its parts did."""
+    """An attempt of the driver, with the records of its fakes."""
 
     observed: fakes.Observed = field(default_factory=lambda: fakes.Observed(save_s=0.1))
     messages: list[str] = field(default_factory=list)
 
 
 class _Log(logging.Handler):
-    """Adds warnings and errors to the attempt that logged them."""
+    """Handler that adds warnings and errors to the attempt that logged them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Store the message."""
         attempt = getattr(ROOM, "attempt", None)
         if isinstance(attempt, Run):
             attempt.messages.append(record.getMessage())
@@ -197,7 +201,7 @@ class World:
         self.changed: dict[str, Any] = {}
 
     def write_data(self, lines: Sequence[str]) -> None:
-        """Replace the prompts."""
+        """Replace the prompt file."""
         self.rows = list(lines)
         self.data.write_text("".join(lines))
 
@@ -207,7 +211,7 @@ class World:
         return settings(self.base, self.setup.name, json.dumps(self.changed, sort_keys=True))
 
     def prepare(self, hooks: Sequence[Hook] = ()) -> Run:
-        """Return the next attempt, not started."""
+        """Return the next attempt without starting it."""
         number = len(list((self.run.root / "attempts").iterdir()))
         self.disk.put_folder(self.run.attempts / str(number))
         return Run(self.disk, number, hooks, observed=fakes.Observed(save_s=self.setup.save_s))
@@ -266,7 +270,7 @@ def _line(text: str, label: int) -> str:
 
 
 def rows(count: int = NUM_ROWS, bad: Sequence[int] = BAD_ROWS) -> list[str]:
-    """Lines of a prompt file; an empty prompt is a bad one."""
+    """Return the lines of a prompt file; a bad row has an empty prompt."""
     return [_line("" if number in bad else f"question {number}", number) for number in range(count)]
 
 
@@ -302,13 +306,13 @@ def settings(base: Path, name: str, changed: str) -> Config:
 
 
 class _NoReporter:
-    """Writes no report: it is not part of the simulation, and its failures are only warnings."""
+    """A reporter that does nothing: reports are not simulated, and their failures only warn."""
 
     def __init__(self, run: object) -> None:
         pass
 
     def ask(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _token_hex(count: int = 32) -> str:
@@ -356,7 +360,7 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
 
 @contextmanager
 def ready() -> Iterator[Path]:
-    """A folder for trials; within, attempts see fakes, virtual time and intercepted files."""
+    """Yield a folder for trials; attempts use fakes, virtual time and intercepted files within."""
     shared = Path("/dev/shm")
     with ExitStack() as undo:
         folder = tempfile.mkdtemp(prefix="crash-", dir=shared if shared.is_dir() else None)
@@ -379,7 +383,7 @@ def ready() -> Iterator[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send messages to the attempts, and none from destructors of killed attempts."""
+    """Send log messages to the attempts, and silence destructors of killed attempts."""
     handler, logger = _Log(logging.WARNING), logging.getLogger("rlpost")
     before = logger.propagate, logger.level, sys.unraisablehook
     logger.addHandler(handler)

@@ -1,6 +1,6 @@
-"""The branches of the trainer that need CUDA or TransformerEngine, reached on a CPU.
+"""Tests on a CPU of the trainer's branches that need CUDA or TransformerEngine.
 
-``stub/`` holds a stand-in for TransformerEngine that builds and does not compute, ``fakes.py``
-fakes CUDA, ``observations.py`` runs in a process of its own and prints what it saw, the tests judge
-that.
+``stub/`` is a stub of TransformerEngine whose modules are built but compute nothing. ``fakes.py``
+fakes CUDA. ``observations.py`` runs in a separate process and prints what the trainer built; the
+tests check its output.
 """

@@ -1,6 +1,4 @@
-"""What the trainer builds where there is CUDA: seen once without and once with
-TransformerEngine.
-"""
+"""Fixtures that observe what the trainer builds on CUDA, with and without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -34,15 +32,13 @@ FAMILIES = (
     MTP,
 )
 IMPLEMENTATIONS = {"local": False, "transformer_engine": True}
-"""Whether TransformerEngine is installed, by the implementation that is then chosen."""
+"""Implementation that the trainer chooses -> whether TransformerEngine is installed."""
 
 Observe = Callable[[str], dict[str, Any]]
 
 
 def run(module: str, *words: str, with_engine: bool) -> dict[str, Any]:
-    """What ``python -m module words`` prints behind OBSERVED, in a process with or without the
-    stub.
-    """
+    """Run ``python -m module words``, with or without the stub; return the JSON after OBSERVED."""
     folders = [str(STUB), str(ROOT)] if with_engine else [str(ROOT)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", "-m", module, *words]
@@ -55,7 +51,7 @@ def run(module: str, *words: str, with_engine: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
-    """By implementation, what ``observations`` saw."""
+    """Return a function from an implementation to the output of ``observations``, run once each."""
     root = tmp_path_factory.mktemp("cuda")
     assets, families = make_assets(root / "assets"), root / "families"
     for name in FAMILIES:

@@ -1,4 +1,4 @@
-"""What our code relies on in Megatron-core where there is CUDA, or TransformerEngine."""
+"""Facts of Megatron-core that our code relies on with CUDA or TransformerEngine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS = f"{CORE}/tensor_parallel/layers.py"
 
 
 def buffers_leave_by_resizing(source: Source) -> None:
-    """Views of the buffer are valid afterwards, weights are kept and gradients are zeros."""
+    """After a reload, views of the buffer are valid, weights are kept and gradients are zero."""
     data, grads = torch.arange(8.0), torch.ones(8)
     view = data[2:4]
     buffer = SimpleNamespace(param_data=data, grad_data=grads, param_data_cpu=data.clone())
@@ -109,9 +109,7 @@ def hybrid_is_chosen_by_cpu_offload(source: Source) -> None:
 
 
 def hybrid_has_master_params(source: Source) -> None:
-    """The name of the main weights in the state of a hybrid optimizer, and in what a checkpoint
-    holds.
-    """
+    """The main weights are ``master_param`` in a hybrid optimizer and ``param`` in a checkpoint."""
     hybrid = type("HybridDeviceOptimizer", (), {})()
     shard, main = object(), object()
     hybrid.param_groups = [{"params": [shard]}]

@@ -1,4 +1,4 @@
-"""What our code relies on in SGLang where there is CUDA."""
+"""Facts of SGLang that our code relies on with CUDA."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ UUID = "GPU-of-the-trainer"
 def own_environment(
     source: Source, methods: list[Any] | None = None, **given: str
 ) -> dict[str, str]:
-    """What SGLang's server leaves in an environment that was ``given``, without symmetric memory
-    and NVLS; its start methods for processes are added to ``methods``.
+    """Return the environment that SGLang's server makes of ``given``.
+
+    Symmetric memory and NVLS are off. The start method of its processes is appended to
+    ``methods``.
     """
     seen = [] if methods is None else methods
     environ = dict(given)
@@ -133,15 +135,13 @@ def prefill_is_breakable_unless_disabled(source: Source) -> None:
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor that says of itself and of its memory that they are CUDA's."""
+    """A CPU tensor that claims to be on CUDA."""
 
     is_cuda = True  # type: ignore[assignment]
 
 
 class CudaStorage:
-    """What torch asks of a storage on a GPU to share it. The values are those of one on device
-    0.
-    """
+    """The part of a CUDA storage that torch uses to share it, with the values of device 0."""
 
     _untyped_storage = SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -150,7 +150,7 @@ class CudaStorage:
 
 
 def reduced(source: Source) -> Any:
-    """torch's own ``reduce_tensor``, to be called with tensors of the class above."""
+    """Return torch's own ``reduce_tensor``, changed to accept ``CudaTensor``."""
     from torch.multiprocessing import reductions
 
     names = dict(vars(reductions))
@@ -166,7 +166,7 @@ def reduced(source: Source) -> Any:
 
 
 def pickled_handle(source: Source) -> bytes:
-    """A CUDA tensor as the trainer hands it out, device and memory faked below torch's Python."""
+    """Pickle a CUDA tensor as the trainer does, with device and memory faked below torch."""
     memory = torch.zeros(64, dtype=torch.uint8).as_subclass(CudaTensor)
     reduce_tensor, properties = trainer_side.reduce_tensor, torch.cuda.get_device_properties
     buffer = io.BytesIO()
@@ -180,7 +180,7 @@ def pickled_handle(source: Source) -> bytes:
 
 
 def unpickler(source: Source) -> Any:
-    """SGLang's SafeUnpickler, with a list of what it let through; no memory is opened."""
+    """SGLang's SafeUnpickler, which returns the arguments of a rebuild and opens no memory."""
     safe = source.run(COMMON, "SafeUnpickler", pickle=pickle, _safe_load_torch_storage=None)
 
     class Recording(safe):  # type: ignore[misc,valid-type]
@@ -209,7 +209,7 @@ def unpickler_refuses_the_rest(source: Source) -> None:
 
 
 def uuid_names_the_gpu(source: Source) -> None:
-    """The engine sees the trainer's GPU as number 1; a number would be taken as it is."""
+    """The engine sees the trainer's GPU as number 1; a plain index would be used unchanged."""
     ((_, arguments),) = unpickler(source)(io.BytesIO(pickled_handle(source))).load()
     uuids = {0: "GPU-of-somebody-else", 1: UUID}
     cuda = SimpleNamespace(
@@ -265,7 +265,7 @@ def each_rank_reads_its_own_handle(source: Source) -> None:
 
 
 def flattened_bucket_of_handles(source: Source) -> None:
-    """A dictionary with ``flattened_tensor`` and ``metadata``; entries by byte."""
+    """It is a dictionary of ``flattened_tensor`` and ``metadata``; offsets are in bytes."""
     names: dict[str, Any] = {"torch": torch, "dataclass": None}
     bucket = source.run(BUCKET, "FlattenedTensorBucket", **names, List=list, Tuple=tuple)
     described = SimpleNamespace(
@@ -288,7 +288,7 @@ def flattened_bucket_of_handles(source: Source) -> None:
 
 
 class Calls:
-    """Writes down what is called, by name."""
+    """Records method calls as (name, arguments)."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []
@@ -363,7 +363,7 @@ def a_paused_engine_counts_as_idle(source: Source) -> None:
 
 
 def memory_counts_from_what_is_free(source: Source) -> None:
-    """Of 100 GB of which 60 are free at the start, at 0.8: 48 for weights and cache."""
+    """With 60 GB free at startup and a fraction of 0.8, weights and cache get 48 GB."""
     profile = source.run(
         KV_CACHE,
         "_profile_available_bytes",
@@ -382,8 +382,10 @@ def memory_counts_from_what_is_free(source: Source) -> None:
 
 
 def joined_group(source: Source) -> tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]:
-    """How an engine of tensor-parallel rank 1 joins: what its worker asks for, and what torch is
-    called with.
+    """Join a group as tensor-parallel rank 1 of an engine.
+
+    Return the worker's arguments for the group, and the positional and keyword arguments of the
+    call to torch.
     """
     asked: dict[str, Any] = {}
     join = source.run(
@@ -440,9 +442,7 @@ def keys_stand_under_the_groups_name(source: Source) -> None:
 
 
 def nccl_connects_lazily(source: Source) -> None:
-    """With a device torch would connect at once, each group in turn, and both sides could wait for
-    each other.
-    """
+    """With a device, torch would connect each group when it is made; both sides could deadlock."""
     _, _, how = joined_group(source)
     assert how["device_id"] is None
 

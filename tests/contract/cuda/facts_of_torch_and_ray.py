@@ -1,4 +1,4 @@
-"""What our code relies on in torch and Ray where there is CUDA."""
+"""Facts of torch and Ray that our code relies on with CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def window_means_causal(source: Source) -> None:
 
 
 def varlen_is_flash_attention(source: Source) -> None:
-    """cuDNN's kernel takes neither a window nor fewer groups than heads."""
+    """cuDNN's kernel supports neither a window nor fewer query groups than heads."""
     assert source.run(VARLEN, "_should_use_cudnn")(0) is False
 
 
@@ -64,7 +64,7 @@ def memory_efficient_has_our_order(source: Source) -> None:
 
 
 def causal_mask_has_our_number(source: Source) -> None:
-    """That of the mask which is aligned to the last query and the last key."""
+    """The mask is the one aligned to the last query and the last key (bottom right)."""
     variants = source.run(BIAS, "CausalVariant", IntEnum=IntEnum, auto=auto)
     assert varlen.BOTTOM_RIGHT == variants.LOWER_RIGHT
     assert "custom_mask_type=int(attn_mask.variant)" in source.lines(BIAS)
@@ -79,9 +79,7 @@ def device_is_argument_six(source: Source) -> None:
 
 
 def views_share_their_storage(source: Source) -> None:
-    """A view is one more reader of the same memory: what is counted is the storage, not the
-    tensor.
-    """
+    """References are counted per storage and not per tensor, so a view adds another reader."""
     reduced = source.lines(REDUCTIONS, "reduce_tensor")
     assert "storage = tensor._typed_storage()" in reduced and "= storage._share_cuda_()" in reduced
 
@@ -118,18 +116,14 @@ def groups_can_be_aborted(source: Source) -> None:
 
 
 def asking_for_cuda_starts_the_driver(source: Source) -> None:
-    """Which does not survive a fork, unless a variable makes torch ask NVIDIA's management
-    library.
-    """
+    """The CUDA driver does not survive a fork, unless a variable makes torch ask NVML instead."""
     asks = source.lines(CUDA, "is_available")
     assert asks.rstrip().endswith("else:\n        return torch._C._cuda_getDeviceCount() > 0")
     assert "if not _is_compiled():\n        return False" in asks
 
 
 def groups_keep_their_defaults(source: Source) -> None:
-    """Whatever is among an optimizer's defaults is in each of its groups, and so in its
-    state_dict.
-    """
+    """An optimizer's defaults are copied into each of its groups, and so into its state_dict."""
     assert "param_group.setdefault(name, default)" in source.lines(OPTIMIZER, "add_param_group")
 
 
@@ -151,7 +145,7 @@ def loading_is_weights_only(source: Source) -> None:
 
 
 def accelerators(environ: dict[str, str], source: Source) -> Any:
-    """Ray's package of that name, with its class for NVIDIA's GPUs, on an environment of ours."""
+    """Ray's package ``accelerators`` with its class for NVIDIA GPUs, reading ``environ``."""
     names: dict[str, Any] = {
         "os": SimpleNamespace(environ=environ),
         "env_bool": lambda name, default: default,
@@ -166,7 +160,7 @@ def accelerators(environ: dict[str, str], source: Source) -> Any:
 
 
 def visible_to_an_actor(source: Source, ids: list[str]) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a worker with ``ids``, whose environment said 0,1,2,3."""
+    """Return CUDA_VISIBLE_DEVICES of a worker with GPUs ``ids``; it inherits 0,1,2,3."""
     environ = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
     fake = SimpleNamespace(_private=SimpleNamespace(accelerators=accelerators(environ, source)))

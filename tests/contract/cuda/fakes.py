@@ -1,9 +1,9 @@
-"""CUDA, and a world of ranks, faked in one process for a model that is built and not computed with.
+"""Fakes of CUDA and of a world of ranks, in one process that builds a model and computes nothing.
 
-Imported by ``observations.py`` alone: what it tells the stand-in for CUDA holds for the whole
-process. ``faked_cuda``: torch says that there is CUDA, and what the trainer and Megatron-core put
-on the GPU lands on the device "meta", so that what is left on the CPU shows. ``faked_world``: any
-rank of a world of any size; its groups exist and its collectives do nothing.
+Only ``observations.py`` imports this, because the import changes the CPU stand-in for CUDA in the
+whole process. ``faked_cuda``: torch reports that CUDA is available, and whatever the trainer and
+Megatron-core put on the GPU is on the device "meta", so that tensors left on the CPU can be found.
+``faked_world``: any rank of a world of any size; its groups exist and its collectives do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlpost.actor import megatron_on_cpu
 
-# Before the first import of Megatron-core: what its optimizers are to expect of Tensor.type().
+# Before the first import of Megatron-core, whose optimizers compare Tensor.type() with these names.
 megatron_on_cpu.TYPE_NAMES.update(
     {name: name.replace(".cuda.", ".meta.") for name in megatron_on_cpu.TYPE_NAMES}
 )
@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 @contextmanager
 def faked_cuda() -> Iterator[None]:
-    """Within, there is CUDA; the GPU is "meta"."""
+    """Make CUDA available within the block, with "meta" as the GPU."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
@@ -43,14 +43,14 @@ def faked_cuda() -> Iterator[None]:
 
 @contextmanager
 def faked_world(rank: int, size: int) -> Iterator[None]:
-    """Within, ``parallel.initialise`` joins a world of ``size`` that consists of this process."""
+    """Make ``parallel.initialise`` join a world of ``size`` that has only this process."""
     join, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
         join("fake", rank=rank, world_size=size, store=FakeStore())
 
     def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
-        """The others say the same, unless the caller has filled in what they say."""
+        """Other ranks send the same object, unless ``found`` already holds theirs."""
         found[:] = [mine if said is None else said for said in found]
         found[rank if group is None else group.rank()] = mine
 
@@ -67,7 +67,7 @@ def faked_world(rank: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def listening(name: str) -> Iterator[list[str]]:
-    """The warnings of a logger within."""
+    """Collect the warnings of a logger."""
     said: list[str] = []
 
     class Kept(logging.Handler):

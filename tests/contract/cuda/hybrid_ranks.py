@@ -1,8 +1,8 @@
 """Ranks whose optimizer is Megatron's HybridDeviceOptimizer, on a machine without CUDA.
 
-It moves state between CUDA and the host, and decides by ``Tensor.is_cuda``. Here, while it sorts
-its parameters, every tensor says that it is on CUDA but those that were moved to the host;
-everything else of it is the real code, with one order of execution instead of streams
+The optimizer moves state between CUDA and the host, and decides by ``Tensor.is_cuda``. Here, while
+it sorts its parameters, every tensor that was not moved to the host claims to be on CUDA. The rest
+is the real code, executed in one fixed order instead of on streams
 (``rlpost.actor.megatron_on_cpu``).
 """
 
@@ -20,11 +20,11 @@ from tests.contract.actor_ranks import Files, my_batch
 
 
 class _OnHost(torch.Tensor):
-    """What ``Tensor.cpu`` made, and what is computed from it."""
+    """A result of ``Tensor.cpu``, or a tensor computed from one."""
 
 
 def pretend() -> None:
-    """Make the optimizer usable in this process, which ends soon."""
+    """Make the optimizer usable in this short-lived process; nothing is restored."""
     from megatron.core import utils
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from packaging.version import Version
@@ -48,8 +48,9 @@ def pretend() -> None:
 def train_hybrid(
     actor: Any, steps: Sequence[Sequence[TrainSample]], *, files: Files
 ) -> dict[str, Any]:
-    """Train on the steps that are left, saving after the second in the background; what Adam kept,
-    and the metrics.
+    """Train the remaining steps and save in the background after the second one.
+
+    Return a digest of Adam's state, its step counts, the hash of the weights and the metrics.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 

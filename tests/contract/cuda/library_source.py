@@ -1,8 +1,8 @@
-"""Installed source of a library: parsed instead of imported, and with a change made to it for a
-check's own test.
+"""Installed source of a library, parsed instead of imported, optionally with one text replaced.
 
-A path is relative to site-packages, for instance ``sglang/srt/environ.py``. Nothing here imports
-the library, so a module that needs CUDA, or takes seconds to import, can be read.
+The replacement tests that a check notices the change. A path is relative to site-packages, for
+instance ``sglang/srt/environ.py``. The library is not imported, so modules that need CUDA or take
+seconds to import can be read, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-DISTRIBUTIONS = {"megatron": "megatron-core"}  # where the package is named differently
+DISTRIBUTIONS = {"megatron": "megatron-core"}  # package -> distribution, where the names differ
 
 
 class FactChanged(AssertionError):
@@ -26,17 +26,15 @@ class FactChanged(AssertionError):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of installed libraries; ``changed``: path -> text of files that are read as something
-    else.
-    """
+    """Files of installed libraries; ``changed``: path -> text that replaces the file's content."""
 
     changed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def with_change(cls, path: str, old: str, new: str) -> Source:
-        """The installed source with one text replaced.
+        """Return the installed source with one text replaced.
 
-        Raises LookupError unless the file has it exactly once.
+        Raises LookupError unless the file contains ``old`` exactly once.
         """
         text = _installed(path)
         if text.count(old) != 1:
@@ -46,27 +44,25 @@ class Source:
         return cls({path: text.replace(old, new)})
 
     def text(self, path: str) -> str:
-        """The whole file. Raises LookupError when the library or the file is not there."""
+        """Return the whole file. Raises LookupError when the library or the file does not exist."""
         return self.changed[path] if path in self.changed else _installed(path)
 
     def definition(self, path: str, name: str) -> Any:
-        """The ast of a function or class, nested ones with dots. Raises LookupError."""
+        """Return the AST of a function or class; dots separate nested names. Raises LookupError."""
         found: Any = ast.parse(self.text(path))
         for part in name.split("."):
             found = _child(found, part, path)
         return found
 
     def lines(self, path: str, name: str = "") -> str:
-        """The code of a definition, or of the file, as ast writes it: independent of comments and
-        layout.
-        """
+        """Return a definition, or the file, as ``ast.unparse`` formats it, without comments."""
         return ast.unparse(self.definition(path, name) if name else ast.parse(self.text(path)))
 
     def run(self, path: str, name: str, **names: Any) -> Any:
-        """The function or class itself, compiled with the global names that it is given and no
-        others.
+        """Compile a function or class with only the given global names.
 
-        Decorators are left out and annotations are not evaluated.
+        Decorators other than staticmethod, classmethod and property are removed; annotations are
+        not evaluated.
         """
         node = self.definition(path, name)
         for inner in ast.walk(node):
@@ -80,9 +76,9 @@ class Source:
         return names[node.name]
 
     def value(self, path: str, name: str) -> Any:
-        """The literal that is assigned to a global name.
+        """Return the literal that is assigned to a global name.
 
-        Raises LookupError, or ValueError when it is no literal.
+        Raises LookupError when the name is missing, ValueError when its value is not a literal.
         """
         for node in ast.parse(self.text(path)).body:
             targets = (
@@ -95,22 +91,23 @@ class Source:
 
 @dataclass(frozen=True)
 class Fact:
-    """What a library does, which of our modules rely on it, and how to see it."""
+    """A behaviour of a library, the modules of ours that rely on it, and a check for it."""
 
     name: str
     relied_on_by: tuple[str, ...]
     check: Callable[[Source], None]
-    """Raises anything when the fact does not hold."""
+    """Raises any exception when the fact does not hold."""
     change: tuple[str, str, str]
-    """Path, old text and new text of a change of the library that ``check`` must notice."""
+    """Path, old text and new text of a change to the library that ``check`` must notice."""
 
     @property
     def library(self) -> str:
         return self.change[0].partition("/")[0]
 
     def verify(self, source: Source) -> None:
-        """Raise FactChanged, with the fact's name and the modules of ours that rely on it, when it
-        does not hold.
+        """Raise FactChanged when the fact does not hold.
+
+        The message names the fact and the modules of ours that rely on it.
         """
         try:
             self.check(source)

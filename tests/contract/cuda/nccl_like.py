@@ -1,14 +1,15 @@
-"""A process group with the manners of NCCL, over gloo.
+"""A process group over gloo that blocks, completes and aborts like NCCL.
 
-What it has of NCCL (read in torch 2.13, ProcessGroupNCCL.cpp):
+It copies the following from NCCL (ProcessGroupNCCL.cpp of torch 2.13):
 
-- Nothing is connected when the group is made. The first collective waits for all ranks, in whatever
-  thread it is called, and cannot be aborted before they have come (ncclCommInitRank).
+- Nothing is connected when the group is made. The first collective blocks its thread until all
+  ranks have called it, and cannot be aborted before that (ncclCommInitRank).
 - A collective returns a Work immediately. With a dead peer it never completes: nothing detects
-that the peer exited.
-- ``wait`` orders streams and returns, completed or not. Only ``is_completed`` tells.
-- ``shutdown`` waits for what is under way; ``abort`` ends it. Here ``shutdown`` fails the test when
-it would hang.
+  that the peer exited.
+- ``wait`` only orders streams, and returns whether or not the collective has completed. Use
+  ``is_completed`` to find out.
+- ``shutdown`` waits for collectives in flight; ``abort`` ends them. Here ``shutdown`` fails the
+  test when it would hang.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ HOURS = timedelta(hours=1)
 
 
 class WouldHang(AssertionError):
-    """A call that never returns on NCCL."""
+    """A call that would never return on NCCL."""
 
 
 class Operation(dist._Work):
-    """A collective under way."""
+    """A collective in flight."""
 
     def __init__(self, real: Any) -> None:
         super().__init__()
@@ -93,6 +94,6 @@ class NcclLike(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make ``backend="nccl_like"`` known to torch in this process."""
+    """Register ``backend="nccl_like"`` with torch in this process."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])

@@ -1,10 +1,11 @@
-"""``python -m tests.contract.cuda.observations ASSETS FAMILIES``: what the trainer builds where
-there is CUDA, as JSON.
+"""Print as JSON what the trainer builds on CUDA.
 
-For every recipe of jobs/recipes at its own layout, and every family at several: Megatron's
-configurations, the keys of the checkpoint, and what is left on the CPU. A process of its own,
-because whether TransformerEngine is installed is known to Megatron-core from its import on: with
-``stub/`` in PYTHONPATH it is.
+Usage: ``python -m tests.contract.cuda.observations ASSETS FAMILIES``. For every recipe of
+jobs/recipes at its own layout, and every family at several layouts, the output has Megatron's
+configurations, the keys of the checkpoint, and the names of tensors left on the CPU.
+
+This runs in a separate process because Megatron-core looks for TransformerEngine only when it is
+imported. With ``stub/`` in PYTHONPATH it finds the stub.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ Found = dict[str, Any]
 
 
 def observe_recipe(name: str, given: dict[str, Any]) -> Found:
-    """What a recipe's trainer builds on its first rank."""
+    """Build a recipe's trainer on its first rank."""
     config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), given).config
     return built(actor_settings(config), config.actor_world_size)
 
 
 def observe_family(folder: Path) -> dict[str, Found]:
-    """What a family builds at several layouts, and what its converter does."""
+    """Build a family at several layouts, and its converter."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
-    # the stand-in sums both copies of the embedding on the CPU, which "meta" cannot
+    # with pipeline stages, the CPU stand-in for CUDA adds both copies of a tied embedding on the
+    # CPU, which is impossible for "meta" tensors
     if read_description(str(folder), None).tied:
         layouts = {name: layout for name, layout in layouts.items() if name != "pp"}
     implementations: list[str] = (
@@ -77,14 +79,14 @@ def observe_family(folder: Path) -> dict[str, Found]:
 
 
 def has_transformer_engine() -> bool:
-    """The stub's."""
+    """Whether Megatron-core has found the stub."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return bool(gpt_layer_specs.HAVE_TE)
 
 
 def built(settings: ActorSettings, size: int) -> Found:
-    """Model, wrapped model, optimizer and exporter of rank 0; or the error."""
+    """Describe model, wrapped model, optimizer and exporter of rank 0, or the error."""
     with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
         try:
             description = read_description(settings.hf_checkpoint, settings.model_args)
@@ -118,7 +120,7 @@ def built(settings: ActorSettings, size: int) -> Found:
 
 
 def converted(settings: ActorSettings) -> Found:
-    """What the converter builds, which wraps nothing."""
+    """Describe what the converter builds; it wraps no model."""
     with fakes.faked_cuda(), fakes.faked_world(0, 1):
         try:
             converter = Converter(settings, Rendezvous(0, 1, "127.0.0.1", 1))
@@ -132,9 +134,7 @@ def converted(settings: ActorSettings) -> Found:
 
 
 def exported(chunks: list[Any], description: ModelDescription) -> dict[str, Any]:
-    """Of what the exporter gathers of the layers that are here: shapes, and what of it is on the
-    CPU.
-    """
+    """Shapes of the tensors that the exporter gathers on this rank; names of those on the CPU."""
     exporter = Exporter(inventory_of(chunks, description))
     shapes, on_the_cpu = {}, []
     for bucket in exporter.plan(1 << 40):
@@ -157,14 +157,14 @@ def keys(chunks: list[Any]) -> dict[str, list[int]]:
 
 
 def left_behind(chunks: list[Any]) -> list[str]:
-    """Tensors that are no GPU's: parameters, buffers, and plain attributes of modules."""
+    """Names of tensors on the CPU: parameters, buffers, and plain attributes of modules."""
     return sorted(
         {name for chunk in chunks for name, tensor in tensors_of(chunk) if on_cpu(tensor)}
     )
 
 
 def tensors_of(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
-    """By name."""
+    """Yield (name, tensor) of parameters, buffers and plain attributes."""
     yield from chunk.named_parameters()
     yield from chunk.named_buffers()
     for path, module in chunk.named_modules():
@@ -181,7 +181,7 @@ def each(adam: Any) -> list[Any]:
 
 
 def state_of(adam: Any) -> Iterator[tuple[str, Any]]:
-    """What the optimizers of a chain work on, by kind."""
+    """Yield (kind, tensor) of all tensors that the optimizers of a chain update."""
     for one in each(adam):
         for group in one.optimizer.param_groups if one.optimizer else ():
             yield from (("parameters", tensor) for tensor in group["params"])
@@ -195,7 +195,7 @@ def state_of(adam: Any) -> Iterator[tuple[str, Any]]:
 
 
 def buffers_of(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Where weights and gradients lie."""
+    """Yield (kind, tensor) of the DDP buffers that hold weights and gradients."""
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield "gradients", buffer.grad_data
@@ -203,12 +203,12 @@ def buffers_of(wrapped: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def on_cpu(tensor: Any) -> bool:
-    """Whether it is not where the GPU's are."""
+    """Whether a tensor is on the CPU instead of "meta"."""
     return bool(tensor.device.type == "cpu")
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """The fields that JSON has words for; others as text."""
+    """Fields of a dataclass; values that are not JSON scalars are converted to text."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     simple = (bool, int, float, str, type(None))
     return {
@@ -217,7 +217,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def main(assets: str, families: str) -> None:
-    """Print everything."""
+    """Print all observations as one line of JSON after OBSERVED."""
     logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
     recipes = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))

@@ -1,6 +1,4 @@
-"""What ``observations`` builds, as tables; imports nothing, so that the tests can name the rows
-too.
-"""
+"""Tables of what ``observations`` builds. Tests import them for the names of the rows."""
 
 from __future__ import annotations
 
@@ -60,8 +58,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "unfused swiglu": ("qwen3", {"megatron": {"bias_activation_fusion": False}}),
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),
 }
-"""Single settings of which something depends on CUDA or TransformerEngine."""
+"""Single settings whose effect depends on CUDA or TransformerEngine."""
 ON_HOST = ("glm45_355b", "glm46_355b", "glm47_355b", "qwen3_30b_a3b")
-"""The recipes that ask for kernels of TransformerEngine and keep Adam in host memory."""
+"""Recipes that request kernels of TransformerEngine and keep Adam in host memory."""
 OF_EXPERTS = (*ON_HOST, "qwen3_235b_a22b")
-"""Those that ask for such kernels."""
+"""Recipes that request these kernels, with Adam in host memory or not."""

@@ -1,8 +1,9 @@
-"""``python -m tests.contract.cuda.round_trips FAMILIES FOLDER``: checkpoints written with one
-implementation and read with the other, as JSON: for each family and way, what went wrong.
+"""Write checkpoints with one implementation, read them with another, and print the errors.
 
-The modules of the stub hold real weights on the CPU here; nothing is computed with them. ``older``
-is the form in which a model without TransformerEngine was written once.
+Usage: ``python -m tests.contract.cuda.round_trips FAMILIES FOLDER``. The output is JSON: for each
+family and pair of implementations, the error or null. The modules of the stub hold real weights on
+the CPU here; nothing is computed with them. ``older`` is the format in which earlier versions wrote
+a model without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unittest import mock
 import torch
 
 # isort: off
-import rlpost.actor  # noqa: F401  it puts its stand-in for CUDA before Megatron-core
+import rlpost.actor  # noqa: F401  installs its CPU stand-in for CUDA before Megatron-core
 # isort: on
 
 from megatron.core import dist_checkpointing
@@ -43,7 +44,7 @@ SEPARATE_NORMS = ("q_layernorm.", "k_layernorm.", "pre_mlp_layernorm.", "final_l
 
 
 def main(families: str, folder: str) -> None:
-    """Print what each way of each family came to: None, or the error."""
+    """Print the outcome of each way for each family: None, or the error."""
     found: dict[str, dict[str, str | None]] = {}
     for family in sorted(Path(families).iterdir()):
         found[family.name] = {}
@@ -59,7 +60,7 @@ def main(families: str, folder: str) -> None:
 
 
 def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str | None:
-    """Write a model and read it into another; None when that has the same weights."""
+    """Write a model and read it into another; return None when both have the same weights."""
     description = read_description(settings.hf_checkpoint)
     source, target = build(description, written.replace("older", "local")), build(description, read)
     for seed, chunk in ((1, source), (2, target)):
@@ -72,14 +73,15 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
         )
     try:
         load(target, find_checkpoint(place))
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+    # CheckpointException derives from BaseException and not from Exception
+    except (Exception, CheckpointException) as error:
         return f"{type(error).__name__}: {str(error)[-500:]}"
     ours, theirs = (hash_of(chunk, description) for chunk in (target, source))
     return None if ours == theirs else "other weights"
 
 
 def build(description: Any, implementation: str) -> Any:
-    """The only chunk."""
+    """Build a model and return its only chunk."""
     has_mtp = bool(description.hf_config.get("num_nextn_predict_layers"))
     settings = ActorSettings(
         "", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp
@@ -92,25 +94,25 @@ def build(description: Any, implementation: str) -> Any:
 
 
 def on_the_cpu() -> torch.device:
-    """Where the GPU's tensors are here."""
+    """Return the device that replaces the GPU here."""
     return torch.device("cpu")
 
 
 def load(chunk: Any, folder: Any) -> None:
-    """As ``megatron_checkpoint`` does it."""
+    """Load as ``megatron_checkpoint`` does."""
     state = {"model": chunk.sharded_state_dict(metadata=dict(METADATA))}
     loaded = dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder))
     chunk.load_state_dict(loaded["model"])
 
 
 def hash_of(chunk: Any, description: Any) -> str:
-    """Of all its weights under their names outside."""
+    """Hash of all weights under their Hugging Face names."""
     return weights_hash(Exporter(inventory_of([chunk], description)), max_bytes=1 << 30)
 
 
 @contextmanager
 def as_it_was(chunk: Any) -> Iterator[None]:
-    """Within, the chunk has the keys that it had once."""
+    """Give the chunk the checkpoint keys of the older format within the block."""
     made = chunk.sharded_state_dict
 
     def older(**options: Any) -> dict[str, Any]:

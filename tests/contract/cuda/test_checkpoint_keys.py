@@ -1,5 +1,6 @@
-"""A checkpoint that was written without TransformerEngine is read with it, and the reverse; an
-older one by both.
+"""Checkpoints are independent of TransformerEngine: written without it, they load with it.
+
+The reverse holds too, and both implementations read the older format.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from tests.contract.families import MTP, make_family_config
 
 pytestmark = pytest.mark.timeout(300)
 CONVERTED = ("qwen3", "qwen3-moe", "glm4-0414", "glm4.5-moe", MTP)
-"""Homogeneous layers, layers with experts among dense ones, norms behind linear layers, shared
-experts, and a layer for multi-token prediction.
+"""Families that together have every kind of layer.
+
+These are homogeneous layers, layers with experts among dense layers, norms after linear
+layers, shared experts, and a layer for multi-token prediction.
 """
 WAYS = (
     "local to transformer_engine", "transformer_engine to local", "older to transformer_engine", "older to local",
@@ -21,7 +24,7 @@ WAYS = (
 
 
 def pairs(observe, family):
-    """What each layout of a family is with either implementation."""
+    """Observations of both implementations for each layout of a family."""
     found = observe("transformer_engine")["families"][family]
     layouts = [name.removeprefix("local, ") for name in found if name.startswith("local, ")]
     assert len(layouts) >= 2
@@ -30,7 +33,7 @@ def pairs(observe, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_implementations_have_the_same_keys_with_the_same_global_shapes(observe, family):
-    """Tensors and objects, dense layers and those with experts, at every layout."""
+    """The keys of tensors and objects, of dense and expert layers, at every layout."""
     for ours, theirs in pairs(observe, family):
         assert ours["keys"] == theirs["keys"]
         assert any(key.startswith("object ") for key in ours["keys"])
@@ -38,9 +41,7 @@ def test_both_implementations_have_the_same_keys_with_the_same_global_shapes(obs
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_implementations_export_tensors_of_the_same_names_and_shapes(observe, family):
-    """Also of experts that are sharded themselves, whose shards TransformerEngine marks as those of
-    rows.
-    """
+    """This includes sharded experts, whose shards TransformerEngine marks as sharded by row."""
     for ours, theirs in pairs(observe, family):
         assert ours["exported"]["shapes"] == theirs["exported"]["shapes"]
 
@@ -56,5 +57,5 @@ def round_trips(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", CONVERTED)
-def test_weights_come_back_bit_for_bit_whichever_implementation_wrote_them(round_trips, family):
+def test_weights_are_restored_bit_for_bit_whichever_implementation_wrote_them(round_trips, family):
     assert round_trips[family] == dict.fromkeys(WAYS)

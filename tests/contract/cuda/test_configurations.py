@@ -1,6 +1,4 @@
-"""Megatron's configurations where there is CUDA, with and without TransformerEngine: of every
-recipe and family.
-"""
+"""Megatron's configurations of all recipes and families, with and without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST
 
 pytestmark = pytest.mark.timeout(300)
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
-# Rotary embedding of neighbours, latent attention, and YaRN.
+# Interleaved rotary embedding (two), latent attention, and YaRN.
 WITHOUT_ROTARY_KERNEL = ("glm_z1_9b", "glm4-0414", "deepseek-v3-moe", "qwen3-long")
 
 
@@ -22,7 +20,7 @@ def fields(found, table, *names):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_asks_for(observe, recipe):
+def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_requests(observe, recipe):
     found = observe("transformer_engine")["recipes"][recipe]
     experts, rotated = recipe in OF_EXPERTS, recipe not in WITHOUT_ROTARY_KERNEL
     assert found["implementation"] == "transformer_engine"
@@ -32,7 +30,7 @@ def test_with_transformer_engine_a_recipe_gets_every_kernel_that_it_asks_for(obs
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_fuses_itself(
+def test_without_transformer_engine_a_recipe_is_refused_by_flag_or_uses_megatrons_own_kernels(
     observe, recipe
 ):
     found = observe("local")["recipes"][recipe]
@@ -52,8 +50,9 @@ def test_without_it_a_recipe_is_refused_by_flag_or_computes_with_what_megatron_f
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("recipe", ON_HOST)
 def test_adam_in_host_memory_needs_no_transformer_engine(observe, implementation, recipe):
-    """The remedy for the kernels is taken; the optimizer is Megatron's hybrid one, laid out as it
-    wants gradients.
+    """With the kernels disabled, the optimizer is Megatron's HybridDeviceOptimizer.
+
+    It needs the gradient layout of the precision-aware distributed optimizer.
     """
     found = observe(implementation)["recipes without kernels"][recipe]
     assert "SequentialMLP" in found["modules"] and found["implementation"] == implementation
@@ -95,14 +94,14 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
         kind = name.partition(",")[0]
         rotated = kind == "transformer_engine" and family not in WITHOUT_ROTARY_KERNEL
         assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (
-            family != "gemma3",  # there is no such kernel for its GELU
+            family != "gemma3",  # its GELU has no fused kernel
             rotated,
         ), name
         assert found["implementation"] == kind
         assert ("TEDotProductAttention" in found["modules"]) == (kind == "transformer_engine")
 
 
-# settings of ``observations``: what is said without TransformerEngine, with it; None: it is built
+# settings of ``observations`` -> (error without TransformerEngine, error with it); None: no error
 REFUSED = {
     "adam in narrow types": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
@@ -135,7 +134,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_was_asked_for_is_had_or_refused_in_words_of_the_settings(
+def test_a_requested_setting_takes_effect_or_is_refused_by_the_name_of_its_flag(
     observe, implementation, name
 ):
     expected = REFUSED[name][IMPLEMENTATIONS[implementation]]
@@ -158,8 +157,8 @@ def test_single_settings_reach_megatron(observe):
     assert fields(unspoken, "model", "moe_grouped_gemm", "moe_permute_fusion") == (True, False)
 
 
-def test_what_is_slower_without_transformer_engine_is_said_once_with_its_cost(observe):
-    """By the first rank, where nothing was asked for; and not at all where it is there."""
+def test_what_is_slower_without_transformer_engine_is_logged_once_with_its_cost(observe):
+    """Only the first rank warns, if the library is missing and no setting requests a kernel."""
     said = observe("local")["settings"]["experts, no word of kernels"]["warnings"]
     assert [
         line for line in said if "--moe-grouped-gemm" in line and "several times slower" in line

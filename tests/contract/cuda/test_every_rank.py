@@ -1,7 +1,8 @@
-"""Every rank of every recipe at its true layout and size, built on the meta device in this process.
+"""Every rank of every recipe, built at its real layout and size on the meta device.
 
-Compared with the planner and with the model that transformers builds of the published config.json.
-No GPU is needed; a visible one would be used by Megatron, so the tests skip then.
+All ranks are built in this process. They are compared with the planner, and with the model that
+transformers builds from the published config.json. Megatron would use a visible GPU, so the tests
+are skipped where torch has CUDA.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 AS_GLM45 = {"glm46_355b", "glm47_355b"}
-"""The same layout of the same shape (tests/unit/jobs/test_recipes.py,
-tests/unit/config/test_models.py).
+"""Recipes with the layout and the shape of GLM-4.5, which are not built again.
+
+tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
 """
 RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_GLM45)
 
@@ -61,7 +63,7 @@ RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_
 def recipe_config(
     recipe: str, folder: Path, **changed: dict[str, Any]
 ) -> tuple[Config, Mapping[str, Any]]:
-    """The settings of a recipe without its assets, and config.json of its model as published."""
+    """Return the settings of a recipe without its assets, and its model's published config.json."""
     checkpoint = {"checkpoint": {"hf_checkpoint": str(folder / "model")}}
     if recipe == "tiny":
         changed = {"model": words_of(TINY)} | changed
@@ -74,7 +76,7 @@ def model_of(recipe: str) -> str:
 
 
 def words_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of jobs/models would say."""
+    """Return the model arguments that a file of jobs/models would contain."""
     said = architecture(family(hf["architectures"][0]), hf)
     return {name: value for name, value in said.items() if value is not None}
 
@@ -90,7 +92,7 @@ def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     )
 
 
-MANY_WAYS = {  # layouts that no recipe has: settings of [perf], ranks
+MANY_WAYS = {  # layouts that no recipe has: (settings of [perf], number of ranks)
     "tied across stages": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
     "interleaved": ({"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 3}, 4),
     "uneven stages": ({"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 10,
@@ -116,7 +118,7 @@ def test_other_layouts_make_up_the_model_too(case, tmp_path):
 
 
 def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path):
-    """Weights and the scales of their blocks, by name and shape."""
+    """Names and shapes of weights and of their block scales are compared."""
     config, hf = recipe_config("qwen3_4b_fp8", tmp_path)
     settings = actor_settings(config)
     ranks = {
@@ -152,7 +154,7 @@ SIXTEEN = {
     "cluster": {"actor_num_nodes": 2, "rollout_num_gpus_per_engine": 8},
     "sync": {"update_weight_buffer_size": 50_000},
 }  # fmt: skip
-"""Two of everything: every kind of group has more than one member."""
+"""Every kind of parallel group has more than one member."""
 
 
 def small(folder: Path) -> Rehearsal:
@@ -170,7 +172,7 @@ def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
 
 
 def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
-    """Built, planned, saved and sent once; nothing else changes."""
+    """It is built, planned, saved and sent exactly once; nothing else changes."""
     on = {"grpo": {"enable_mtp_training": True}}
     config, _ = recipe_config("glm45_355b", tmp_path, model=SMALL, **SIXTEEN, **on)
     made = rehearse(config, actor_settings(config), hf=SMALL_HF)
@@ -184,8 +186,8 @@ def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
     assert holders == set(range(8, 16))
 
 
-def test_a_folder_with_config_json_says_what_the_model_is(tmp_path, sixteen):
-    """And is what the ranks are compared with, where nothing else is given."""
+def test_a_folder_with_config_json_describes_the_model(tmp_path, sixteen):
+    """Without ``hf``, the ranks are compared with the config.json of that folder."""
     settings = replace(actor_settings(sixteen.expected.config), hf_checkpoint=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HF))
     made = rehearse(sixteen.expected.config, settings)
@@ -203,14 +205,14 @@ def test_a_model_that_nothing_describes_is_named(sixteen):
 
 
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
-    """The rehearsal with other facts about one rank; the plan is made again."""
+    """Return the rehearsal with some facts of one rank replaced, and plans made from them."""
     ranks = {**made.ranks, rank: replace(made.ranks[rank], **facts)}
     plans = update_plans(ranks, made.expected.config)
     return Rehearsal(ranks, plans, made.expected)
 
 
 def with_weight(made: Rehearsal, rank: int, ending: str, **fields: Any) -> Rehearsal:
-    """One weight of a rank, by the end of its name, with other fields."""
+    """Replace fields of the first weight of a rank whose name has this ending."""
     weights = made.ranks[rank].weights
     index = next(number for number, one in enumerate(weights) if one.name.endswith(ending))
     return changed(
@@ -236,7 +238,7 @@ def lost_expert(made: Rehearsal) -> Rehearsal:
 
 
 def lost_layer(made: Rehearsal) -> Rehearsal:
-    """On every rank of its stage, so that they agree."""
+    """Remove it on every rank of its stage, so that these agree."""
     for rank in range(8, 16):
         made = changed(
             made, rank, weights=without(made.ranks[rank].weights, "layers.3.mlp.router.weight")
@@ -245,7 +247,7 @@ def lost_layer(made: Rehearsal) -> Rehearsal:
 
 
 def lost_entry(made: Rehearsal) -> Rehearsal:
-    """On all ranks of the first stage, so that their plans are equal."""
+    """Remove it on all ranks of the first stage, so that their plans are equal."""
     for rank in range(8):
         made = changed(made, rank, entries=made.ranks[rank].entries[:-1])
     return made
@@ -330,14 +332,14 @@ BROKEN: dict[str, tuple[Callable[[Rehearsal], Rehearsal], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_facts_that_contradict_are_reported(what, sixteen):
+def test_contradictory_facts_are_reported(what, sixteen):
     damage, said = BROKEN[what]
     found = damage(sixteen).problems
     assert any(re.search(said, line) for line in found), found[:10]
 
 
 def test_groups_in_another_order_are_reported(tmp_path, monkeypatch):
-    """Megatron asked for context-parallel neighbours in place of tensor-parallel ones."""
+    """Adjacent ranks are context-parallel instead of tensor-parallel."""
     form = partial(parallel_state.initialize_model_parallel, order="cp-tp-ep-dp-pp")
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", form)
     found = small(tmp_path).problems
@@ -347,7 +349,7 @@ def test_groups_in_another_order_are_reported(tmp_path, monkeypatch):
 
 
 def test_a_family_that_loses_experts_is_reported(tmp_path, monkeypatch):
-    """As if the experts of all ranks were named like those of the first."""
+    """Every rank names its experts as the first rank does."""
     monkeypatch.setattr(Inventory, "_first_expert", lambda self, expert_rank: 0)
     found = small(tmp_path).problems
     assert any(
@@ -357,8 +359,8 @@ def test_a_family_that_loses_experts_is_reported(tmp_path, monkeypatch):
     assert any(".experts.4." in line and "is in 0 buckets" in line for line in found)
 
 
-def test_a_planner_that_counts_otherwise_is_reported(sixteen):
-    """A shared expert that it does not know."""
+def test_a_planner_that_counts_differently_is_reported(sixteen):
+    """The planner does not count the shared expert."""
     expected = replace(sixteen.expected, shape=replace(sixteen.expected.shape, shared_ffn=0))
     found = problems(sixteen.ranks, sixteen.plans, expected)
     assert any("are built, the planner counts" in line for line in found)
@@ -373,7 +375,7 @@ def test_a_rank_outside_of_the_world_or_a_layout_that_does_not_divide_it_is_refu
         rehearse_rank(settings, description_of(settings), rank=0, world=12)
 
 
-def test_a_process_that_belongs_to_groups_already_is_refused(sixteen):
+def test_a_process_that_already_belongs_to_groups_is_refused(sixteen):
     settings = actor_settings(sixteen.expected.config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,7 +1,6 @@
-"""What the code for weight updates takes for granted of the installed SGLang and torch. A test is
-named for the fact.
+"""Facts of the installed SGLang and torch that weight updates rely on; each test names its fact.
 
-An upgrade that changes a fact fails here and nowhere else on a machine without a GPU.
+On a machine without a GPU, only these tests fail when an upgrade changes such a fact.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def source_of_sglang(path: str) -> str:
 
 @cache
 def statement_that_sets_cumem() -> ast.If:
-    """``if "NCCL_CUMEM_ENABLE" not in os.environ or ...`` in SGLang's ``_set_envs_and_config``."""
+    """Find ``if "NCCL_CUMEM_ENABLE" not in os.environ or ...`` in ``_set_envs_and_config``."""
     module = ast.parse(source_of_sglang("entrypoints/engine.py"))
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     (function,) = [one for one in functions if one.name == "_set_envs_and_config"]
@@ -47,7 +46,7 @@ def statement_that_sets_cumem() -> ast.If:
 def test_sglang_sets_nccl_cumem_enable_as_the_trainer_does(
     symmetric: bool, given: dict[str, str]
 ) -> None:
-    """SGLang's own statement is run, with an environment and settings of ours."""
+    """Run SGLang's own statement with our environment and settings."""
     environ = dict(given)
     names = {
         "os": SimpleNamespace(environ=environ),
@@ -60,18 +59,14 @@ def test_sglang_sets_nccl_cumem_enable_as_the_trainer_does(
 
 
 def test_torch_aborts_a_group_without_waiting_for_it() -> None:
-    """``destroy_process_group`` calls ``shutdown``, which on NCCL first flushes what is under
-    way.
-    """
+    """``destroy_process_group`` calls ``shutdown``, which on NCCL first flushes work in flight."""
     aborting = inspect.getsource(distributed_c10d._abort_process_group)
     assert "pg.abort()" in aborting and "shutdown" not in aborting
     assert "pg.shutdown()" in inspect.getsource(distributed_c10d.destroy_process_group)
 
 
 def test_torch_reads_its_watchdogs_switch_when_a_group_is_made() -> None:
-    """The header says what the variable is called; the constructor is in no header, only its member
-    is.
-    """
+    """The header has the variable's name and the member, but not the constructor that reads it."""
     headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     text = (headers / "ProcessGroupNCCL.hpp").read_text()
     assert '"TORCH_NCCL_BLOCKING_WAIT"' in text

@@ -1,8 +1,7 @@
-"""Facts of SGLang, Megatron-core, torch and Ray that our CUDA-only branches rely on, one row a
-fact.
+"""Facts of SGLang, Megatron-core, torch and Ray that our CUDA-only branches rely on.
 
-Each is checked against the installed source, without a GPU, so that an upgrade that changes one
-fails here with its name and the modules of ours to look at. Each is checked once more on a source
+Each fact is checked against the installed source, without a GPU. An upgrade that changes a fact
+fails here with its name and the modules of ours that rely on it. Each check is also run on a source
 with that fact changed, and must fail.
 """
 
@@ -43,7 +42,7 @@ def test_the_modules_that_rely_on_it_exist(fact: Fact) -> None:
     assert [module for module in fact.relied_on_by if not (ROOT / module).is_file()] == []
 
 
-def test_facts_have_names_of_their_own() -> None:
+def test_the_names_of_facts_are_unique() -> None:
     assert len({fact.name for fact in FACTS}) == len(FACTS)
 
 

@@ -1,6 +1,6 @@
-"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer, on a CPU.
+"""Adam in host memory without TransformerEngine: Megatron's HybridDeviceOptimizer on a CPU.
 
-The buffers of the model stand for the memory of a GPU.
+The model's buffers represent the memory of a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4.5-moe"])
-def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family):
-    """A sharded optimizer on two ranks, and one for experts beside it; what Adam keeps is all on
-    the host's side.
-    """
+def test_it_trains_to_the_same_bits_as_adam_on_the_device(tmp_path, family):
+    """The sharded optimizers of two ranks, one of them for experts, keep all state on the host."""
     make_family(tmp_path / "model", family)
     layout = {"expert_model_parallel_size": 2} if "moe" in family else {}
     settings = ActorSettings(
@@ -42,9 +40,7 @@ def test_it_trains_to_the_same_bits_as_adam_beside_the_weights(tmp_path, family)
 
 
 def test_weights_in_float32_are_refused(monkeypatch):
-    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views of them, which torch's optimizers
-    refuse.
-    """
+    """HybridDeviceOptimizer of Megatron-core 0.16.1 gets views, which torch's optimizers refuse."""
     from rlpost.actor.optimizer import optimizer_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,6 +1,4 @@
-"""Checkpoints of an optimizer that lies in host memory (``--optimizer-cpu-offload``), which exists
-only beside CUDA.
-"""
+"""Checkpoints of an optimizer in host memory (``--optimizer-cpu-offload``, CUDA only)."""
 
 from __future__ import annotations
 
@@ -42,8 +40,9 @@ CASES: dict[
 def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(
     tmp_path: Path, case: str
 ) -> None:
-    """Main weights, moments, the number of steps and the next step's metrics are those of the run
-    that was not stopped; the small file beside the tensors is read without running code from it.
+    """Main weights, moments, step counts and the next metrics equal those of an uninterrupted run.
+
+    ``common.pt``, the small file beside the tensors, can be loaded with ``weights_only=True``.
     """
     model, num_ranks, layout, own = CASES[case]
     make_family(tmp_path / "model", model)

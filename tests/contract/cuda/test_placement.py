@@ -1,9 +1,9 @@
-"""Where there is CUDA, nothing that computes or is broadcast is left on the CPU.
+"""With CUDA, no tensor that is computed with or broadcast is left on the CPU.
 
-What stays in host memory on purpose is not built here: Adam's state with ``optimizer_cpu_offload``
-(that setting is what it says), other sets of weights (``kept_weights.py``: swapped in when needed),
-the copies of a background save (``host_copies.py``: they outlive the step), and the trainer's
-memory while engines use the GPU (``memory.py``).
+Tensors that stay in host memory on purpose are not built here: Adam's state with
+``optimizer_cpu_offload``, other sets of weights (``kept_weights.py``, swapped in when needed), the
+copies of a background save (``host_copies.py``, which outlive the step), and the trainer's memory
+while engines use the GPU (``memory.py``).
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def test_the_trainer_of_a_recipe_is_on_the_gpu_at_its_own_layout(observe, implem
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_optimizer_that_is_not_sharded_takes_the_weights_of_the_router(observe, implementation):
-    """It refuses tensors of any other device."""
+    """The optimizer refuses tensors on any other device."""
     nothing_left(observe(implementation)["settings"]["whole adam on every rank"])

@@ -1,4 +1,4 @@
-"""How the ranks of a test start where torch has CUDA."""
+"""How the ranks of a test are started when torch has CUDA."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.gpu.gpu_ranks import parent_of
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_rank_is_no_fork_of_a_process_that_asked_for_a_gpu(
+def test_a_rank_is_not_forked_from_a_process_that_asked_for_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork server imports Megatron, which asks; CUDA then fails in every fork of it."""
+    """The fork server imports Megatron, which asks for a GPU; CUDA then fails in all its forks."""
     make_family(tmp_path, "qwen3")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert run_ranks(parent_of, 1, ActorSettings(str(tmp_path))) == [os.getpid()]

@@ -1,8 +1,7 @@
-"""SwiGLU as it is fused on CUDA, through Megatron's own backward pass, trains as the unfused one
-does.
+"""Fused SwiGLU, with Megatron's own backward pass, trains like the unfused one.
 
-On a CPU its functions are not compiled; the arithmetic is that of the kernel which torch.compile
-makes of them.
+On a CPU its functions are not compiled, but the arithmetic is that of the kernel that torch.compile
+generates from them on CUDA.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def test_dense_layers_experts_and_a_shared_expert_have_the_same_loss_and_gradien
     settings = ActorSettings(str(tmp_path / "model"), lr=1e-3, distributed_timeout_minutes=2)
     fused = dataclasses.replace(settings, megatron={"bias_activation_fusion": True})
     (ours,), (theirs,) = (run_ranks(train, 1, each, steps=STEPS) for each in (fused, settings))
-    assert ours["hash"] != theirs["hash"]  # it rounds elsewhere: the option did reach the layers
+    assert ours["hash"] != theirs["hash"]  # different rounding proves that the option took effect
     for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
         assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
         assert mine["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)

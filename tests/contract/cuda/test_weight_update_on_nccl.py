@@ -1,7 +1,6 @@
-"""A trainer's broadcasts to engines on a backend with the manners of NCCL: dead peers, deadlines, a
-second group.
+"""A trainer's broadcasts to engines on a backend like NCCL: dead peers, deadlines, reconnects.
 
-The engine is a separate process that joins as SGLang does, and exits or hangs where a test says.
+The engine is a separate process that joins as SGLang does, and exits or hangs as each test needs.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from tests.ports import free_port
 pytestmark = pytest.mark.timeout(60)
 
 NUM_BYTES = 3 << 20
-"""Of a bucket: more than sockets hold, so that a broadcast does not complete unless the peer reads.
+"""Size of a bucket: more than sockets buffer, so that a broadcast completes only if the peer reads.
 """
-DEADLINE_S = 8.0  # of joining too, for which a new process imports torch
+DEADLINE_S = 8.0  # includes joining, for which a new process imports torch
 FAR_S = 600.0
 SOON_S = 5.0
 
@@ -51,12 +50,13 @@ class Buckets:
 
 
 def engine(port: int, name: str, num_buckets: int, then: str, results: Any, backend: str) -> None:
-    """Join, receive some buckets and put the first byte of each; then leave, exit or hang."""
+    """Join, receive some buckets, put their first bytes on the queue; then leave, exit or hang."""
     register()
     group = join(port, name, backend)
     seen = []
     for _ in range(num_buckets):
         flat = torch.empty(NUM_BYTES, dtype=torch.uint8)
+        # wait() would return before the data has arrived, as on NCCL
         work = torch.distributed.broadcast(flat, group=group, group_src=0, async_op=True)
         while not work.is_completed():
             time.sleep(0.001)
@@ -64,7 +64,7 @@ def engine(port: int, name: str, num_buckets: int, then: str, results: Any, back
         seen.append(int(flat[0]))
     results.put(seen)
     if then == "die":
-        time.sleep(0.2)  # the queue's thread puts
+        time.sleep(0.2)  # the queue's feeder thread needs time to send the result
         os._exit(9)
     if then == "hang":
         time.sleep(FAR_S)
@@ -93,7 +93,7 @@ def join(port: int, name: str, backend: str) -> Any:
 
 
 class Engines:
-    """Processes that end with the test."""
+    """Engine processes that end with the test."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("spawn")
@@ -109,7 +109,7 @@ class Engines:
         return process
 
     def last_result(self) -> list[int]:
-        """The first byte of each bucket that the engine started last has taken."""
+        """First byte of each bucket that the engine started last has received."""
         return self.results[-1].get(timeout=30)
 
 
@@ -145,7 +145,7 @@ def send_all(broadcast: Broadcast, indices: Sequence[int] = range(3)) -> None:
 def assert_a_second_group_takes_everything(
     broadcast: Broadcast, engines: Engines, name: str
 ) -> None:
-    """What a repair does: leave, connect to engines that were restarted, send all buckets."""
+    """Do what a repair does: leave, connect to restarted engines, send all buckets."""
     broadcast.disconnect()
     broadcast.timeout = torch.distributed.default_pg_timeout
     connect(broadcast, engines, name, 3)
@@ -154,8 +154,8 @@ def assert_a_second_group_takes_everything(
     broadcast.disconnect()
 
 
-def test_every_bucket_arrives_whole_though_a_collective_returns_at_once(engines):
-    """The memory of a bucket is written over by the next one only when the device has read it."""
+def test_every_bucket_arrives_whole_although_collectives_return_immediately(engines):
+    """The next bucket overwrites the memory of the last one only after the device has read it."""
     broadcast = trainer(FAR_S)
     connect(broadcast, engines, "good", 3)
     send_all(broadcast)
@@ -164,7 +164,7 @@ def test_every_bucket_arrives_whole_though_a_collective_returns_at_once(engines)
     assert NcclLike.made[-1].aborted.is_set()
 
 
-def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects_again(engines):
+def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_reconnects(engines):
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "dead", 1, "die")
     broadcast.send(0)
@@ -181,8 +181,9 @@ def test_a_dead_engine_fails_the_bucket_at_the_deadline_and_the_trainer_connects
 
 
 def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(engines):
-    """The other ranks of the stage do not know of the failure: they gather the next bucket, and so
-    must the source.
+    """After a failure, the source still takes part in gathering the next bucket.
+
+    The other ranks of its stage do not know of the failure, and gathering is a collective.
     """
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "alone", 0, "hang")
@@ -194,7 +195,7 @@ def test_a_failed_bucket_leaves_no_rank_of_the_trainer_alone_in_a_collective(eng
 
 @pytest.mark.parametrize("backend", [NAME, "gloo"])
 def test_the_driver_ends_a_broadcast_long_before_its_deadline(engines, backend):
-    """As ``WorkerGroup.call_aside`` does: from a second thread, while the first one waits."""
+    """A second thread aborts while the first one waits, as with ``WorkerGroup.call_aside``."""
     broadcast = trainer(FAR_S, backend)
     connect(broadcast, engines, f"cancelled-{backend}", 1, "hang")
     broadcast.send(0)
@@ -211,7 +212,7 @@ def test_the_driver_ends_a_broadcast_long_before_its_deadline(engines, backend):
 
 
 def test_an_engine_that_never_joins_the_first_broadcast_does_not_hold_the_trainer(engines):
-    """NCCL creates its communicator in the first collective, which then blocks its caller."""
+    """NCCL creates its communicator in the first collective, which blocks its caller until then."""
     broadcast = trainer(DEADLINE_S)
     connect(broadcast, engines, "first", 0, "hang")
     with pytest.raises(SyncError, match="bucket 1 of 3"):
@@ -220,7 +221,7 @@ def test_an_engine_that_never_joins_the_first_broadcast_does_not_hold_the_traine
     assert_a_second_group_takes_everything(broadcast, engines, "first-again")
 
 
-def test_a_group_that_was_given_up_sends_nothing_more(engines):
+def test_an_aborted_group_sends_nothing_more(engines):
     broadcast = trainer(FAR_S)
     connect(broadcast, engines, "given-up", 1, "hang")
     broadcast.abort()
@@ -231,9 +232,10 @@ def test_a_group_that_was_given_up_sends_nothing_more(engines):
     broadcast.disconnect()
 
 
-def test_the_watchdog_of_torch_is_left_out_of_this_group_alone(engines, monkeypatch):
-    """It would end the trainer's process when an engine dies; torch reads the variable when a group
-    is made.
+def test_the_watchdog_of_torch_is_disabled_for_this_group_alone(engines, monkeypatch):
+    """The watchdog would end the trainer's process when an engine dies.
+
+    torch reads the variable when a group is made.
     """
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     seen = []

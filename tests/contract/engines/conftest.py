@@ -1,6 +1,6 @@
-"""A pair of real engines behind a real router, started once for the tests of this folder.
+"""Fixture of two real engines behind a real router, started once for the tests of this folder.
 
-They run in one process, one file after the other (``tests/conftest.py``).
+These tests run in one process, one file after the other (``tests/conftest.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ports import free_ports
 
 @dataclass(frozen=True)
 class Sglang:
-    """What is running, and how to reach it."""
+    """The running engines and router, with their addresses."""
 
     model: Path
     api_key: str
@@ -34,7 +34,7 @@ class Sglang:
 
 @pytest.fixture(scope="package")
 def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
-    """Two engines and a router on 127.0.0.1, started together, ended whatever happens."""
+    """Start two engines and a router on 127.0.0.1 concurrently; stop them on any outcome."""
     logs, key = tmp_path_factory.mktemp("sglang"), "contract-key-51c7"
     *ports, router_port, metrics_port = free_ports(4)
     engines = tuple(

@@ -1,8 +1,7 @@
-"""Responses that are aborted, resumed, and interrupted by a weight update, on real engines behind
-the real router.
+"""Aborted, resumed and interrupted responses on real engines behind the real router.
 
-Whatever happened on the way, the log-probs of a whole answer are those of transformers for its ids,
-and its ids are one for each entry of mask and spans.
+After any interruption, the log-probs of a whole answer are those of transformers for its token ids,
+and mask and version spans cover each id exactly once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ N = 4
 
 
 class Endless:
-    """Prompts that the model was never taught to end an answer to."""
+    """Prompts to which the model has not learned to end its answers."""
 
     at = 0
 
@@ -87,7 +86,7 @@ def samples_of(groups: list[SampleGroup]) -> list[Sample]:
     return [scored.sample for group in groups for scored in group.samples]
 
 
-def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
+def test_aborted_answers_are_resumed(sglang: Sglang) -> None:
     async def batch(collector: Collector, buffer: RolloutBuffer) -> list[SampleGroup]:
         groups = await collector.batch()
         collector.trained()
@@ -121,7 +120,7 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
         before = aborted[sample.prompt_id, sample.index]
         assert sample.response_ids[: len(before)] == before
     for sample in samples_of(groups):
-        # none is left now and then by an answer that ends there
+        # an answer may also stop at exactly the last token, so 0 is allowed for both
         room = LONG.max_new_tokens - len(sample.response_ids)
         assert (
             room == 0
@@ -131,7 +130,9 @@ def test_answers_that_were_cut_off_are_gone_on_with(sglang: Sglang) -> None:
     assert_logprobs_are_those_of_transformers(sglang.model, continued)
 
 
-def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang: Sglang) -> None:
+def test_a_stop_string_split_by_an_abort_ends_an_answer_as_without_the_abort(
+    sglang: Sglang,
+) -> None:
     codec, text = PromptTokenizer(sglang.model), "Q:12+30"
     prompt, greedy = (
         Prompt(0, text, codec(text)[1]),
@@ -167,9 +168,7 @@ def test_a_stop_that_a_cut_went_through_ends_an_answer_as_without_the_cut(sglang
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
-    """The same weights under new versions, so that transformers can tell whether a token was lost
-    or said twice.
-    """
+    """The weights stay the same under new versions, so log-probs show lost or repeated tokens."""
     installed = metadata.version("sglang")
     if pause == "retract" and not has(installed, "updates amid answers"):
         pytest.skip(
@@ -182,7 +181,7 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> list[Sample]:
         met: list[Sample] = []
-        while not met:  # all answers of a batch may end before anybody sees them run
+        while not met:  # all answers of a batch may end before the test sees a running request
             batch = asyncio.create_task(collector.batch())
             while not batch.done() and not await running(sglang):
                 await asyncio.sleep(0.01)
@@ -209,7 +208,7 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
 
 
 async def running(sglang: Sglang) -> int:
-    """Requests that the engines write at the moment."""
+    """Return the number of running requests."""
     loads = [
         await EngineClient(one.url, sglang.api_key).request("GET", "/v1/loads", None)
         for one in sglang.addresses
@@ -217,8 +216,8 @@ async def running(sglang: Sglang) -> int:
     return sum(load["num_running_reqs"] for one in loads for load in one["loads"])
 
 
-def test_a_tool_s_words_are_read_and_not_trained(sglang: Sglang) -> None:
-    """The sum stands in the answer, and what the mask leaves of it is what the model wrote."""
+def test_a_tools_output_is_read_and_not_trained(sglang: Sglang) -> None:
+    """The sum is part of the answer, and the mask keeps only what the model wrote."""
     tokenizer, text = PromptTokenizer(sglang.model), "Q:12+30"
 
     async def whole() -> SampleGroup | Unfinished:
@@ -242,8 +241,9 @@ def test_a_tool_s_words_are_read_and_not_trained(sglang: Sglang) -> None:
 
 
 def test_the_gateway_trains_what_the_openai_client_sampled(sglang: Sglang) -> None:
-    """Several turns, two answers, a stream and new versions of the weights: every log-prob is that
-    of transformers after the tokens before it.
+    """Every log-prob is that of transformers after the same tokens.
+
+    The conversation has several turns, two answers, a stream and new weight versions.
     """
     openai = pytest.importorskip("openai")
     user = {"role": "user", "content": "Q:12+30="}
@@ -288,7 +288,7 @@ def test_the_gateway_trains_what_the_openai_client_sampled(sglang: Sglang) -> No
             return episode.trajectories()
 
     trajectories = asyncio.run(whole())
-    # the two answers end in any order
+    # the two answers may finish in any order
     assert sorted(len(one.turns) for one in trajectories) == [2, 3]
     assert [one.turns[0].is_trained for one in trajectories] == [True, False]
     assert all(turn.is_trained for one in trajectories for turn in one.turns[1:])

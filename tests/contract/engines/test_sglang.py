@@ -1,7 +1,6 @@
-"""A real pair of SGLang engines behind the real router, compared with transformers on the same
-weights.
+"""Two real SGLang engines behind the real router, compared with transformers on the same weights.
 
-The last test kills an engine: it must stay the last, and this file the last of its folder.
+The last test kills an engine. It must remain the last, and this file the last of its folder.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def hf_logprobs(model: Any, sample: Sample, temperature: float) -> list[float]:
 
 @torch.no_grad()
 def hf_greedy(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
-    """Greedy answers, each up to and with its end token. The prompts have one length."""
+    """Greedy answers, each up to and including its end token. All prompts have the same length."""
     ids = torch.tensor([prompt.token_ids for prompt in prompts])
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False
@@ -109,7 +108,7 @@ def hf_greedy(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
 
 
 def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[int, ...]]:
-    """Greedy answers of one engine, asked directly."""
+    """Greedy answers of one engine, without the router."""
     address = RouterAddress(url, key, (url,), concurrency=64)
     groups = asyncio.run(
         generate_groups(
@@ -126,9 +125,7 @@ def greedy_of_engine(url: str, key: str, prompts: list[Prompt]) -> list[tuple[in
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) -> None:
-    """log-softmax of the logits over the temperature, over the whole vocabulary, at every sampled
-    token.
-    """
+    """They are log_softmax(logits / temperature) over the whole vocabulary, at sampled tokens."""
     model, sampling = load(sglang.model), SamplingParams(MAX_NEW, temperature, stop_token_ids=(1,))
     groups = groups_of(sglang, held_out(sglang.model, 4), sampling, n=4)
     for group in groups:
@@ -138,7 +135,7 @@ def test_logprobs_are_those_of_transformers(sglang: Sglang, temperature: float) 
 
 
 def test_sampling_masks_and_log_probs_over_them_are_those_of_transformers(sglang: Sglang) -> None:
-    """top-p and top-k are both taken from the whole distribution; a token is in its mask."""
+    """top-p and top-k each apply to the whole distribution; each sampled token is in its mask."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     model = load(sglang.model)
@@ -167,7 +164,7 @@ def test_sampling_masks_and_log_probs_over_them_are_those_of_transformers(sglang
 
 
 def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang: Sglang) -> None:
-    """Also answers that its policy would not have given; and its tokenizer is compared."""
+    """It also scores answers that its own policy would not give, and checks its tokenizer."""
     model, tokenizer = load(sglang.model), PromptTokenizer(sglang.model)
     groups = groups_of(sglang, held_out(sglang.model, 2), SamplingParams(MAX_NEW, 1.5), n=2)
     graded = [scored for group in groups for scored in group.samples]
@@ -198,7 +195,7 @@ def test_an_engine_as_a_teacher_scores_given_tokens_as_transformers_does(sglang:
 
 
 def test_groups_are_complete_and_answers_end_where_they_should(sglang: Sglang) -> None:
-    """Ids, text, finish reason and reward of a sample tell one story."""
+    """Ids, text, finish reason and reward of a sample agree."""
     prompts, digit = held_out(sglang.model, 16), 5 + 3
     assert eos_token_ids(sglang.model) == (1,)
     sampling = SamplingParams(max_new_tokens=MAX_NEW, stop_token_ids=(1, digit))
@@ -263,15 +260,15 @@ def test_a_stop_is_obeyed_and_the_engines_are_free_afterwards(sglang: Sglang) ->
                 "POST", "/flush_cache?timeout=20", None
             )
 
-    asyncio.run(settle())  # refused while anything runs
+    asyncio.run(settle())  # the engine refuses to flush its cache while requests run
     groups_of(sglang, held_out(sglang.model, 2), GREEDY, n=1)
 
 
-def test_an_engine_tells_when_it_was_asked_what(sglang: Sglang) -> None:
-    """One span a request, which lies within the time that the caller waited; none of health checks.
+def test_an_engine_reports_when_each_request_ran(sglang: Sglang) -> None:
+    """Each request has one span within the time that the caller waited; health checks have none.
 
-    Only this test asks for the model's info: the router may still repeat a request of a test that
-    was stopped.
+    Only this test asks for the model's info, so its count is exact. The router may still retry
+    other requests of a test that was stopped.
     """
     client = EngineClient(sglang.addresses[0].url, sglang.api_key)
     before = time.time()
@@ -290,7 +287,7 @@ def test_an_engine_tells_when_it_was_asked_what(sglang: Sglang) -> None:
     assert before - 0.1 <= begin < end <= now <= after + 0.1
 
 
-def test_strangers_are_refused_by_engines_and_router(sglang: Sglang) -> None:
+def test_wrong_api_keys_are_refused_by_engines_and_router(sglang: Sglang) -> None:
     url = sglang.addresses[0].url
     for key in ("wrong", ""):
         with pytest.raises(RolloutError, match="401"):
@@ -311,7 +308,7 @@ def test_strangers_are_refused_by_engines_and_router(sglang: Sglang) -> None:
             )
 
 
-def test_the_key_stands_in_no_command_line_and_no_log(sglang: Sglang) -> None:
+def test_the_key_is_in_no_command_line_and_no_log(sglang: Sglang) -> None:
     family = [psutil.Process(engine.pid) for engine in sglang.engines]
     family += [child for process in family for child in process.children(recursive=True)]
     assert len(family) >= 4
@@ -336,7 +333,7 @@ def in_buckets(weights: dict[str, torch.Tensor], count: int) -> list[Bucket]:
 
 
 def buckets_of(weights: dict[str, torch.Tensor], parts: list[list[str]]) -> list[Bucket]:
-    """The buckets with these names."""
+    """Return one bucket for each list of names."""
     return [
         Bucket(
             tuple(part),
@@ -371,7 +368,7 @@ class InOneProcess:
 
 
 class Sender:
-    """The trainer's half of a broadcast, without its actors."""
+    """The trainer's side of a broadcast, without its actors."""
 
     def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
         own = InOneProcess(weights, buckets)
@@ -395,13 +392,14 @@ class Sender:
 
 
 def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
-    """After an update both engines answer like transformers with the new weights, and say so in
-    every sample.
+    """After an update, both engines answer as transformers does with the new weights.
+
+    Every sample has the new version.
     """
     old = load(sglang.model)
     torch.manual_seed(11)
     new = type(old)(old.config).eval()
-    with torch.no_grad():  # far from uniform, so that greedy answers do not hang on the last digit
+    with torch.no_grad():  # far from uniform, so that greedy answers do not depend on rounding
         for weight in new.parameters():
             weight.mul_(3.0 if weight.dim() > 1 else 1.0)
     weights = {
@@ -432,7 +430,7 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
             )
 
     async def again() -> None:
-        """The group serves any number of updates, and then is left."""
+        """Reuse the group for a second update, then leave it."""
         await whole.update(8, sender.mover)
         clients = [EngineClient(address.url, sglang.api_key) for address in sglang.addresses]
         assert [await client.weight_version() for client in clients] == ["8", "8"]
@@ -465,9 +463,7 @@ class InFiles:
 def test_weights_reach_every_engine_without_a_process_group(
     sglang: Sglang, tmp_path: Path, way: str
 ) -> None:
-    """Through memory of this machine and through files: greedy answers are those of transformers
-    afterwards.
-    """
+    """After an update through shared memory or files, greedy answers are those of transformers."""
     old = load(sglang.model)
     torch.manual_seed(29 if way == "disk" else 31)
     new = type(old)(old.config).eval()
@@ -501,12 +497,13 @@ def test_weights_reach_every_engine_without_a_process_group(
         assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
 
 
-def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(
+def test_changed_weights_reach_every_engine_and_a_damaged_change_is_repaired(
     sglang: Sglang, tmp_path: Path
 ) -> None:
-    """A tenth of the weights change; the files of that are as much smaller, and greedy answers
-    those of transformers. Then a change is damaged on its way: all weights follow, under the same
-    version, and the next is a change again.
+    """Greedy answers are those of transformers after each update.
+
+    A tenth of the weights change, so the files are much smaller. One change is damaged in transit:
+    all weights follow under the same version, and the next update is a change again.
     """
     torch.manual_seed(37)
     model = load(sglang.model)
@@ -555,8 +552,8 @@ def test_what_changed_reaches_every_engine_and_a_damaged_change_is_mended(
     assert sizes[1] < sizes[0] / 5 and sizes[4] < sizes[3] / 5
 
 
-def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> None:
-    """SGLang ends itself when it is asked while busy; the client makes sure that it is not."""
+def test_an_engine_releases_its_memory_and_restores_it(sglang: Sglang) -> None:
+    """SGLang exits if a busy engine is asked to release memory, so the client pauses it first."""
     prompts = held_out(sglang.model, 8)
     client = EngineClient(sglang.addresses[0].url, sglang.api_key)
 
@@ -587,7 +584,7 @@ def test_an_engine_gives_up_its_memory_and_takes_it_again(sglang: Sglang) -> Non
 
 
 @pytest.mark.parametrize("policy", get_args(SglangConfig.model_fields["router_policy"].annotation))
-def test_a_router_of_every_policy_starts_before_the_engines_and_has_prompts_answered(
+def test_a_router_of_every_policy_starts_before_the_engines_and_answers_prompts(
     sglang: Sglang, tmp_path: Path, policy: str
 ) -> None:
     port, metrics_port = free_ports(2)
@@ -607,7 +604,7 @@ def test_a_router_of_every_policy_starts_before_the_engines_and_has_prompts_answ
         router.stop()
 
 
-def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_anew(
+def test_requests_of_a_killed_router_are_answered_by_the_restarted_one(
     sglang: Sglang,
 ) -> None:
     router, prompts = sglang.balancer, held_out(sglang.model, 40)
@@ -633,9 +630,7 @@ def test_what_a_killed_router_was_asked_is_answered_by_the_one_that_is_started_a
 
 
 def test_a_killed_engine_is_named(sglang: Sglang) -> None:
-    """By its process, by its client and by an update; the other one goes on answering through the
-    router.
-    """
+    """Process, client and update name it; the other engine still answers through the router."""
     killed, survivor = sglang.engines
     os.kill(killed.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20

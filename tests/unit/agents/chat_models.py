@@ -1,10 +1,11 @@
-"""Tokenizers with chat templates that behave like those of Qwen3 and GLM-4.5, written for the tests.
+"""Tokenizers for tests, with chat templates that behave like those of Qwen3 and GLM-4.5.
 
-They have the same marks, the same rules for reasoning (left out before the last user message), for
-calls and their outputs, and the same ends of turns; the words around the tools are shorter. The
-vocabulary is a byte-level BPE trained on a few lines, so that most texts have many tokenisations.
-A folder of real templates (NAME.jinja, NAME starting with "qwen" or "glm") can be named by the
-environment variable RLPOST_CHAT_TEMPLATES; the property tests then run on those as well.
+Markers, ends of turns, and the rules for tool calls, tool outputs and reasoning (left out before
+the last user message) are the same; the text around the tools is shorter. The vocabulary is a
+byte-level BPE trained on a few lines, so that most texts have many tokenisations.
+
+The environment variable RLPOST_CHAT_TEMPLATES may name a folder of real templates (NAME.jinja,
+where NAME starts with "qwen" or "glm"). The property tests then run on those as well.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ CORPUS = [
 
 
 def write_model(folder: Path, kind: str, template: str | None = None) -> str:
-    """Write a tokenizer of ``kind`` and return its folder."""
+    """Write a tokenizer of ``kind`` to ``folder``, and return the folder."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -137,7 +138,7 @@ def write_model(folder: Path, kind: str, template: str | None = None) -> str:
 
 
 def real_templates() -> dict[str, tuple[str, str]]:
-    """Name -> (kind, template) of the folder in RLPOST_CHAT_TEMPLATES."""
+    """Return name -> (kind, template) of the folder in RLPOST_CHAT_TEMPLATES."""
     folder = os.environ.get("RLPOST_CHAT_TEMPLATES")
     files = sorted(Path(folder).glob("*.jinja")) if folder else []
     return {

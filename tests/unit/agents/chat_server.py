@@ -1,4 +1,4 @@
-"""A gateway that only talks: it answers chat requests of known keys, and keeps them."""
+"""A fake gateway that answers and records chat requests of known API keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Reply = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ChatServer:
-    """``reply`` returns the message to a request."""
+    """The fake gateway; ``reply`` returns the assistant message for a request."""
 
     def __init__(self, keys: set[str], reply: Reply) -> None:
         self.keys, self.reply = keys, reply

@@ -1,4 +1,4 @@
-"""A harness that does at random what harnesses do: turns, tools, edits, branches, parallel calls."""
+"""A random agent harness: turns, tool calls, edits, branches and parallel requests."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Body = dict[str, Any]
 
 
 class Writer:
-    """Writes answers of a policy in the format of ``kind``, sometimes untidy ones."""
+    """Generates answers of a policy in the format of ``kind``, some of them untidy."""
 
     def __init__(self, kind: str, draw: random.Random, *, untidy: float = 0.3) -> None:
         self.kind, self.draw, self.untidy = kind, draw, untidy
 
     def words(self, most: int = 8) -> str:
-        """Some words."""
+        """Return up to ``most`` random words."""
         return "".join(self.draw.choices(WORDS, k=self.draw.randint(1, most)))
 
     def __call__(self) -> str:
-        """One answer without the end of its turn."""
+        """Return one answer without its end-of-turn token."""
         draw = self.draw
         tidy = draw.random() >= self.untidy
         content = self.words().strip() if tidy else self.words() + draw.choice(["", " ", "\n\n"])
@@ -72,7 +72,7 @@ class Writer:
 
 
 class Harness:
-    """Talks to an episode; ``histories`` are the message lists it has."""
+    """Sends requests to an episode; ``histories`` are the message lists so far."""
 
     def __init__(self, episode: OpenEpisode, draw: random.Random) -> None:
         self.episode, self.draw = episode, draw
@@ -80,7 +80,7 @@ class Harness:
         self.tools = TOOLS if draw.random() < 0.7 else None
 
     async def talk(self, num_requests: int) -> None:
-        """Make some requests; the limits of the episode may refuse some."""
+        """Make some requests; the limits of the episode may reject some of them."""
         self.histories.append(self._first())
         for _ in range(num_requests):
             draw = self.draw
@@ -103,7 +103,7 @@ class Harness:
         return [*system, {"role": "user", "content": "How is the weather?"}]
 
     def _continued(self, history: list[Body]) -> list[Body]:
-        """Answer calls, or say something."""
+        """Add tool outputs or a user message."""
         last = history[-1]
         if last["role"] == "user" and self.draw.random() < 0.9:
             return history
@@ -142,7 +142,7 @@ class Harness:
             self.histories.append([*messages, self._returned(choice.message.for_openai())])
 
     def _returned(self, message: Body) -> Body:
-        """The message as a harness keeps it: without reasoning, trimmed, with JSON of its own."""
+        """Return a message as a harness stores it: no reasoning, trimmed, JSON reformatted."""
         kept = dict(message)
         if self.draw.random() < 0.4:
             kept.pop("reasoning_content", None)

@@ -1,6 +1,6 @@
-"""An engine that remembers every token it sampled, and the check of trajectories against it.
+"""A fake engine that records every token it samples, and a check of trajectories against it.
 
-Each token has its own log-prob, so a token that is trained identifies the request that sampled it.
+Each token has a unique log-prob, so a trained token identifies the request that sampled it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlpost.rollout.answer import Answer
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.routes import ROUTES_FROM, RouteFormat
 
-UNIT = 1 / 64  # of log-probs: exact in float32 up to 2**18 tokens
+UNIT = 1 / 64  # between log-probs: exact in float32 up to 2**18 tokens
 ROUTES = RouteFormat(layers=(0, 1), num_layers=2, num_experts=8, topk=2)
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token, what the engine had read before it, and with which weights."""
+    """A sampled token, the tokens before it, and the weight version."""
 
     token_id: int
     before: bytes  # the ids of all tokens before it
@@ -34,18 +34,18 @@ class SampledToken:
 
 @dataclass
 class SampledTokens:
-    """Stands for a ``Connection``: answers requests itself.
+    """A fake ``Connection`` that answers requests itself.
 
-    ``write`` makes the text of an answer without the end of the turn; ``stops`` are the tokens that
-    may end it.
+    ``write`` returns the text of an answer without its end-of-turn token; ``stops`` are the tokens
+    that may end a turn.
     """
 
     template: ChatTemplate
     write: Callable[[], str]
     stops: Sequence[str]
     draw: random.Random
-    abort_share: float = 0.0  # of answers that are aborted once
-    split_share: float = 0.1  # of answers that new weights reach in the middle
+    abort_share: float = 0.0  # fraction of answers that are aborted
+    split_share: float = 0.1  # fraction of answers during which the weights change
     routes: RouteFormat | None = None
     halted: bool = False
     version: int = 1
@@ -53,7 +53,7 @@ class SampledTokens:
     tokens: dict[float, SampledToken] = field(default_factory=dict)
     inputs: list[bytes] = field(default_factory=list)
     _continued: dict[bytes, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """By input: the tokens of an aborted turn so far, and those that follow."""
+    """Input ids -> (tokens of an aborted turn so far, its remaining tokens)."""
 
     async def generate(
         self,
@@ -63,7 +63,7 @@ class SampledTokens:
         *,
         labels: Mapping[str, str] | None = None,
     ) -> Answer:
-        """As ``Connection.generate``."""
+        """Same interface as ``Connection.generate``."""
         if self.halted:
             raise Halted
         read = IntColumn.of(input_ids).tobytes()
@@ -123,7 +123,7 @@ class SampledTokens:
         return text[: text.rfind(matched)] if matched else text
 
     def _versions(self, length: int, *, is_aborted: bool) -> list[tuple[int, int]]:
-        """The weights change at aborts, and sometimes inside of an answer."""
+        """Return (version, length) spans; versions change at aborts, sometimes within an answer."""
         first = (self.version, length)
         spans = [first]
         if length > 1 and self.draw.random() < self.split_share:
@@ -149,7 +149,7 @@ class SampledTokens:
     def _forget_after_spanning_stop(
         self, turn: list[int], num_earlier: int, logprobs: list[float], stops: Sequence[str] | None
     ) -> None:
-        """The builder truncates a turn at a stop string that an abort has split."""
+        """Forget the tokens that the builder drops: those after a stop string split by an abort."""
         for count in range(1, len(turn)) if stops and num_earlier else ():
             if any(stop in self.template.decode(turn[:count]) for stop in stops):
                 for logprob in logprobs[max(0, count - num_earlier) :]:
@@ -166,7 +166,7 @@ class SampledTokens:
 
 
 def routes_of_ids(ids: Any) -> RouteColumn:
-    """Experts that are a function of the token alone."""
+    """Routes that depend only on the token."""
     first = (np.asarray(ids) % 7).astype(np.uint8)
     pairs = np.stack([first, first + 1], axis=-1)
     return RouteColumn(np.stack([pairs, pairs[:, ::-1]], axis=1))
@@ -197,7 +197,7 @@ def check(trajectories: Sequence[Trajectory], engine: SampledTokens) -> None:
 
 
 def _check_turns(trajectory: Trajectory) -> None:
-    """Turns are the runs of sampled tokens."""
+    """Assert that the turns cover exactly the sampled tokens."""
     covered = np.zeros(len(trajectory.token_ids), dtype=np.int8)
     trained = covered.copy()
     for turn in trajectory.turns:
@@ -212,7 +212,7 @@ def _check_routes(trajectory: Trajectory, engine: SampledTokens) -> None:
         assert trajectory.routes is None
         return
     assert trajectory.routes is not None
-    # all but the last token; that one as well after a stop string that an abort has split
+    # the last token has no routes, unless a stop string split by an abort has truncated the turn
     assert len(trajectory.token_ids) - len(trajectory.routes) in (0, 1)
     expected = routes_of_ids(trajectory.token_ids.array[: len(trajectory.routes)]).array
     known = trajectory.routes.known
@@ -220,7 +220,7 @@ def _check_routes(trajectory: Trajectory, engine: SampledTokens) -> None:
 
 
 def _check_sample(trajectory: Trajectory) -> None:
-    """The sample is the trajectory from another point of view."""
+    """Assert that the sample has the same tokens, mask, versions and log-probs."""
     sample = trajectory.to_sample(3, 1)
     assert sample.prompt_ids + sample.response_ids == trajectory.token_ids
     assert sample.mask.total() == trajectory.loss_mask.total()

@@ -1,4 +1,4 @@
-"""What is wrong with --env is said on the login node, without importing an environment."""
+"""Problems with --env are reported on the login node, without importing an environment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mine(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["Good", "Harness", "Inherits"])
-def test_a_class_with_the_interface_is_no_problem(mine: str, name: str) -> None:
+def test_a_class_with_the_interface_is_accepted(mine: str, name: str) -> None:
     assert agent_problems(config(f"{mine}:{name}")) == []
 
 
@@ -64,7 +64,7 @@ def test_a_class_with_the_interface_is_no_problem(mine: str, name: str) -> None:
         ("Wrong", "step takes 3 arguments; write def step(self, turn)"),
     ],
 )
-def test_a_class_without_it_is(mine: str, name: str, told: str) -> None:
+def test_a_class_without_the_interface_is_refused(mine: str, name: str, told: str) -> None:
     found = agent_problems(config(f"{mine}:{name}"))
     assert any(told in line and line.startswith(f"--env {mine}:{name}") for line in found), found
 
@@ -84,7 +84,7 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
         ("tau2:airline", "git+https://github.com/sierra-research/tau2-bench"),
     ],
 )
-def test_an_adapter_that_is_not_installed_comes_with_the_command(
+def test_a_missing_adapter_is_reported_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, word: str, told: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -119,12 +119,12 @@ def test_settings_of_environments_without_one_are_a_problem() -> None:
     assert agent_problems(config()) == []
 
 
-def test_the_check_of_a_run_asks_for_them() -> None:
+def test_the_check_of_a_run_includes_its_environments() -> None:
     with pytest.raises(ConfigError, match="--env wordle: names no environment"):
         check(config("wordle"))
 
 
-def test_arguments_reach_the_environment_and_wrong_ones_are_told_before_the_run() -> None:
+def test_arguments_reach_the_environment_and_wrong_ones_are_reported_before_the_run() -> None:
     word = "guess=rlpost.agents.examples.guess:Guess"
     environments, gateway = make_environments(config(word, env__env_args={"guess": {"turns": 2}}))
     assert environments.labels == ("guess",) and gateway is None
@@ -136,8 +136,8 @@ def test_arguments_reach_the_environment_and_wrong_ones_are_told_before_the_run(
         make_environments(config("rlpost.agents.examples.guess:Gues"))
 
 
-def test_a_gateway_refuses_what_the_engines_would_not_read(monkeypatch) -> None:
-    """Their refusal would end the run."""
+def test_the_gateway_gets_the_context_length_of_the_engines(monkeypatch) -> None:
+    """A refusal by the engines would end the run."""
     seen: dict[str, object] = {}
     monkeypatch.setattr(make, "Gateway", lambda folder, **given: seen.update(given) or seen)
     monkeypatch.setattr(make, "HarnessRunner", lambda *given, **named: None)

@@ -1,4 +1,4 @@
-"""Episodes of plain environments: played, retried, left out, halted, recorded."""
+"""Episodes of plain environments: play, retries, exclusion, halts and records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHARACTERS = "\x00\x01" + "0123456789abcdefghijklmnopqrstuvwxyz+-*=?:. !"
 
 
 class Letters:
-    """A codec of one token a character."""
+    """A codec with one token per character."""
 
     def encode(self, text: str) -> list[int]:
         return [CHARACTERS.index(letter) for letter in text]
@@ -53,7 +53,7 @@ def prompt(text: str = "q", prompt_id: int = 5, **metadata: Any) -> Prompt:
 
 
 class Script(FakeEngine):
-    """An engine that writes the given turns of each answer, in order."""
+    """An engine that generates the given turns in order."""
 
     def __init__(self, *turns: str) -> None:
         super().__init__(answer=self._next)
@@ -130,7 +130,7 @@ def test_rewards_of_turns_are_kept_with_their_tokens() -> None:
     assert made.extra["reward"] == 12.0
 
 
-def test_guesses_end_with_the_secret_and_cost_for_each_wrong_one() -> None:
+def test_guesses_end_at_the_secret_and_each_wrong_one_costs_reward() -> None:
     secret = Guess()
     secret.reset(prompt())
     wanted = next(
@@ -158,7 +158,7 @@ def test_an_episode_ends_at_the_limit_of_its_turns() -> None:
 
 
 class Unlucky:
-    """Fails in the given ways, one an episode."""
+    """An environment that raises the given failures, one per episode."""
 
     def __init__(self, failures: list[Exception], closed: list[int]) -> None:
         self._failures, self._closed = failures, closed
@@ -179,7 +179,7 @@ FAILURES = [GradingLost("the sandbox is gone"), ConnectionRefusedError("no"), Ke
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
-def test_a_failure_outside_the_answer_starts_the_episode_again(failure: Exception) -> None:
+def test_a_failure_outside_the_answer_restarts_the_episode(failure: Exception) -> None:
     closed: list[int] = []
     failures = [failure, failure]
     engine = Script("1", "2", "3")
@@ -195,7 +195,7 @@ def test_a_failure_outside_the_answer_starts_the_episode_again(failure: Exceptio
 
 
 def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
-    """The advantages of the others are those of a run without it."""
+    """The remaining answers have the advantages that they would have without it."""
     failing = 2
 
     class Sometimes:
@@ -264,7 +264,7 @@ def test_an_episode_that_takes_too_long_is_left_out_at_once() -> None:
     assert len(engine.asked) == 1
 
 
-def test_a_timeout_of_the_environment_itself_is_not_that_of_the_episode() -> None:
+def test_a_timeout_inside_the_environment_is_not_an_episode_timeout() -> None:
     failures: list[Exception] = [TimeoutError("its server")]
     (made,), function, _ = asyncio.run(play(Script("1", "2"), lambda: Unlucky(failures, [])))
     counts = function.counters()
@@ -272,7 +272,7 @@ def test_a_timeout_of_the_environment_itself_is_not_that_of_the_episode() -> Non
     assert made.extra["reward"] == 1.0
 
 
-def test_a_halt_cancels_an_environment_that_is_at_work_and_closes_it(monkeypatch) -> None:
+def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None:
     monkeypatch.setattr("rlpost.agents.environments.calls.POLL_S", 0.02)
     closed: list[int] = []
     at_work = threading.Event()
@@ -309,7 +309,7 @@ def test_a_halt_cancels_an_environment_that_is_at_work_and_closes_it(monkeypatch
     assert closed == [1] and records == [] and seconds < 5.0
 
 
-def test_no_more_episodes_are_played_than_allowed() -> None:
+def test_no_more_episodes_run_at_once_than_allowed() -> None:
     most = now = 0
 
     class Counted:
@@ -352,7 +352,7 @@ def test_no_more_episodes_are_played_than_allowed() -> None:
         (Step(reward="much"), "the reward of step is 'much'"),
     ],
 )
-def test_what_an_environment_may_not_return_ends_the_run(given: Any, told: str) -> None:
+def test_an_invalid_result_of_an_environment_ends_the_run(given: Any, told: str) -> None:
     class Wrong:
         def reset(self, prompt):
             return None
@@ -372,7 +372,7 @@ def test_a_failed_engine_ends_the_run_and_is_not_retried() -> None:
     assert len(engine.bodies) == 1
 
 
-def test_a_halted_connection_is_seen_before_the_first_request() -> None:
+def test_a_halted_connection_is_noticed_before_the_first_request() -> None:
     async def begin() -> None:
         async with connected(FakeEngine()) as connection:
             connection.halted = True
@@ -383,7 +383,7 @@ def test_a_halted_connection_is_seen_before_the_first_request() -> None:
         asyncio.run(begin())
 
 
-def test_answers_that_are_no_episodes_have_no_metrics() -> None:
+def test_answers_without_episodes_have_no_episode_metrics() -> None:
     plain = SimpleNamespace(extra={}, index=0, response_ids=())
     group = SimpleNamespace(prompt_id=1, samples=[SimpleNamespace(sample=plain, reward=1.0)])
     assert episode_metrics([group]) == {}  # type: ignore[list-item]
@@ -411,7 +411,7 @@ def test_an_environment_that_cannot_be_closed_keeps_its_result(monkeypatch, hang
     assert record["turns"][0]["before"] == "a="
 
 
-def test_what_an_environment_shares_is_started_again_after_a_failure() -> None:
+def test_a_runner_whose_start_failed_is_started_again() -> None:
     class Late(PlainRunner):
         failures: ClassVar[list[int]] = [1]
 

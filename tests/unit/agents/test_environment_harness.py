@@ -1,4 +1,4 @@
-"""Harnesses that talk to the gateway: their samples, rewards of turns, failures and halts."""
+"""Harnesses that use the gateway: samples, turn rewards, failures and halts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Asks:
-    """Asks the given questions one after the other, in one conversation."""
+    """Asks the given questions in order, in one conversation."""
 
     def __init__(self, questions: Sequence[str], given: Any = 1.0) -> None:
         self.questions, self.given = questions, given
@@ -128,7 +128,7 @@ def test_branches_are_samples_of_one_answer_with_one_reward(folder: str) -> None
 
 
 class Plain:
-    """A harness that is not asynchronous."""
+    """A synchronous harness."""
 
     def run(self, episode: Episode) -> float:
         body = {"model": "any", "messages": [{"role": "user", "content": "a?"}]}
@@ -142,13 +142,13 @@ class Plain:
         return float(said == "one")
 
 
-def test_a_harness_that_blocks_runs_beside_the_loop(folder: str) -> None:
+def test_a_blocking_harness_runs_outside_the_event_loop(folder: str) -> None:
     (sample,), _ = play(folder, Plain(), ["one"])
     assert sample.extra["reward"] == 1.0
 
 
 class Fails(Asks):
-    """Fails a number of times after its first question."""
+    """Fails after its first question in the first ``times`` runs."""
 
     def __init__(self, times: int) -> None:
         super().__init__(["a?"])
@@ -161,7 +161,7 @@ class Fails(Asks):
         return reward
 
 
-def test_a_harness_that_fails_begins_again_with_another_key(folder: str) -> None:
+def test_a_failed_harness_is_restarted_with_a_new_key(folder: str) -> None:
     harness = Fails(2)
     (sample,), records = play(folder, harness, ["one", "two", "three"], env_retries=2)
     assert sample.text == "three" and len(set(harness.keys)) == 3
@@ -170,7 +170,7 @@ def test_a_harness_that_fails_begins_again_with_another_key(folder: str) -> None
         play(folder, Fails(9), ["one", "two"], env_retries=1)
 
 
-def test_a_harness_that_asks_nothing_or_returns_nothing_is_told(folder: str) -> None:
+def test_a_harness_without_requests_or_without_a_reward_is_reported(folder: str) -> None:
     with pytest.raises(GradingLost, match="without a request to the model"):
         play(folder, Asks([]), [], env_retries=0)
     with pytest.raises(ConfigError, match="run is None; it must be a finite number"):
@@ -195,7 +195,7 @@ def test_a_failed_engine_ends_the_run_although_the_harness_hides_it(folder: str)
         asyncio.run(asyncio.wait_for(played(), 60))
 
 
-def test_a_halt_ends_a_harness_that_waits(folder: str) -> None:
+def test_a_halt_cancels_a_waiting_harness(folder: str) -> None:
     ended: list[int] = []
 
     class Waits(Asks):
@@ -224,7 +224,7 @@ def test_a_halt_ends_a_harness_that_waits(folder: str) -> None:
     assert ended == [1]
 
 
-def test_a_key_is_dead_after_its_episode(folder: str) -> None:
+def test_a_key_is_invalid_after_its_episode(folder: str) -> None:
     async def again() -> int:
         async with setup(folder, ["one"]) as made:
             seen: list[Episode] = []

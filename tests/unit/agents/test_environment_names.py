@@ -1,4 +1,4 @@
-"""Names of environments, and which one a prompt gets."""
+"""Names of environments, and the choice of one for each prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpost.errors import ConfigError, DataError
         ("tau2:airline", "tau2-airline", "tau2", "airline"),
     ],
 )
-def test_a_word_of_env_names_an_environment(word, label, kind, target):
+def test_a_value_of_env_names_an_environment(word, label, kind, target):
     found = parse_env(word)
     assert (found.label, found.kind, found.target) == (label, kind, target)
 
@@ -37,13 +37,13 @@ def test_a_word_of_env_names_an_environment(word, label, kind, target):
         ("a b:Class", "neither pkg.mod:Class"),
     ],
 )
-def test_a_word_that_names_none_says_what_to_write(word, told):
+def test_a_value_that_names_no_environment_is_refused_with_a_remedy(word, told):
     with pytest.raises(ConfigError, match="--env") as caught:
         parse_env(word)
     assert told in str(caught.value)
 
 
-def test_two_environments_with_one_label_need_another():
+def test_environments_need_distinct_labels():
     with pytest.raises(ConfigError, match="two environments have the label Calc"):
         parse_envs(["a.b:Calc", "c.d:Calc"])
     assert [each.label for each in parse_envs(["a.b:Calc", "two=c.d:Calc"])] == ["Calc", "two"]

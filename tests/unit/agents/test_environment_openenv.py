@@ -1,5 +1,6 @@
-"""Environments of OpenEnv: a real server where the package is installed, else
-``tests.fakes.openenv_core``.
+"""OpenEnv environments: a real server if the package is installed, else a fake one.
+
+The fake is ``tests.fakes.openenv_core``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CLOSED: list[int] = []
 
 
 def sums(core: Any) -> tuple[Any, Any, Any]:
-    """An environment that adds up what it is told until the seed is reached."""
+    """Return an environment that adds up its actions until the seed is reached."""
 
     class Add(core.Action):
         message: str
@@ -125,7 +126,7 @@ def test_actions_may_be_json_and_reset_may_have_arguments(url: str) -> None:
     assert said[1].text == '[{"total": 11}]' and said[1].done
 
 
-def test_an_action_that_cannot_be_read_is_told_to_the_model_and_the_session_goes_on(
+def test_an_invalid_action_is_reported_to_the_model_and_the_session_continues(
     url: str,
 ) -> None:
     _, none, wrong, right = asyncio.run(
@@ -136,7 +137,7 @@ def test_an_action_that_cannot_be_read_is_told_to_the_model_and_the_session_goes
     assert '"total": 3' in right.text
 
 
-def test_an_environment_that_breaks_or_is_gone_is_no_answer(url: str) -> None:
+def test_a_failing_or_unreachable_environment_raises(url: str) -> None:
     with pytest.raises(RuntimeError, match="the disk is gone"):
         asyncio.run(play(url, "crash"))
     with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""The examples of docs/agents.md work as they stand there."""
+"""The examples of docs/agents.md work unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def examples(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_environment_of_the_page_plays_an_episode(examples: Path) -> None:
+def test_the_environment_in_the_documentation_plays_an_episode(examples: Path) -> None:
     word = f"{examples}:Countdown"
     config = load([], {"env": {"env": [word], "env_args": {"Countdown": {"price": 0.25}}}}).config
     assert agent_problems(config) == []
@@ -53,10 +53,10 @@ def test_the_environment_of_the_page_plays_an_episode(examples: Path) -> None:
     assert record["turns"][0]["tool"] == "countdown"
 
 
-def test_the_harness_of_the_page_plays_an_episode_with_the_client_of_openai(
+def test_the_harness_in_the_documentation_plays_an_episode_with_openais_client(
     examples: Path, tmp_path: Path
 ) -> None:
-    """The whole way: --env, the client, the gateway, an engine; what it sampled is the sample."""
+    """End to end: --env, client, gateway and engine; the sample has the sampled tokens."""
     word, folder = f"{examples}:Quiz", write_model(tmp_path / "model", "qwen")
     config = load([], {"env": {"env": [word]}}).config
     assert agent_problems(config) == []

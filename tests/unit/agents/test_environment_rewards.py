@@ -1,4 +1,4 @@
-"""Rewards of turns reach their tokens; the numbers are computed by hand."""
+"""Turn rewards reach the tokens of their turns; expected values are computed manually."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TWO_TURNS = EpisodeResult((sample(0, [1, 1, 0, 1]),), (turn(0, 2, 1.0), turn(3, 
 ONE_TURN = EpisodeResult((sample(1, [1, 1, 1]),), (turn(0, 3),), score=0.3)
 
 
-def test_a_turn_is_worth_its_reward_and_those_of_later_turns():
+def test_the_return_of_a_turn_is_its_reward_and_those_of_later_turns():
     assert turn_returns([1.0, 0.0, -0.5]) == (0.5, -0.5, -0.5)
     assert turn_returns([]) == ()
 
 
-def test_advantages_of_turns_by_hand():
-    # Returns: 1.5 and 0.5 of the first episode, 0.3 of the second; mean 2.3 / 3.
+def test_turn_advantages_equal_manually_computed_ones():
+    # Returns: 1.5 and 0.5 (first episode), 0.3 (second episode); mean 2.3 / 3.
     mean = 2.3 / 3
     std = math.sqrt(sum((value - mean) ** 2 for value in (1.5, 0.5, 0.3)) / 2)
     first, second, third = ((value - mean) / (std + 1e-6) for value in (1.5, 0.5, 0.3))
@@ -57,12 +57,12 @@ def test_advantages_of_turns_by_hand():
     assert plain[0] == pytest.approx((1.5 - mean, 0.5 - mean))
 
 
-def test_episodes_of_one_length_that_all_win_have_no_advantage_whatever_their_turns():
+def test_episodes_with_equal_returns_have_no_advantage_for_any_number_of_turns():
     found = turn_advantages([[0.0, 0.0, 1.0], [1.0], [0.0, 1.0]])
     assert [value for own in found for value in own] == [0.0] * 6
 
 
-def test_one_turn_an_episode_is_grpo():
+def test_with_one_turn_per_episode_turn_advantages_are_those_of_grpo():
     episodes = [
         EpisodeResult((sample(number, [1, 1]),), (turn(0, 2, reward),))
         for number, reward in enumerate((1.0, 0.0, 0.5))
@@ -81,14 +81,14 @@ def test_the_reward_of_the_episode_counts_for_its_last_turn_and_so_for_all():
 
 
 BRANCHED = EpisodeResult(
-    # The second branch goes back to before the second turn: three turns in two samples.
+    # The second branch starts before the second turn: three turns in two samples.
     (sample(0, [1, 1, 0, 1]), sample(0, [1, 1])),
     (turn(0, 2, 0.0), turn(3, 4, 1.0), turn(0, 2, 0.5, of=1)),
 )
 
 
 def test_turns_of_several_samples_of_an_episode_are_counted_in_the_order_of_play():
-    # Returns: 1.5, 1.5, 0.5 of the branched episode, 0.3 of the other.
+    # Returns: 1.5, 1.5 and 0.5 (branched episode), 0.3 (other episode); mean 3.8 / 4.
     mean = 3.8 / 4
     found = group_turn_advantages(group(BRANCHED, ONE_TURN), normalize_std=False)
     assert found is not None
@@ -113,7 +113,7 @@ def test_an_episode_that_is_left_out_leaves_the_advantages_of_the_others_alone()
     alone = rollout_advantages(groups, GrpoConfig())[0]
     lost = EpisodeResult((sample(2, [1, 1]),), (turn(0, 2, 0.0),))
     with_zero = rollout_advantages([group(TWO_TURNS, ONE_TURN, lost)], GrpoConfig())[0]
-    assert list(alone[0]) != pytest.approx(list(with_zero[0]))  # a 0 would have moved the baseline
+    assert list(alone[0]) != pytest.approx(list(with_zero[0]))  # a 0 would change the baseline
 
 
 def test_a_group_from_the_journal_has_the_same_advantages():

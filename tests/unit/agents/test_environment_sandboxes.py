@@ -1,4 +1,4 @@
-"""Environments that use sandboxes: one pool for all, opened once; a lost sandbox never scores 0."""
+"""Environments with sandboxes share one pool, opened once; a lost sandbox never scores 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.agents.test_environment_episodes import CODEC, SAMPLING, Script,
 
 
 class FakePool:
-    """A pool whose first ``lost`` sandboxes are lost at their first command."""
+    """A pool whose first ``lost`` sandboxes fail at their first command."""
 
     def __init__(self, lost: int = 0) -> None:
         self.lost, self.log = lost, list[str]()
@@ -54,7 +54,7 @@ class FakePool:
 
 
 class Upper:
-    """Adds what its sandbox makes of the turn."""
+    """An environment that runs each turn in a fresh sandbox."""
 
     uses_sandboxes = True
     made: ClassVar[list[Upper]] = []
@@ -92,7 +92,7 @@ def played(pool: FakePool, *, retries: int) -> Any:
     return asyncio.run(play())
 
 
-def test_an_episode_that_loses_its_sandbox_starts_again_in_another_one() -> None:
+def test_an_episode_that_loses_its_sandbox_restarts_in_another_one() -> None:
     pool = FakePool(lost=2)
     assert played(pool, retries=2) == (1.0, 0.0)
     assert pool.log == ["open", *["acquire", "give back"] * 3, "close"]
@@ -122,7 +122,7 @@ def test_all_environments_of_a_run_share_the_pool_of_its_settings(tmp_path, monk
     assert len(pools) == 1, "no sandbox without a need"
 
 
-def test_a_driver_starts_one_sandbox_before_anything_else_if_the_run_needs_one(monkeypatch) -> None:
+def test_a_driver_first_starts_one_sandbox_if_the_run_needs_local_ones(monkeypatch) -> None:
     started: list[Root | None] = []
 
     async def start(limits: Any, root: Any, cgroups: Any) -> Any:

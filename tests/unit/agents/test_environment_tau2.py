@@ -1,4 +1,4 @@
-"""Environments of tau2-bench: the repository where it is installed, else ``tests.fakes.tau2_bench``."""
+"""tau2-bench environments: the real package if installed, else ``tests.fakes.tau2_bench``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def play(*replies: dict[str, Any], key: str = "k1", **metadata: Any) -> Any:
 MEETING = {"user_id": "user_1", "title": "Important Meeting"}
 
 
-def test_the_reward_is_that_of_the_domain_and_the_policy_is_asked_through_the_gateway() -> None:
+def test_the_reward_is_that_of_the_domain_and_the_policy_answers_through_the_gateway() -> None:
     found, server = play(call("create_task", **MEETING), call("done"), task="create_task_1")
     assert isinstance(found, Outcome) and found.reward == 1.0
     assert found.info["task"] == "create_task_1" and found.info["stop"] == "agent_stop"
@@ -56,19 +56,19 @@ def test_the_reward_is_that_of_the_domain_and_the_policy_is_asked_through_the_ga
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("policy", 0.7, 64)
 
 
-def test_a_task_that_is_not_done_has_a_reward_of_zero() -> None:
+def test_an_unsolved_task_has_a_reward_of_zero() -> None:
     other = {**MEETING, "title": "Lunch"}
     found, _ = play(call("create_task", **other), call("done"), task=0)
     assert found.reward == 0.0
 
 
-def test_a_refused_key_is_no_answer() -> None:
+def test_a_refused_key_raises() -> None:
     with pytest.raises(Exception) as caught:
         play(call("done"), key="other", task=0)
     assert not isinstance(caught.value, ConfigError | DataError)
 
 
-def test_an_end_that_is_not_the_agents_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_not_ended_by_the_agent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Tau2Harness("mock", **SOLO)
     ended = tau2_bench._run([], "user_error", 0.0)
     monkeypatch.setattr(harness, "_run", lambda *_, **__: ended)
@@ -77,7 +77,7 @@ def test_an_end_that_is_not_the_agents_is_lost(monkeypatch: pytest.MonkeyPatch) 
         harness.run(given)
 
 
-def test_what_is_missing_is_told_before_the_run() -> None:
+def test_missing_settings_are_reported_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"who plays the user\? .*\"user_llm\""):
         Tau2Harness("mock")
     with pytest.raises(ConfigError, match="--env tau2:no_domain: "):

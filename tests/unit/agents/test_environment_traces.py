@@ -1,4 +1,4 @@
-"""Records of episodes: written beside the loop, read with damage, and shown in the report."""
+"""Episode records: written in a thread, read despite damage, and shown in the report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def failed(prompt_id: int, outcome: str = "failed") -> dict[str, Any]:
     return left | {"outcome": outcome, "why": "the sandbox is gone", "turns": []}
 
 
-def test_records_are_appended_and_long_texts_are_cut(tmp_path: Path) -> None:
+def test_records_are_appended_and_long_texts_are_truncated(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     for number in range(2):  # as two attempts of a job
         file = EpisodeFile(path)
@@ -68,7 +68,7 @@ def test_records_are_appended_and_long_texts_are_cut(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_damaged_lines_are_skipped_and_of_an_episode_the_last_record_counts(tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_the_last_record_of_an_episode_counts(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     lines = [json.dumps(each) for each in (failed(1), record(2), record(1, reward=0.5))]
     path.write_text("\n".join([lines[0], "[1]", lines[1][:40], "null", *lines[1:]]) + "\n")
@@ -88,7 +88,7 @@ def test_a_summary_counts_by_environment() -> None:
     assert (calc["reward"], calc["turns"], calc["tokens"]) == (0.5, 1.0, 30.0)
 
 
-def test_the_report_shows_the_best_the_worst_and_the_failed() -> None:
+def test_the_report_shows_the_best_the_worst_and_the_failed_episodes() -> None:
     records = [record(number, reward=number % 3) for number in range(30)] + [failed(99)]
     shown = chosen(records, most=6)
     assert shown[0]["prompt_id"] == 99

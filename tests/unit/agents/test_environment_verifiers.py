@@ -1,4 +1,4 @@
-"""Environments of verifiers: the package where it is installed, else ``tests.fakes.verifiers_v1``."""
+"""verifiers environments: the real package if installed, else ``tests.fakes.verifiers_v1``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def episode(server: ChatServer, key: str, prompt_id: int = 0, **metadata: Any) -
 
 
 async def play(*given: Any, reply: str = "12", keys: tuple[str, ...] = ("k1",)) -> Any:
-    """Play the episodes at the same time; ``given`` are (key, metadata)."""
+    """Play episodes concurrently; ``given`` are pairs of (key, arguments of ``episode``)."""
     server = ChatServer(set(keys), lambda body: {"content": reply})
     async with serving(server):
         harness = VerifiersHarness(NAME, max_turns=4)
@@ -69,7 +69,7 @@ def test_the_reward_of_an_environment_is_that_of_its_task() -> None:
     assert (body["model"], body["temperature"], body["top_p"]) == ("policy", 0.7, 0.9)
 
 
-def test_each_episode_asks_with_its_own_key() -> None:
+def test_each_episode_uses_its_own_key() -> None:
     _, server = asyncio.run(
         play(("k1", {"task": 0}), ("k2", {"task": 1}), reply="2", keys=("k1", "k2"))
     )
@@ -83,7 +83,7 @@ def test_an_episode_that_fails_is_lost_and_never_zero() -> None:
     assert isinstance(broken, GradingLost) and "the grader broke" in str(broken)
 
 
-def test_a_prompt_without_a_task_takes_one_by_its_id_and_a_wrong_one_is_told() -> None:
+def test_a_prompt_without_a_task_gets_one_by_its_id_and_a_wrong_task_is_reported() -> None:
     (by_id, wrong), server = asyncio.run(play(("k1", {"prompt_id": 4}), ("k1", {"task": 3})))
     assert isinstance(by_id, Outcome)
     assert server.asked[0][1]["messages"][0]["content"] == "Q:01+01="  # 4 modulo 3
@@ -98,7 +98,7 @@ def test_a_model_may_not_run_commands_on_the_node_of_the_driver() -> None:
     VerifiersHarness(NAME, config=bash, allow_local_commands=True)
 
 
-def test_an_environment_that_is_not_installed_is_told_before_the_run() -> None:
+def test_an_environment_that_is_not_installed_is_reported_before_the_run() -> None:
     with pytest.raises(ConfigError, match="--env verifiers:not_there: ModuleNotFoundError"):
         VerifiersHarness("not_there")
 
@@ -116,7 +116,7 @@ def test_the_tasks_of_an_environment_become_a_prompt_file(
 
 
 def test_an_episode_of_verifiers_trains_the_tokens_that_the_engine_sampled(tmp_path: Path) -> None:
-    """The whole way: taskset, harness, interception, relay, gateway, engine."""
+    """End to end: taskset, harness, interception, relay, gateway and engine."""
     folder = write_model(tmp_path, "qwen")
     prompt = Prompt(0, "Q:07+05=", (), metadata={"task": 0})
 
@@ -140,7 +140,7 @@ def test_an_episode_of_verifiers_trains_the_tokens_that_the_engine_sampled(tmp_p
 
 
 def test_a_judge_that_asks_the_policy_ends_the_run() -> None:
-    """Its tokens would be trained."""
+    """The judge's tokens would be trained as those of the policy."""
     judge = SimpleNamespace(id="t1", agent=SimpleNamespace(trainable=False, name="judge"))
     finished = SimpleNamespace(traces=[judge])
     refuse_untrained(NAME, finished, {"t2"})

@@ -1,5 +1,6 @@
-"""The gateway over HTTP: formats, keys, limits, streams, halts. Engines are fakes behind a real
-connection.
+"""The gateway over HTTP: formats, keys, limits, streams and halts.
+
+The connection is real, the engines are fakes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Setup:
-    """A gateway, a connection and an engine that gives prepared answers."""
+    """A gateway, a connection and an engine with prepared answers."""
 
     def __init__(self, folder: str, answers: Sequence[str], abort_share: float) -> None:
         texts = iter(answers)
@@ -85,7 +86,7 @@ class Setup:
         return await self.gateway.open(PROMPT, SAMPLING, connection=self.connection, **options)
 
     async def post(self, episode: OpenEpisode, body: Body, **headers: str) -> tuple[int, Any]:
-        """Post a chat completion; return status and body."""
+        """Post a chat completion request; return status and body."""
         key = {"Authorization": f"Bearer {episode.api_key}"}
         async with self.client.post(
             episode.base_url + CHAT, json=body, headers=key | headers
@@ -93,7 +94,7 @@ class Setup:
             return response.status, await response.json()
 
     async def events(self, url: str, key: Body, body: Body) -> list[tuple[str, Any]]:
-        """Post a request for a stream; return names and data of its events."""
+        """Post a streaming request; return (name, data) of its events."""
         async with self.client.post(url, json=body, headers=key) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
@@ -138,7 +139,7 @@ def run(
 
 @pytest.mark.parametrize("abort_share", [0.0, 1.0])
 def test_a_conversation_with_tools_is_one_trajectory(folder: str, abort_share: float) -> None:
-    """Also if every answer is aborted once for new weights."""
+    """This also holds when every answer is aborted once for new weights."""
 
     async def act(made: Setup) -> None:
         async with await made.open() as episode:
@@ -165,7 +166,7 @@ def test_a_conversation_with_tools_is_one_trajectory(folder: str, abort_share: f
     run(folder, act, [CALL, "It is sunny."], abort_share=abort_share)
 
 
-def test_keys_reach_one_open_episode(folder: str) -> None:
+def test_a_key_reaches_only_its_open_episode(folder: str) -> None:
     async def act(made: Setup) -> None:
         first, second = await made.open(), await made.open(index=1)
         assert first.api_key != second.api_key
@@ -210,7 +211,7 @@ def test_the_policy_samples_with_the_parameters_of_the_run(folder: str) -> None:
     run(folder, act, ["Fine."])
 
 
-def test_a_stream_has_what_a_response_has(folder: str) -> None:
+def test_a_stream_has_the_same_content_as_a_response(folder: str) -> None:
     answers = [f"<think>\nHm.\n</think>\n\nLook:\n{CALL}\n{CALL}"] * 2
 
     async def act(made: Setup) -> None:
@@ -330,7 +331,7 @@ def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
     ],
 )
-def test_what_cannot_be_exact_is_refused_in_openais_format(
+def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_format(
     folder: str, body: Body, param: str
 ) -> None:
     async def act(made: Setup) -> None:
@@ -381,7 +382,7 @@ def test_an_engine_that_fails_is_an_error_of_the_episode(folder: str) -> None:
 
 
 def test_a_halt_ends_requests_in_flight(folder: str) -> None:
-    """As at a preemption: engines abort, the connection is halted, harnesses get a 503."""
+    """As in a preemption, engines abort, the connection is halted, and harnesses get a 503."""
 
     async def act(made: Setup) -> None:
         made.engine.holds = asyncio.Event()
@@ -401,7 +402,7 @@ def test_a_halt_ends_requests_in_flight(folder: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["disconnect", "close"])
-def test_what_no_harness_reads_is_cancelled_and_not_trained(folder: str, how: str) -> None:
+def test_answers_that_no_harness_reads_are_cancelled_and_not_trained(folder: str, how: str) -> None:
     async def act(made: Setup) -> None:
         made.engine.holds = asyncio.Event()
         async with await made.open() as episode:
@@ -450,7 +451,7 @@ def test_an_address_that_cannot_be_bound_is_named(folder: str) -> None:
         asyncio.run(act())
 
 
-def test_the_context_of_the_model_is_read_from_its_folder(tmp_path: Path) -> None:
+def test_the_context_length_of_the_model_is_read_from_its_folder(tmp_path: Path) -> None:
     assert model_context_length(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 40960}}')
     assert model_context_length(str(tmp_path)) == 40960

@@ -1,4 +1,4 @@
-"""What is an extension and what is a separate trajectory, one rule a test."""
+"""Rules for when a request extends a trajectory or starts a new one, one rule per test."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
 
 
 class Talk:
-    """An episode whose policy gives prepared answers: pairs of text and end of the turn."""
+    """An episode whose policy gives prepared answers: pairs of (text, end-of-turn token)."""
 
     def __init__(
         self, policy: Policy, *answers: tuple[str, str], limits: EpisodeLimits | None = None
@@ -78,7 +78,7 @@ class Talk:
         return result
 
     async def ask(self, messages: list[Body], **fields: Any) -> list[Body]:
-        """Return the messages with the first answer."""
+        """Send messages; return them with the first answer appended."""
         completion = await self.complete(messages, **fields)
         return [*messages, completion.choices[0].message.for_openai()]
 
@@ -86,7 +86,7 @@ class Talk:
         return await self.episode.answer(chat_request({"messages": messages, **fields}))
 
     def seen(self, number: int) -> str:
-        """The input of a request to the engine, as text."""
+        """Return the input of the n-th engine request as text."""
         import numpy as np
 
         return self.policy.template.decode_all(np.frombuffer(self.engine.inputs[number], np.int32))
@@ -107,10 +107,10 @@ class Talk:
     ],
 )
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
-def test_outputs_of_tools_extend_the_sampled_tokens(
+def test_tool_outputs_extend_the_sampled_tokens(
     policies: dict[str, Policy], kind: str, call: str, ends: list[str], keeps_reasoning: bool
 ) -> None:
-    """One trajectory, whatever the spelling of the call and whether the harness keeps reasoning."""
+    """There is one trajectory for any spelling of the call, with or without the reasoning kept."""
     final = "\n<think></think>\nFine." if kind == "glm" else "Fine."
     talk = Talk(policies[kind], (call, ends[0]), (final, ends[1]))
 
@@ -139,7 +139,7 @@ def test_outputs_of_tools_extend_the_sampled_tokens(
 def test_a_template_that_drops_reasoning_gives_separate_trajectories(
     policies: dict[str, Policy], kind: str
 ) -> None:
-    """After a user message engines must see what they would see in production: no reasoning."""
+    """After a user message the engine must see no reasoning, as in production."""
     thought = "<think>\nHm.\n</think>\n\nFine." if kind == "qwen" else "\n<think>Hm.</think>\nFine."
     end = "<|im_end|>" if kind == "qwen" else "<|user|>"
     talk = Talk(policies[kind], (thought, end), (thought, end))
@@ -160,7 +160,7 @@ def test_a_template_that_drops_reasoning_gives_separate_trajectories(
     ("kind", "answer", "end", "added"),
     [
         ("qwen", "Fine. \n", "<|im_end|>", "\n<|im_start|>user\n"),
-        # sampled, so it stays, though the template does not write it
+        # a sampled stop token stays, although the template does not write it
         ("qwen", "Fine.", "<|endoftext|>", "<|im_end|>\n<|im_start|>user\n"),
         ("glm", "\n<think></think>\nFine.", "<|user|>", "\n"),
         ("glm", "\nFine.", "<|endoftext|>", "<|user|>\n"),
@@ -173,7 +173,7 @@ def test_a_stop_token_is_not_repeated_and_never_removed(
 
     async def act(talk: Talk) -> None:
         messages = await talk.ask([USER])
-        messages[-1]["content"] = messages[-1]["content"].strip()  # as harnesses do
+        messages[-1]["content"] = messages[-1]["content"].strip()  # harnesses do this
         await talk.ask([*messages, MORE])
 
     talk.run(act)
@@ -260,8 +260,8 @@ def test_n_answers_are_n_trajectories_and_each_can_be_continued(
     assert [len(one.turns) for one in talk.episode.trajectories()] == [1, 2, 1]
 
 
-def test_other_tools_are_another_conversation(policies: dict[str, Policy]) -> None:
-    """Tools are in the first tokens of the prompt."""
+def test_other_tools_start_a_new_trajectory(policies: dict[str, Policy]) -> None:
+    """Tools are part of the first tokens of the prompt, so nothing can be extended."""
     talk = Talk(policies["qwen"], ("Fine.", "<|im_end|>"), ("Rain.", "<|im_end|>"))
 
     async def act(talk: Talk) -> None:
@@ -272,7 +272,7 @@ def test_other_tools_are_another_conversation(policies: dict[str, Policy]) -> No
     assert talk.kinds() == ["fresh", "fresh"]
 
 
-def test_calls_with_other_ids_are_recognised_by_their_content(
+def test_calls_with_changed_ids_are_recognised_by_their_content(
     policies: dict[str, Policy],
 ) -> None:
     talk = Talk(policies["qwen"], (QWEN_CALL, "<|im_end|>"), ("Fine.", "<|im_end|>"))
@@ -294,7 +294,7 @@ def test_calls_with_other_ids_are_recognised_by_their_content(
         (EpisodeLimits(max_tokens=3), "episode_tokens_limit", "tokens"),
     ],
 )
-def test_limits_truncate_or_refuse(
+def test_limits_truncate_answers_or_refuse_requests(
     policies: dict[str, Policy], limits: EpisodeLimits, code: str, reached: str
 ) -> None:
     talk = Talk(policies["qwen"], ("Fine and sunny.", "<|im_end|>"), limits=limits)
@@ -327,7 +327,7 @@ def test_parallel_requests_do_not_exceed_the_limit(policies: dict[str, Policy]) 
 def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
     policies: dict[str, Policy], of_model: bool
 ) -> None:
-    """An engine's refusal would fail the run, so harnesses learn of the limit before."""
+    """A refusal by the engine would fail the run, so the gateway checks the limit first."""
     template = policies["qwen"].template
     talk = Talk(
         Policy(template, context_length=60 if of_model else None), ("Fine. " * 40, "<|im_end|>")
@@ -345,7 +345,7 @@ def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
     assert talk.episode.limit_reached == "context"
 
 
-def test_after_a_halt_requests_are_refused_and_the_episode_says_so(
+def test_after_a_halt_requests_are_refused_and_the_episode_is_marked_as_halted(
     policies: dict[str, Policy],
 ) -> None:
     talk = Talk(policies["qwen"], ("Fine.", "<|im_end|>"))
@@ -355,7 +355,7 @@ def test_after_a_halt_requests_are_refused_and_the_episode_says_so(
         assert not talk.episode.halted
         talk.engine.halted = True
         assert talk.episode.halted
-        talk.engine.halted = False  # the rollout goes on, this episode does not
+        talk.engine.halted = False  # the rollout resumes, this episode does not
         with pytest.raises(BadRequest) as refused:
             await talk.ask([*messages, MORE])
         assert (refused.value.status, refused.value.code) == (503, "rollout_halted")
@@ -364,7 +364,7 @@ def test_after_a_halt_requests_are_refused_and_the_episode_says_so(
     assert talk.episode.halted
 
 
-def test_a_new_template_that_rejects_messages_is_a_bad_request(
+def test_messages_that_the_template_rejects_are_a_bad_request(
     policies: dict[str, Policy], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     strict = "{{ raise_exception('no system messages') if messages[0].role == 'system' }}x"
@@ -378,7 +378,7 @@ def test_a_new_template_that_rejects_messages_is_a_bad_request(
     talk.run(act)
 
 
-def test_the_record_has_what_was_said_and_how_it_was_generated(
+def test_the_record_has_the_messages_and_how_they_were_generated(
     policies: dict[str, Policy],
 ) -> None:
     talk = Talk(policies["qwen"], (QWEN_CALL, "<|im_end|>"), ("Fine.", "<|im_end|>"))
@@ -407,7 +407,7 @@ def test_the_record_has_what_was_said_and_how_it_was_generated(
     json.dumps([asdict(first), asdict(second)])
 
 
-def test_the_routes_of_all_turns_are_recorded_and_those_of_tools_left_to_the_trainer(
+def test_the_routes_of_all_turns_are_recorded_and_those_of_tool_outputs_left_to_the_trainer(
     policies: dict[str, Policy],
 ) -> None:
     answers = [(text, "<|im_end|>") for text in (QWEN_CALL, "Fine.", "Rain.")]

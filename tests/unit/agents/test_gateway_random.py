@@ -1,6 +1,6 @@
-"""Token identity in random conversations: what engines sampled is what is trained.
+"""Token identity in random conversations: the trained tokens are those that were sampled.
 
-120 conversations; RLPOST_CONVERSATIONS=10000 for all (about two minutes).
+By default 120 conversations are run; RLPOST_CONVERSATIONS=10000 runs all (about two minutes).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def policy(
 
 
 async def converse(kind: str, policy: Policy, seed: int) -> Counter[str]:
-    """One episode; returns what happened in it."""
+    """Run and check one episode; return counts of its trajectories, turns and kinds of requests."""
     draw = random.Random(seed)
     engine = SampledTokens(
         policy.template,
         Writer(kind, draw),
-        # mostly the usual end of a turn
+        # mostly the usual end-of-turn token
         [STOPS[kind][-1 if kind == "glm" else 0]] * 8 + STOPS[kind],
         draw,
         abort_share=draw.choice([0.0, 0.3]),
@@ -67,13 +67,13 @@ async def converse(kind: str, policy: Policy, seed: int) -> Counter[str]:
     return counts
 
 
-def test_every_sampled_token_is_trained_once_after_what_its_engine_had_read(
+def test_every_sampled_token_is_trained_once_after_the_tokens_its_engine_read(
     policy: tuple[str, Policy],
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(-(-NUM // len(KINDS))):
         counts += asyncio.run(converse(*policy, seed))
     print(dict(counts))
-    # the random harness does what this is about
+    # the random harness must exercise all kinds of requests
     assert min(counts[kind] for kind in ("extension", "fresh", "stop", "length", "tool_calls")) > 20
     assert counts["turns"] > 1.2 * counts["trajectories"]

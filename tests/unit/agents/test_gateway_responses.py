@@ -1,4 +1,4 @@
-"""OpenAI's responses at the gateway, read by OpenAI's own client: one conversation, one trajectory."""
+"""OpenAI's Responses API at the gateway with OpenAI's client: one conversation, one trajectory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from openai.resources.responses import AsyncResponses  # now: the import takes seconds
+from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
 from rlpost.agents.messages import BadRequest, Message, ToolCall
 from rlpost.agents.responses_format import responses_request
@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("qwen"), "qwen")
 
 
-def test_a_loop_of_calls_with_the_client_of_openai_is_one_trajectory(folder: str) -> None:
-    """Items go back as they came; the second answer is streamed, the third truncated."""
+def test_a_loop_of_calls_with_openais_client_is_one_trajectory(folder: str) -> None:
+    """Items are returned unchanged; the second answer is streamed, the third truncated."""
 
     async def act(made: Setup) -> None:
         async with await made.open() as episode:
@@ -70,7 +70,7 @@ def test_a_loop_of_calls_with_the_client_of_openai_is_one_trajectory(folder: str
     run(folder, act, [answer, "It is sunny.", "Take a walk."])
 
 
-def test_items_become_messages_and_those_of_the_assistant_one() -> None:
+def test_items_become_messages_and_assistant_items_become_one_message() -> None:
     items = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": "Two cities?"},
@@ -118,7 +118,7 @@ def test_items_become_messages_and_those_of_the_assistant_one() -> None:
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_cannot_be_answered_exactly_is_refused(body: Any, param: str) -> None:
+def test_requests_that_cannot_be_answered_exactly_are_refused(body: Any, param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         responses_request(body)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""A taskset of verifiers with a harness of its own, which talks in the process of the test."""
+"""A verifiers taskset whose harness runs in the test's process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdditionTaskset(vf.Taskset[AdditionTask, vf.TasksetConfig]):
 
 
 class AdditionHarness(vf.Harness[vf.HarnessConfig]):
-    """One question, one answer."""
+    """Asks one question and returns the answer."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False

@@ -1,1 +1,1 @@
-"""Functions that were written for another trainer."""
+"""Tests of functions that were written for another trainer."""

@@ -1,4 +1,4 @@
-"""Plug-ins as users of slime write them; they know nothing of rlpost."""
+"""Plug-ins as users of slime write them, without any knowledge of rlpost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ TOOL_MARK = "?"
 
 
 async def search(args, sample: Sample, sampling_params) -> Sample:
-    """Turns of the model until it stops asking; a tool answers between them. Text goes to the
-    engine.
-    """
+    """Generate turns until the model asks for no tool; send the engine text, not ids."""
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -49,7 +47,7 @@ async def search(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def reads_routes(args, sample, sampling_params):
-    """Asks for the experts that the engine chose, as slime's own rollout does."""
+    """Request the experts that the engine chose, as slime's own rollout does."""
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     payload = {
         "text": sample.prompt,
@@ -70,7 +68,7 @@ async def reads_routes(args, sample, sampling_params):
 
 
 async def without_logprobs(args, sample, sampling_params, evaluation=False):
-    """Fills a sample by hand, as older plug-ins do, and asks for no log-probs."""
+    """Fill a sample field by field, as older plug-ins do, and request no log-probs."""
     state = GenerateState(args)
     output = await post(
         f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
@@ -88,7 +86,7 @@ async def without_logprobs(args, sample, sampling_params, evaluation=False):
 
 
 async def rewarded_itself(args, sample, sampling_params):
-    """Two samples of one answer, each with its reward."""
+    """Return two samples of one answer, each with a reward."""
     first = await search(args, sample, sampling_params)
     second = Sample.from_dict(first.to_dict())
     first.reward, second.reward = 0.25, {"score": 0.75, "why": "longer"}
@@ -97,7 +95,7 @@ async def rewarded_itself(args, sample, sampling_params):
 
 
 def in_a_thread(args, sample, sampling_params):
-    """Not async."""
+    """A synchronous generate function."""
     return asyncio.run(_nothing(sample))
 
 
@@ -111,7 +109,7 @@ def no_sample(args, sample, sampling_params):
 
 
 async def tool_reward(args, sample, **kwargs):
-    """An object, of which --reward-key takes one value, as in ReTool."""
+    """Return an object from which --reward-key selects one value, as in ReTool."""
     if not isinstance(sample, Sample):
         raise TypeError("not a sample")
     result = compute_score(sample.prompt + sample.response, sample.label, strict_box_verify=True)
@@ -124,9 +122,7 @@ _connections = None
 
 
 async def judged_together(args, samples, **kwargs):
-    """A reward model that keeps what it opened in the first call, which belongs to an event
-    loop.
-    """
+    """A reward model that keeps connections from its first call, bound to that event loop."""
     global _connections
     if _connections is None:
         _connections = asyncio.Semaphore(1)
@@ -168,7 +164,7 @@ def adds_up_wrongly(args, sample):
 
 
 def nonzero_std(args, samples: list[Sample], **kwargs):
-    """The filter of the guides, with torch."""
+    """The filter of slime's guides, with torch."""
     import torch
 
     rewards = [sample.reward for sample in samples]
@@ -184,7 +180,7 @@ def keeps_hard_ones(args, samples, **kwargs):
 
 
 def newest_first(args, rollout_id, buffer, num_samples):
-    """Those that began last, and no more of those that began before rollout 2."""
+    """Take the groups that began last; drop those that began before rollout 2."""
     buffer[:] = [group for group in buffer if group[0].metadata.get("start_rollout_id", 9) >= 2]
     buffer.sort(key=lambda group: -group[0].metadata.get("start_rollout_id", 9))
     taken = buffer[:num_samples]
@@ -197,7 +193,7 @@ def of_nowhere(args, rollout_id, buffer, num_samples):
 
 
 def post_process(args, samples, **kwargs):
-    """As slime's documentation of the flag: raw rewards, and those to train on."""
+    """Return raw rewards and rewards to train on, as slime documents the flag."""
     raw = [sample.get_reward_value(args) for sample in samples]
     return raw, [
         2.0 * reward + sample.response_length for reward, sample in zip(raw, samples, strict=True)

@@ -1,4 +1,4 @@
-"""Tests of slime's flags: each has a meaning here, or an error that says what to write instead."""
+"""Each flag of slime is supported here, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlpost.errors import ConfigError
 from tools.pages.slime_flags import slime_flags
 
 ONLY_CHECKED = {"rollout_function_path", "eval_function_path"}
-"""Functions of slime that are settings here: checks refuse all others."""
+"""Flags whose values are settings here if slime provides the function; checks refuse all others."""
 NO_USE = (
     "config/groups/",
     "config/checks/",
@@ -26,12 +26,12 @@ NO_USE = (
     "checkpoint/provenance.py",
     "rollout/journal.py",
 )
-"""Where settings are defined, checked or listed, but not used."""
+"""Code that defines, checks or lists settings, but does not use them."""
 OWN = {flags.flag(key) for key in flags.fields()} | KEY_FLAGS.keys()
 
 
 def is_passed_on(name: str) -> bool:
-    """Whether SGLang or Megatron-core of this version have the option."""
+    """Whether the installed SGLang or Megatron-core has the option."""
     key = name.replace("-", "_")
     if key.startswith("sglang_"):
         table = server_arg_table()
@@ -47,7 +47,7 @@ def test_each_flag_of_slime_is_known_in_exactly_one_way() -> None:
 
 
 def test_no_flag_of_slime_is_accepted_and_ignored() -> None:
-    """The code that does what settings say names each of them."""
+    """Each accepted setting is named in the code that uses settings."""
     root = Path(rlpost.__file__).parent
     words: set[str] = set()
     for file in root.rglob("*.py"):
@@ -63,12 +63,12 @@ def test_only_flags_of_slime_are_listed_and_none_hides_an_option_of_megatron() -
 
 
 @pytest.mark.parametrize("name", sorted(LACKING))
-def test_what_to_write_instead_exists(name: str) -> None:
+def test_the_flags_that_a_remedy_names_exist(name: str) -> None:
     named = re.findall(r"--[a-z][\w-]*", LACKING[name])
     assert all(word in OWN or is_passed_on(word[2:]) for word in named), named
 
 
-def test_a_flag_of_slime_and_its_key_in_a_recipe_are_answered_with_what_to_do(tmp_path) -> None:
+def test_a_flag_of_slime_and_its_key_in_a_recipe_are_refused_with_a_remedy(tmp_path) -> None:
     made = flags.parser("rlpost", "")
     with pytest.raises(ConfigError) as caught:
         flags.parse(made, ["--use-fault-tolerance"])

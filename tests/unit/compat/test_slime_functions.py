@@ -1,4 +1,4 @@
-"""Plug-ins of slime run under our interfaces, each in the place of the run where it is called."""
+"""Plug-ins of slime work through our interfaces, called as a run calls them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(max_new_tokens=20, stop_token_ids=(1,))
 
 
 class Bytes:
-    """A tokenizer of transformers, with one id a byte."""
+    """A fake of a transformers tokenizer with one id per byte."""
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text)}
@@ -78,7 +78,7 @@ def writing(
     routes: RouteFormat | None = None,
     **rollout: Any,
 ) -> Any:
-    """The group that a generate function writes."""
+    """Return the group that a generate function writes."""
     config = settings(**rollout)
 
     async def whole() -> Any:
@@ -123,9 +123,7 @@ def graded(name: str, *samples: Sample, prompt: Prompt = PROMPT, **rollout: Any)
     return asyncio.run(run())
 
 
-def test_a_search_in_several_turns_has_mask_logprobs_version_and_what_it_left_for_its_reward() -> (
-    None
-):
+def test_a_search_in_several_turns_has_mask_logprobs_version_and_extra_fields() -> None:
     engine = FakeEngine(answer=says("a?", "bc", version="7"))
     group = writing(engine, "search")
     (scored,) = group.samples
@@ -141,7 +139,7 @@ def test_a_search_in_several_turns_has_mask_logprobs_version_and_what_it_left_fo
     assert sample_from(sample_record(sample)) == sample, "a checkpoint keeps all of it"
 
 
-def test_tokens_of_new_weights_have_their_own_version() -> None:
+def test_tokens_from_new_weights_have_their_own_version() -> None:
     texts = iter([("a?", "2"), ("bc", "3")])
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def test_tokens_of_new_weights_have_their_own_version() -> None:
 
 
 def test_the_routes_of_a_search_are_those_of_the_first_request_that_read_a_token() -> None:
-    """The tool's words are left to the trainer, though the second request read them."""
+    """The trainer routes the tool's output itself, although the second request read it."""
     (scored,) = writing(
         Mixture(("a?", "stop", 2), ("bc", "stop", 3)), "search", routes=FORM
     ).samples
@@ -176,7 +174,7 @@ def test_a_function_that_asks_for_routes_reads_them_as_from_slimes_engines() -> 
         writing(Mixture(("abc", "stop", 2)), "reads_routes")
 
 
-def test_an_answer_that_new_weights_cut_is_resumed_within_one_post() -> None:
+def test_an_answer_aborted_for_new_weights_is_resumed_within_one_post() -> None:
     replies = iter([("ab", "abort", "2"), ("cd", "stop", "3")])
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +189,7 @@ def test_an_answer_that_new_weights_cut_is_resumed_within_one_post() -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_logprobs_that_a_plugin_did_not_ask_for_are_those_of_the_engine(evaluation: bool) -> None:
+def test_logprobs_that_a_plugin_did_not_request_are_those_of_the_engine(evaluation: bool) -> None:
     (scored,) = writing(
         FakeEngine(answer=says("xyz")), "without_logprobs", evaluation=evaluation
     ).samples
@@ -212,10 +210,8 @@ def test_several_samples_of_an_answer_keep_the_rewards_that_the_function_gave() 
         writing(FakeEngine(answer=says("ab")), "rewarded_itself")
 
 
-def test_a_halted_rollout_begins_the_answer_again() -> None:
-    """As a preemption does: the engine is aborted, the plug-in returns ABORTED, and nothing of it
-    is trained.
-    """
+def test_a_halted_rollout_restarts_the_answer() -> None:
+    """In a preemption the engine is aborted, the plug-in returns ABORTED; nothing is trained."""
     engine = FakeEngine()
 
     async def whole() -> Any:
@@ -239,14 +235,14 @@ def test_an_answer_that_a_plugin_always_gives_up_ends_the_run() -> None:
         writing(FakeEngine(), "in_a_thread")
 
 
-def test_what_is_no_sample_is_named() -> None:
+def test_a_result_that_is_not_a_sample_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"returned 'Q' for prompt 3; it must return a Sample or a list"
     ):
         writing(FakeEngine(), "no_sample")
 
 
-def test_a_payload_that_engines_are_not_asked_for_is_refused() -> None:
+def test_an_unsupported_payload_is_refused() -> None:
     with pytest.raises(ConfigError, match="image_data is not supported"):
         engines.request_params({"input_ids": [1], "image_data": ["x"]})
 
@@ -285,7 +281,7 @@ def test_a_post_to_a_tool_is_retried_and_does_not_carry_the_key_of_the_engines(
     assert seen == [None] * 3
 
 
-def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
+def test_the_reward_key_selects_a_value_of_an_object() -> None:
     right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
     assert graded("tool_reward", right, wrong, reward_key="score") == [1.0, pytest.approx(-0.7)]
     with pytest.raises(
@@ -295,7 +291,7 @@ def test_a_reward_that_is_an_object_counts_under_its_key() -> None:
         graded("tool_reward", right, reward_key="acct")
 
 
-def test_evaluation_has_its_own_key_of_a_reward_that_is_an_object() -> None:
+def test_evaluation_has_its_own_reward_key() -> None:
     config = Config.model_validate(
         {
             "rollout": {"reward_key": "score", "custom_rm_path": plugin("tool_reward")},
@@ -316,7 +312,7 @@ def test_evaluation_has_its_own_key_of_a_reward_that_is_an_object() -> None:
     assert settings_of(without)["eval_reward_key"] == "score"
 
 
-def test_several_values_of_a_reward_count_by_their_weights() -> None:
+def test_values_of_a_reward_are_combined_by_their_weights() -> None:
     right, wrong = answer(r"\boxed{42}"), answer(r"\boxed{41}", index=1, extra={"tool_calls": 3})
     given = {"reward_weights": {"score": 2.0, "acc": -0.5}}
     assert graded("tool_reward", right, wrong, **given) == [1.5, pytest.approx(-1.4)]
@@ -338,7 +334,7 @@ def test_a_reward_of_slime_may_call_the_rewards_by_name() -> None:
     ]
 
 
-def test_a_label_that_is_an_object_is_one_for_a_reward() -> None:
+def test_a_label_that_is_an_object_reaches_a_reward_as_an_object() -> None:
     prompt = replace(
         PROMPT, label='{"target": ["x"]}', metadata={"reward_model": {"target": ["x"]}}
     )
@@ -367,7 +363,7 @@ def test_a_reward_that_uses_an_unsupported_attribute_ends_the_run_at_once(
 def test_a_reward_that_always_raises_a_type_error_is_an_error_of_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One answer may cause one; if all do, starting again cannot help."""
+    """One answer may cause a TypeError; if all do, a restart cannot help."""
     monkeypatch.setattr(grading, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(ConfigError, match=r"4 consecutive gradings failed.*TypeError"):
         graded("adds_up_wrongly", *(answer("a", index=index) for index in range(2)))
@@ -380,7 +376,7 @@ def group(*rewards: float) -> SampleGroup:
 
 
 def filtering(name: str, **rollout: Any) -> Callable[[SampleGroup], bool]:
-    """A filter after the grading that shows it the prompt."""
+    """Return a filter after a grading, in which it has seen the prompt."""
     config = settings(**rollout)
     wanted = group_filter(plugin(name), Arguments(settings_of(config)))
     inline = InlineGrader(lambda text, label, metadata: 1.0)
@@ -433,7 +429,7 @@ def test_filters_of_slime_itself_can_be_called_by_a_plugin(
         assert (wanted(group(0.0, 1.0)), wanted(group(1.0, 1.0))) == (True, False)
 
 
-def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_wait() -> None:
+def test_a_buffer_filter_sees_when_a_group_began_and_chooses_among_waiting_groups() -> None:
     waiting = [
         Unfinished(
             replace(PROMPT, prompt_id=at), (answer("a", version=version, finish_reason="abort"),)
@@ -447,9 +443,10 @@ def test_a_buffer_filter_sees_where_a_group_began_and_chooses_among_those_that_w
         buffer_filter(plugin("of_nowhere"), Arguments(settings_of(settings())))(waiting, 1)
 
 
-def test_a_resumed_answer_has_the_rollout_of_its_first_token() -> None:
-    """Under slime's name, in rewards and filters as in a buffer filter; not where one rollout wrote
-    all of it.
+def test_a_resumed_answer_names_the_rollout_of_its_first_token() -> None:
+    """``start_rollout_id`` is set for rewards and filters as for buffer filters.
+
+    It is absent when one rollout generated the whole answer.
     """
     one = Sample(3, 0, (81,), (5, 6), (-1.0, -1.0), "x", "stop", 4)
     resumed = replace(one, version_spans=((2, 1), (4, 1)))
@@ -464,7 +461,7 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
     assert (args.n_samples_per_prompt, args.rollout_batch_size, args.global_batch_size) == (2, 4, 8)
     assert (args.prompt_data, args.rollout_stop, args.hf_checkpoint) == ("a.jsonl", ["x"], "model")
     args.mine = 1
-    args.rollout_batch_size = 4  # as it is
+    args.rollout_batch_size = 4  # the present value
     assert (args.mine, getattr(args, "unheard_of", "none")) == (1, "none")
     with pytest.raises(
         ConfigError, match="a function cannot change a setting; start with --rollout-batch-size"
@@ -484,7 +481,7 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
 def test_errors_in_a_custom_function_are_errors_of_the_settings(
     tmp_path: Path, kind: str, fault: str
 ) -> None:
-    """With the file and the line; in our interface too."""
+    """The error has file and line, also for functions with our own interface."""
     (tmp_path / "mine.py").write_text(
         f"def drop(group):\n    return {fault}\n\n{kind}def answer(builder, prompt, sampling):\n    {fault}\n"
     )
@@ -501,7 +498,7 @@ def test_errors_in_a_custom_function_are_errors_of_the_settings(
         asyncio.run(call())
 
 
-def test_a_sampling_mask_has_slimes_two_lists_and_is_read_from_them() -> None:
+def test_a_sampling_mask_is_converted_to_slimes_two_lists_and_back() -> None:
     sets = ((5, 9), (), (7,))
     masked = replace(answer("abc"), sampling_mask=sets)
     made = shown(PROMPT, masked, siblings=2)

@@ -1,6 +1,4 @@
-"""Which interface a function has is read from its source and from the object alike, and anything
-else is refused.
-"""
+"""Source and loaded function give the same interface; any other signature is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ CASES: list[tuple[Kind, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("kind", "signature", "found"), CASES)
-def test_an_interface_is_told_by_its_signature(
+def test_an_interface_is_recognised_by_its_signature(
     kind: Kind, signature: str, found: str | None
 ) -> None:
     source = f"from __future__ import annotations\ndef function{signature}: ..."
@@ -128,7 +126,7 @@ def test_a_function_that_cannot_be_called_is_refused_on_the_login_node(
     assert said in line
 
 
-def test_a_module_of_the_path_is_read_too_and_nothing_is_run(
+def test_a_module_on_the_path_is_parsed_and_not_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "generate_with_tool.py").write_text("raise SystemExit\ndef generate(args): ...\n")
@@ -148,7 +146,9 @@ def test_a_module_of_the_path_is_read_too_and_nothing_is_run(
         "import slime.utils.types\nfrom slime.rollout import sglang_rollout\ndef f(args, sample): ...",
     ],
 )
-def test_what_can_be_called_or_cannot_be_known_is_left_alone(tmp_path: Path, code: str) -> None:
+def test_functions_that_can_be_called_or_not_analysed_are_accepted(
+    tmp_path: Path, code: str
+) -> None:
     (tmp_path / "mine.py").write_text(code)
     assert function_problems(config(custom_rm_path=f"{tmp_path}/mine.py:f")) == []
 
@@ -189,9 +189,7 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
 
 
 def test_every_name_that_plugins_may_import_exists() -> None:
-    """In an interpreter of its own, as the driver imports them; and with an installed slime none of
-    ours is used.
-    """
+    """They are imported in a separate interpreter, as in the driver, without slime installed."""
     wanted = [(module, name) for module, known in names.PROVIDED.items() for name in known]
     code = (
         "from importlib import import_module\nfrom rlpost.compat.slime import modules\nmodules.install()\n"
@@ -213,7 +211,7 @@ def test_the_documentation_lists_the_provided_names() -> None:
     assert "\n".join(rows) in page
 
 
-def test_a_plugin_may_import_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_plugin_may_import_modules_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_a_plugin.py").write_text("SCORE = 3.0\n")
     (tmp_path / "mine.py").write_text(
         "from beside_a_plugin import SCORE\ndef f(args, sample): return SCORE\n"
@@ -221,7 +219,7 @@ def test_a_plugin_may_import_what_lies_beside_it(tmp_path: Path) -> None:
     assert load_function(f"{tmp_path}/mine.py:f", key="key")(None, None) == 3.0
 
 
-def test_a_clone_beside_the_recipe_is_no_installed_slime(tmp_path: Path) -> None:
+def test_a_clone_in_the_working_directory_is_not_an_installed_slime(tmp_path: Path) -> None:
     (tmp_path / "slime/docs").mkdir(parents=True)
     code = "from rlpost.compat.slime import modules; print(modules.sample_class().__module__, modules.is_installed())"
     done = subprocess.run(
@@ -234,7 +232,9 @@ def test_a_clone_beside_the_recipe_is_no_installed_slime(tmp_path: Path) -> None
     assert done.stdout.split() == ["rlpost.compat.slime.sample", "False"], done.stderr
 
 
-def test_an_installed_slime_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_slime_is_used_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "slime/utils"
     package.mkdir(parents=True)
     (tmp_path / "slime/__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""Small prompt files and a tokenizer of one id a character."""
+"""Small prompt files, and a tokenizer with one id per character."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The arithmetic problems: every pair once, held-out apart from train, the same for a seed."""
+"""The arithmetic problems: each pair once, disjoint train and held-out files, fixed by a seed."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
     } == before
 
 
-def test_prompts_of_somebody_are_left_alone_and_those_of_another_seed_are_not(
+def test_prompts_of_another_seed_are_replaced_and_other_files_are_kept(
     tmp_path: Path,
 ) -> None:
     make(tmp_path)

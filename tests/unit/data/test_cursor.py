@@ -1,6 +1,4 @@
-"""Every prompt comes exactly once an epoch, and a cursor taken up again goes on as if nothing had
-happened.
-"""
+"""Each prompt comes exactly once per epoch, and a restored cursor continues without a gap."""
 
 import json
 import random
@@ -39,14 +37,14 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(set(orders)) == 9
 
 
-def test_the_order_of_a_seed_is_the_same_for_ever() -> None:
-    """A resumed run of years ago must find its order: written down once, never to change."""
+def test_the_order_of_a_seed_never_changes() -> None:
+    """Old runs must resume with the same order, so these values must never change."""
     assert list(epoch_order(8, 2, shuffle=True, seed=42)) == [4, 7, 1, 6, 2, 0, 5, 3]
 
 
 @given(size=st.integers(1, 2000), epoch=st.integers(0, 9), seed=st.integers(0, 99))
 def test_the_order_is_that_of_pythons_own_sort(size: int, epoch: int, seed: int) -> None:
-    """What checkpoints of earlier versions were made with."""
+    """Checkpoints of earlier versions were made with that sort."""
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(size)]
     assert list(epoch_order(size, epoch, shuffle=True, seed=seed)) == sorted(
@@ -67,10 +65,8 @@ def test_equal_keys_stay_in_order_of_position(monkeypatch) -> None:
     )
 
 
-def test_the_order_of_an_epoch_takes_few_bytes_a_prompt() -> None:
-    """As a list of Python's integers, 36 bytes each, the order of 10 million prompts held 400 MB,
-    and 1 GB for a moment.
-    """
+def test_the_order_of_an_epoch_takes_few_bytes_per_prompt() -> None:
+    """As Python integers of 36 bytes, the order of 10 million prompts took 400 MB, at peak 1 GB."""
     size = 100_000
     epoch_order(10, 0, shuffle=True, seed=1)  # imports
     tracemalloc.start()
@@ -116,14 +112,14 @@ def test_a_copy_starts_at_the_same_position_and_is_independent(
     assert cursor.take(9) == ahead
 
 
-def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
+def test_the_global_random_generator_is_not_used(tmp_path: Path) -> None:
     random.seed(5)
     before = random.getstate()
     PromptCursor(make_set(tmp_path, 5), shuffle=True, seed=1).take(12)
     assert random.getstate() == before
 
 
-def test_another_size_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     state = PromptCursor(make_set(tmp_path, 5)).state()
     with pytest.raises(DataError, match="6 prompts, but the checkpoint was made with 5"):
         PromptCursor.from_state(make_set(tmp_path, 6), state)
@@ -137,13 +133,13 @@ def mixed(folder: Path, *sizes: int) -> PromptSet:
     return PromptSet(files, tokenize=letters)
 
 
-def test_several_files_without_weights_are_one_after_the_other(tmp_path: Path) -> None:
+def test_files_without_weights_are_read_one_after_the_other(tmp_path: Path) -> None:
     texts = [prompt.text for prompt in PromptCursor(mixed(tmp_path, 2, 1, 2)).take(6)]
     assert texts == ["a0", "a1", "b0", "c0", "c1", "a0"]
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (0.7, 0.2, 0.1), (5, 1e-3)])
-def test_files_come_in_their_shares_at_any_moment_and_each_in_whole_epochs(
+def test_files_are_mixed_by_weight_at_any_moment_and_each_in_whole_epochs(
     tmp_path: Path, weights
 ) -> None:
     sizes = (3, 5, 4)[: len(weights)]
@@ -175,7 +171,7 @@ def test_a_restored_weighted_cursor_continues(
     assert got + [second.take(n) for n in takes[cut:]] == expected
 
 
-def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(
+def test_weights_that_do_not_match_the_files_or_the_checkpoint_are_refused(
     tmp_path: Path,
 ) -> None:
     prompts = mixed(tmp_path, 2, 2)
@@ -188,7 +184,7 @@ def test_weights_that_do_not_go_with_the_files_or_the_checkpoint_are_refused(
 
 
 def test_a_state_from_before_weights_existed_is_restored(tmp_path: Path) -> None:
-    """Written by earlier versions; at the very end of an epoch the offset is its size."""
+    """Earlier versions wrote it; at the end of an epoch its offset is the epoch's size."""
     prompts = make_set(tmp_path, 5)
     for state, text in (({"epoch": 1, "offset": 2}, "2"), ({"epoch": 0, "offset": 5}, "0")):
         cursor = PromptCursor.from_state(prompts, {**state, "num_prompts": 5})
@@ -196,7 +192,7 @@ def test_a_state_from_before_weights_existed_is_restored(tmp_path: Path) -> None
         assert cursor.take(1)[0].text == text
 
 
-def test_what_is_skipped_leaves_a_gap_in_the_ids_and_is_counted(tmp_path: Path) -> None:
+def test_skipped_rows_leave_gaps_in_the_ids_and_are_counted(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"}
     )
@@ -214,7 +210,7 @@ def test_what_is_skipped_leaves_a_gap_in_the_ids_and_is_counted(tmp_path: Path) 
     assert set(prompts.counters().values()) == {0}
 
 
-def test_when_all_would_be_skipped_the_run_ends(tmp_path: Path) -> None:
+def test_a_run_that_would_skip_all_rows_ends(tmp_path: Path) -> None:
     prompts = PromptSet(
         numbered(tmp_path / "p.jsonl", 3, "long"), tokenize=letters, max_prompt_len=2
     )

@@ -1,4 +1,4 @@
-"""A fingerprint of prompt files: what changes it, and that it reads little."""
+"""The fingerprint of prompt files: which changes it detects, and how little it reads."""
 
 import os
 
@@ -32,21 +32,19 @@ def test_every_change_of_a_small_file_changes_it(file, change):
     assert data_fingerprint([file]) != before
 
 
-def test_neither_path_nor_time_counts(file, tmp_path):
+def test_neither_path_nor_time_changes_it(file, tmp_path):
     before = data_fingerprint([f"{file}@[0:5]"])
     os.utime(file, (1, 1))
     assert data_fingerprint([file.rename(tmp_path / "moved.jsonl")]) == before
 
 
-def test_files_count_in_their_order(file, tmp_path):
+def test_the_order_of_files_changes_it(file, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("{}\n")
     assert data_fingerprint([file, other]) != data_fingerprint([other, file])
 
 
-def test_of_a_large_file_size_head_tail_and_blocks_between_count_and_little_is_read(
-    tmp_path, monkeypatch
-):
+def test_of_a_large_file_only_size_head_tail_and_some_blocks_are_read(tmp_path, monkeypatch):
     path, size = tmp_path / "large.jsonl", (8 << 30) + 12345  # without blocks on the disk
     path.touch()
     os.truncate(path, size)
@@ -65,7 +63,7 @@ def test_of_a_large_file_size_head_tail_and_blocks_between_count_and_little_is_r
         return found != before
 
     assert changed(0) and changed(size - 1) and changed(size // (NUM_BLOCKS - 1) + BLOCK_BYTES // 2)
-    # between two blocks: this is what the digests of single prompts are for
+    # a change between two blocks goes unnoticed; the digests of single prompts detect it
     assert not changed(BLOCK_BYTES)
     os.truncate(path, size + 1)
     assert data_fingerprint([path]) != before

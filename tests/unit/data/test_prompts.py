@@ -1,6 +1,4 @@
-"""Prompt files: what is wrong is named with file, line and a way out; what is right is read by
-position.
-"""
+"""Prompt files: errors name file, line and remedy; valid rows are read by position."""
 
 import json
 import subprocess
@@ -69,7 +67,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         check_prompt_file(tmp_path / "nowhere.jsonl", FIELDS)
 
 
-def test_every_position_is_its_line_whatever_the_alphabet_and_the_blank_lines(
+def test_every_position_is_its_line_despite_blank_lines_and_non_ascii_text(
     tmp_path: Path,
 ) -> None:
     texts = ["eins", "zwei größer", "三", "four"]
@@ -97,8 +95,8 @@ def test_the_other_keys_of_a_line_are_metadata(tmp_path: Path) -> None:
     assert prompt.metadata == {"source": "book", "page": 3}
 
 
-def test_the_check_needs_nothing_heavy(tmp_path: Path) -> None:
-    """It runs on a login node."""
+def test_the_check_imports_nothing_heavy(tmp_path: Path) -> None:
+    """The check runs on a login node."""
     path = write(tmp_path / "p.jsonl", GOOD)
     program = (
         "import sys; from rlpost.data.prompts import PromptFields, check_prompt_file;"
@@ -139,7 +137,7 @@ def test_a_slice_of_a_file_is_as_in_python(tmp_path: Path, ends: str, wanted: st
     assert "".join(prompt.text for prompt in prompts.all()) == wanted
 
 
-def test_a_slice_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_or_empty_slice_is_refused(tmp_path: Path) -> None:
     path = numbered(tmp_path / "p.jsonl", 5)
     with pytest.raises(DataError, match=r"PATH@\[A:B\]"):
         PromptSet(f"{path}@[x]", tokenize=letters)
@@ -150,7 +148,7 @@ def test_a_slice_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
         PromptSet(f"{path}@[3:]", tokenize=letters).all()
 
 
-def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_metadata_and_tools_have_their_own_keys(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     rows = [
         {**GOOD, "extra": {"rm_type": "f1"}, "tools": tools, "page": 3},
@@ -171,7 +169,7 @@ def test_metadata_and_tools_have_keys_of_their_own(tmp_path: Path) -> None:
             check_prompt_file(write(tmp_path / "q.jsonl", wrong), fields)
 
 
-def test_tools_without_the_chat_template_are_found_out_by_the_check(tmp_path: Path) -> None:
+def test_tools_without_the_chat_template_are_reported_by_the_check(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     path, fields = (
         write(tmp_path / "p.jsonl", GOOD, {**GOOD, "tools": tools}),
@@ -182,7 +180,7 @@ def test_tools_without_the_chat_template_are_found_out_by_the_check(tmp_path: Pa
         check_prompt_file(path, fields, apply_chat_template=False)
 
 
-def test_messages_of_openai_are_understood(tmp_path: Path) -> None:
+def test_openai_messages_are_supported(tmp_path: Path) -> None:
     messages = [
         {
             "role": "user",
@@ -229,7 +227,7 @@ def test_parquet_gives_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
     ).sizes == (2, 7)
 
 
-def test_a_bad_row_of_parquet_is_named_and_what_is_no_parquet_too(tmp_path: Path) -> None:
+def test_a_bad_parquet_row_and_a_file_that_is_not_parquet_are_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", [GOOD, {"prompt": "", "label": "A"}])
     with pytest.raises(DataError, match=r"p\.parquet, row 2: 'prompt' is empty"):
         check_prompt_file(path, FIELDS)
@@ -267,7 +265,7 @@ print(len(prompts), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss -
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("jsonl", 100), ("parquet", 80)])
 def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> None:
-    """Memory grows by the places of the rows and a buffer, not by the file. ``size`` is in MB."""
+    """Memory grows by row offsets and a buffer, not by the file's size. ``size`` is in MB."""
     path, row = tmp_path / f"large.{kind}", {"input": "x" * 9980}
     if kind == "jsonl":
         with path.open("w") as file:
@@ -296,10 +294,10 @@ def test_a_large_file_is_not_loaded(tmp_path: Path, kind: str, size: int) -> Non
     ("prompt", "context", "longest"),
     [(None, None, None), (7, None, 7), (None, 10, 9), (7, 10, 7), (12, 10, 9)],
 )
-def test_a_prompt_leaves_room_for_an_answer(
+def test_a_prompt_leaves_at_least_one_token_for_an_answer(
     prompt: int | None, context: int | None, longest: int | None
 ) -> None:
-    """An answer without a token could be neither trained nor told how old it is."""
+    """An answer without a token can be neither trained nor given a weight version."""
     assert (
         longest_prompt(
             RolloutConfig(rollout_max_prompt_len=prompt, rollout_max_context_len=context)

@@ -1,4 +1,4 @@
-"""Supervised examples: what is trained is what an assistant wrote, and nothing else."""
+"""Supervised examples: exactly the tokens of the assistant are trained."""
 
 import pytest
 
@@ -34,12 +34,12 @@ def sample_of(tokenize, content, label=None):
 
 
 def trained(tokenize, sample):
-    """What is learned, with a gap where it is interrupted."""
+    """Return the trained text, with ``_`` for each token that is not trained."""
     pairs = zip(sample.response_ids, sample.mask, strict=True)
     return "".join((tokenize.decode([token]) or ";") if mask else "_" for token, mask in pairs)
 
 
-def test_a_label_is_the_response_and_ends(tmp_path):
+def test_a_label_is_the_response_and_gets_an_end_token(tmp_path):
     tokenize = tokenizer(tmp_path)
     sample = sample_of(tokenize, "abc", label="xyz")
     assert tokenize.decode(sample.prompt_ids) == "[u]abc|[a]"
@@ -66,7 +66,7 @@ def test_a_prompt_without_a_response_and_a_template_that_rewrites_turns_are_refu
         rewriting([{"role": role, "content": content} for role, content in turns])
 
 
-def test_arguments_of_the_chat_template_count_in_conversations_too(tmp_path):
+def test_arguments_of_the_chat_template_apply_to_conversations_too(tmp_path):
     template = "{{ mark }}" + TEMPLATE
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     sample = sample_of(tokenizer(tmp_path, template, mark="x"), turns)

@@ -1,4 +1,4 @@
-"""A tokenizer folder is checked without imports, and used through one callable."""
+"""Tokenizer folders are checked without heavy imports, and used through one callable."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_string_is_taken_as_it_is(folder: Path) -> None:
+def test_a_string_is_tokenised_unchanged(folder: Path) -> None:
     check_tokenizer_folder(folder)
     assert PromptTokenizer(folder)("abc") == ("abc", (1, 2, 3))
 
@@ -55,7 +55,7 @@ def test_the_chat_template_gets_tools_and_further_arguments(folder: Path) -> Non
         PromptTokenizer(folder)("abc", [{"name": "add"}])
 
 
-def test_what_a_chat_template_refuses_is_a_bad_prompt(folder: Path) -> None:
+def test_a_prompt_that_the_chat_template_rejects_is_bad_data(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must take turns') }}")
     with pytest.raises(DataError, match="roles must take turns"):
         PromptTokenizer(folder, apply_chat_template=True)("abc")

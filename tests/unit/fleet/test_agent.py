@@ -1,4 +1,4 @@
-"""The agent of an engine, with a server that only talks and files that a driver would write."""
+"""The agent of an engine, with a fake server and the files that a driver would write."""
 
 import threading
 import time
@@ -48,7 +48,7 @@ class Talker(BaseHTTPRequestHandler):
 
 
 class FakeEngine:
-    """Stands for ``rlpost.rollout.engine.Engine``; ``made`` are all of them."""
+    """A fake of ``rlpost.rollout.engine.Engine``; ``made`` lists all instances."""
 
     made: ClassVar[list] = []
     problem = ""
@@ -88,7 +88,7 @@ class Notice:
 
 
 class World:
-    """The run folder as the driver and the user see it, and the agent in a thread."""
+    """The run folder from the driver's and the user's side, and the agent in a thread."""
 
     def __init__(self, root):
         (root / "run.json").write_text(dump(Config()))
@@ -133,7 +133,7 @@ def world(tmp_path):
     made.pool.shutdown()
 
 
-def test_it_waits_for_a_lease_then_starts_a_paused_server_that_has_the_fleets_secret(world):
+def test_it_waits_for_a_lease_then_starts_a_paused_server_with_the_fleets_secret(world):
     running = world.start()
     world.until(lambda one: one.state is EngineState.STARTING)
     assert not FakeEngine.made
@@ -149,7 +149,7 @@ def test_it_waits_for_a_lease_then_starts_a_paused_server_that_has_the_fleets_se
     assert world.folder.engine("7_0").state is EngineState.GONE
 
 
-def test_its_record_is_renewed_and_grows_over_restarts_of_the_job(world):
+def test_the_beat_of_its_record_increases_across_restarts_of_the_job(world):
     world.renew()
     running = world.start()
     first = world.until(lambda one: one.state is EngineState.READY)
@@ -213,7 +213,7 @@ def test_new_settings_of_the_run_start_another_server(world):
     assert FakeEngine.made[1].arguments["model_path"] == "/other"
 
 
-def test_without_a_driver_it_pauses_its_server_and_leaves_in_the_end(world):
+def test_without_a_driver_it_pauses_its_server_and_finally_leaves(world):
     world.pool.shutdown()
     world.pool = ThreadPoolExecutor(1)
     patience = Patience(lease_s=0.3, driver_s=1.0)
@@ -242,7 +242,7 @@ def test_addresses_and_ports_are_found():
     assert len({free_port() for _ in range(5)}) > 1
 
 
-def test_the_time_of_all_starts_of_a_job_is_counted(world):
+def test_the_time_of_all_incarnations_of_a_job_is_counted(world):
     there = EngineRecord("7_0", "before", EngineState.GONE, 40, alive_s=100.0)
     world.folder.write_engine(there)
     running = world.start()
@@ -253,8 +253,8 @@ def test_the_time_of_all_starts_of_a_job_is_counted(world):
     assert 100.0 <= world.folder.engine("7_0").alive_s < 120.0
 
 
-def test_an_engine_is_not_paused_if_a_driver_comes_at_that_moment(world, monkeypatch):
-    """The driver may have admitted it since the lease was read."""
+def test_an_engine_is_not_paused_if_a_driver_appears_at_that_moment(world, monkeypatch):
+    """The driver may have admitted the engine since the lease was read."""
     running = world.start()
     world.renew()
     world.until(lambda one: one.state is EngineState.READY)
@@ -276,7 +276,7 @@ def test_an_engine_is_not_paused_if_a_driver_comes_at_that_moment(world, monkeyp
     assert FakeEngine.made[0].server.log == before
 
 
-def test_an_engine_leaves_after_a_failure_of_the_run_that_is_final(world, monkeypatch):
+def test_an_engine_leaves_after_a_final_failure_of_the_run(world, monkeypatch):
     monkeypatch.setattr(agent_module, "LEDGER_S", 0.05)
     ledger = RunFolder(world.options.run_folder).ledger
     ledger.append("attempt", attempt=0)
@@ -289,9 +289,10 @@ def test_an_engine_leaves_after_a_failure_of_the_run_that_is_final(world, monkey
     assert "4 failures" in world.folder.engine("7_0").reason
 
 
-def test_the_loopback_address_of_a_run_on_one_node_means_its_host(monkeypatch):
-    """127.0.0.2 is the address of a run on one node; for an engine elsewhere it is its own host, and
-    on the same node the next driver may be elsewhere.
+def test_the_loopback_address_of_a_single_node_run_means_its_host(monkeypatch):
+    """A run on one node has the address 127.0.0.2, which is another host for an engine elsewhere.
+
+    An engine on the same node needs the host's address too: the next driver may run elsewhere.
     """
     monkeypatch.setenv("SLURMD_NODENAME", "n02")
     table = {"n01": "10.77.0.11", "n02": "10.77.0.12", "n03": "127.0.1.1"}

@@ -1,4 +1,4 @@
-"""When the agent of an engine waits, drains, restarts its server and leaves."""
+"""Rules by which the agent of an engine waits, drains, restarts its server and leaves."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_the_wait_for_a_driver_ends(rules):
     assert left.exit_code == EXIT_DONE and left.reason == "no driver for 101 s"
 
 
-def test_before_the_first_driver_the_message_says_who_is_missing(rules):
+def test_before_the_first_driver_the_message_says_what_it_waits_for(rules):
     assert "the run's first start" in rules.step(Seen(None, Orders()), 11).reason
 
 
@@ -101,7 +101,7 @@ def test_without_a_driver_a_stop_is_followed_at_once(rules):
     assert rules.step(seen(1, stop="TERM", in_use=("a",)), 20).exit_code == EXIT_PREEMPTED
 
 
-def test_an_order_to_leave_is_no_preemption(rules):
+def test_an_order_to_leave_is_not_a_preemption(rules):
     rules.step(seen(1), 0)
     orders = Orders(drain=("7_0",))
     assert rules.step(seen(2, orders=orders, in_use=("a",)), 1).state is EngineState.DRAINING
@@ -127,12 +127,12 @@ def test_other_settings_of_the_run_restart_the_server(rules):
         ([("started", {}), ("cancelled", {})], "cancelled"),
     ],
 )
-def test_the_ledger_says_whether_a_run_comes_back(entries, end):
+def test_the_ledger_says_whether_a_run_continues(entries, end):
     found = end_of_run([{"event": event, **details} for event, details in entries])
     assert end in found and bool(found) == bool(end)
 
 
-def test_an_engine_leaves_a_run_that_does_not_come_back_but_not_a_driver(rules):
+def test_an_engine_leaves_a_run_that_has_ended_unless_a_driver_is_alive(rules):
     rules.step(seen(1), 0)
     assert rules.step(replace(seen(2), run_end="failed"), 1).exit_code is None
     verdict = rules.step(replace(seen(2), run_end="failed"), 20)

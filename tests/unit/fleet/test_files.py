@@ -1,4 +1,4 @@
-"""The fleet's files: private, atomic, and tolerant of what other hosts leave half written."""
+"""The fleet's files: private, atomic, and tolerant of files that other hosts left incomplete."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_record_under_the_name_of_another_engine_is_not_used(folder):
     assert folder.engines() == []
 
 
-def test_orders_add_up(folder):
+def test_orders_accumulate(folder):
     folder.order(drain=["7_0"])
     folder.order(drain=["7_1", "7_0"])
     assert folder.order(stop=True) == Orders(("7_0", "7_1"), stop=True)
@@ -154,7 +154,7 @@ def test_the_lease_says_that_the_run_has_ended(folder):
     assert folder.lease().state is LeaseState.ENDED
 
 
-def test_the_digest_covers_what_servers_depend_on_and_nothing_else():
+def test_the_digest_covers_only_settings_of_servers():
     settings = {
         "model": {"name": "a"},
         "sglang": {"server_args": {"context_length": 5}},

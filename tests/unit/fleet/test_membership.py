@@ -1,4 +1,4 @@
-"""Which fleet engines serve: decided from their files, the version and results of actions."""
+"""Decisions which fleet engines serve, from their files, the version and results of actions."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def fleet():
 
 
 def serve(fleet, *records, now=0.0):
-    """Bring these engines into service at once."""
+    """Bring these engines into service immediately."""
     todo = fleet.step(records, now)
     while todo:
         for action in todo:
@@ -54,7 +54,7 @@ def test_an_engine_is_updated_then_admitted(fleet):
     assert fleet.step([one], 3) == [] and fleet.serving() == [one]
 
 
-def test_nobody_is_updated_before_there_is_a_version_or_before_the_server_answers():
+def test_no_engine_is_updated_before_there_is_a_version_or_its_server_answers():
     fleet = Membership(LIMITS)
     assert fleet.step([record()], 0) == []
     fleet.set_version(0)
@@ -85,7 +85,7 @@ def test_an_admission_that_ends_after_a_new_version_is_taken_back(fleet):
     assert fleet.step([one], 2) == [Update(one, 4)]
 
 
-def test_without_a_version_all_leave_and_none_comes_back(fleet):
+def test_without_a_version_all_engines_leave_and_none_is_admitted(fleet):
     both = [record("7_0"), record("7_1")]
     serve(fleet, *both)
     fleet.withdraw_version()
@@ -98,7 +98,7 @@ def test_without_a_version_all_leave_and_none_comes_back(fleet):
     assert words(fleet.step(both, 3)) == [("Update", "7_0"), ("Update", "7_1")]
 
 
-def test_few_engines_read_weights_at_once_and_they_take_turns(fleet):
+def test_a_bounded_number_of_engines_reads_weights_at_once_in_order(fleet):
     four = [record(f"7_{index}") for index in range(4)]
     first = fleet.step(four, 0)
     assert words(first) == [("Update", "7_0"), ("Update", "7_1")]
@@ -124,7 +124,7 @@ def test_few_engines_read_weights_at_once_and_they_take_turns(fleet):
         ({"incarnation": "b"}, "its server ended", False),
     ],
 )
-def test_an_engine_that_says_so_leaves(fleet, change, reason, answers):
+def test_an_engine_leaves_when_its_record_says_so(fleet, change, reason, answers):
     serve(fleet, record())
     (dismiss,) = fleet.step([record(beat=2, **change)], 1)
     assert (dismiss.reason, dismiss.answers) == (reason, answers)
@@ -139,7 +139,7 @@ def test_a_draining_engine_stays_away(fleet):
     assert fleet.step([draining.next()], 3) == []
 
 
-def test_an_engine_without_a_growing_beat_is_lost_and_forgotten(fleet):
+def test_an_engine_without_heartbeats_is_lost_and_forgotten(fleet):
     serve(fleet, record(beat=5))
     assert fleet.step([record(beat=5)], 30) == []
     (dismiss,) = fleet.step([record(beat=5)], 31)
@@ -148,7 +148,7 @@ def test_an_engine_without_a_growing_beat_is_lost_and_forgotten(fleet):
     assert fleet.step([record(beat=5)], 33) == [] and not fleet.phases()
 
 
-def test_a_lost_engine_whose_file_goes_on_joins_again_with_new_weights(fleet):
+def test_a_lost_engine_whose_heartbeats_resume_joins_again_with_new_weights(fleet):
     serve(fleet, record(beat=5))
     (dismiss,) = fleet.step([], 31)
     fleet.finished(dismiss, 31)
@@ -156,7 +156,7 @@ def test_a_lost_engine_whose_file_goes_on_joins_again_with_new_weights(fleet):
     assert fleet.step([record(beat=6)], 40) == [Update(record(beat=6), 3)]
 
 
-def test_an_old_state_of_the_file_changes_nothing(fleet):
+def test_a_stale_record_changes_nothing(fleet):
     serve(fleet, record(beat=5))
     assert fleet.step([record(beat=4, state=EngineState.GONE)], 1) == []
     assert fleet.step([record(beat=4, incarnation="0")], 1) == []
@@ -198,7 +198,7 @@ def test_an_engine_with_other_settings_waits(fleet):
     assert fleet.descriptions(0) == {"7_0": "waits: its server has other settings"}
 
 
-def test_orders_to_leave(fleet):
+def test_engines_follow_orders_to_leave(fleet):
     both = [record("7_0"), record("7_1")]
     serve(fleet, *both)
     (dismiss,) = fleet.step(both, 1, Orders(drain=("7_1",)))
@@ -208,7 +208,7 @@ def test_orders_to_leave(fleet):
     assert words(fleet.step(both, 2, Orders(stop=True))) == [("Dismiss", "7_0")]
 
 
-def test_an_incarnation_that_keeps_failing_is_refused_and_its_successor_is_not(fleet):
+def test_an_incarnation_that_keeps_failing_is_refused_but_its_successor_is_not(fleet):
     one, now = record(), 0.0
     for wait in (5, 10, 20):
         (update,) = fleet.step([one], now)
@@ -223,7 +223,7 @@ def test_an_incarnation_that_keeps_failing_is_refused_and_its_successor_is_not(f
     assert fleet.step([again], now + 1001) == [Update(again, 3)]
 
 
-def test_a_sick_engine_is_dismissed_and_tried_again(fleet):
+def test_an_unhealthy_engine_is_dismissed_and_retried(fleet):
     serve(fleet, record())
     fleet.failed("7_0", "other", "no answer")
     assert fleet.step([record()], 1) == []
@@ -274,7 +274,7 @@ def test_engines_are_charged_from_admission_to_dismissal(fleet):
     assert fleet.usage(21.0)["7_0"] == Usage(8.0, 16.0)
 
 
-def test_words_for_the_user(fleet):
+def test_descriptions_for_the_user(fleet):
     starting = record("7_1", state=EngineState.STARTING, url="")
     serve(fleet, record())
     fleet.step([record(), starting], 4)
@@ -282,7 +282,7 @@ def test_words_for_the_user(fleet):
 
 
 def reads(fleet, records, *times):
-    """How many engines begin to read weights at each of these times."""
+    """Return how many engines start reading weights at each of these times."""
     found = []
     for now in times:
         records[:] = [one.next() for one in records]
@@ -290,8 +290,8 @@ def reads(fleet, records, *times):
     return found
 
 
-def test_the_rate_of_all_reads_of_weights_is_bounded():
-    """Ten engines read 20 GB each at 10 GB/s: one every 2 s, whenever a step comes."""
+def test_the_total_rate_of_weight_reads_is_bounded():
+    """Ten engines read 20 GB each at 10 GB/s in total: one every 2 s, however often steps run."""
     limits = Limits(pulls_at_once=10, pull_bytes_per_s=10e9)
     fleet, small = Membership(limits), Membership(limits)
     records = [record(f"7_{number}") for number in range(10)]
@@ -301,7 +301,7 @@ def test_the_rate_of_all_reads_of_weights_is_bounded():
     assert reads(small, records, 100) == [10]
 
 
-def test_an_engine_that_fails_three_requests_leaves_and_counts_from_zero_when_it_is_back():
+def test_an_engine_that_fails_three_requests_leaves_and_counts_from_zero_when_readmitted():
     fleet, one = Membership(Limits(retry_s=1)), record()
     fleet.set_version(1)
     serve(fleet, one)

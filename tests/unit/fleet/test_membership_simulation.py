@@ -1,9 +1,10 @@
-"""A thousand engines that come and go: each prompt is answered once, with the admitted weights.
+"""A simulation of a thousand preemptible engines: each prompt is answered once.
 
-Lifetimes have the bathtub shape that was measured on preemptible machines with a limit of 24 hours
-(Kadupitiya et al., arXiv 1911.05160): many end early, few in the middle, the rest at the limit. The
-shape is theirs; shares and seconds below are ours, with 24 hours put into 900 s. Preemptions also
-come in bulk, as when a job of higher priority starts. ``test_spot_trace`` follows a trace itself.
+Each answer comes from admitted engines with the admitted weights. Lifetimes have the bathtub shape
+that was measured on preemptible machines with a limit of 24 hours (Kadupitiya et al.,
+arXiv 1911.05160): many end early, few in the middle, the rest at the limit. The fractions and
+durations below are ours, with 24 hours scaled to 900 s. Preemptions also come in bulk, as when a
+job of higher priority starts. ``test_spot_trace`` follows a measured trace.
 """
 
 import random
@@ -32,23 +33,23 @@ class Prompt:
     number: int
     num_tokens: int
     versions: list = field(default_factory=list)
-    """Version of each token that the driver has seen."""
+    """Weight version of each token that the driver has received."""
 
 
 @dataclass
 class Server:
-    """One incarnation of an engine, and what its job does to it."""
+    """One incarnation of an engine, with the events of its job."""
 
     record: EngineRecord
     ready_at: float
     ends_at: float
     has_notice: bool
     is_cut_off: bool = False
-    """Its node is lost: it goes on, but nothing of it arrives."""
+    """Its node is lost: the server still runs, but none of its output arrives."""
     version: int | None = None
     is_paused: bool = True
     requests: dict = field(default_factory=dict)
-    """Prompt and tokens since it was sent, by number."""
+    """Prompt number -> (prompt, tokens generated since it was sent)."""
 
 
 class World:
@@ -74,7 +75,7 @@ class World:
             f"i{self.born}",
             EngineState.STARTING,
             self.beats[name] + 1,
-            url=f"http://n{slot}:{9000 + self.chance.randrange(3)}",  # ports are used again
+            url=f"http://n{slot}:{9000 + self.chance.randrange(3)}",  # ports are reused
         )
         ready_at = self.now + self.chance.uniform(2, 12)
         self.servers[slot] = Server(
@@ -109,14 +110,16 @@ class World:
             one.is_cut_off, one.ends_at = True, self.now + 40
             return
         for prompt, _ in one.requests.values():
-            self.queue.append(prompt)  # the connection breaks: its tokens were never seen
+            self.queue.append(
+                prompt
+            )  # the connection breaks, so the driver never received its tokens
         one.requests.clear()
         del self.servers[slot]
 
     # -- the driver
 
     def server(self, record):
-        """The server of a record, unless it has ended or does not answer."""
+        """Return the server of a record, or None if it has ended or does not answer."""
         for one in self.servers.values():
             if one.record.incarnation == record.incarnation and not one.is_cut_off:
                 return one
@@ -130,6 +133,7 @@ class World:
         records = list(self.files.values())
         for action in self.fleet.step(records, self.now):
             is_there = self.server(action.record) is not None
+            # a call to a server that is gone ends only at its deadline
             takes = self.chance.uniform(1, 4) if is_there else 6
             self.running.append((self.now + takes, action))
         if self.is_syncing:
@@ -143,7 +147,7 @@ class World:
             self.is_syncing = True
 
     def carry_out(self, action):
-        """Do it, as the driver would; return the problem."""
+        """Carry out an action as the driver would; return the problem or None."""
         one = self.server(action.record)
         match action:
             case Update(version=version):
@@ -171,7 +175,7 @@ class World:
         assert gone.record.incarnation == record.incarnation
         for prompt, tokens in gone.requests.values():
             if one is not None:
-                prompt.versions += tokens  # aborted: it returns what it has
+                prompt.versions += tokens  # an aborted request returns its tokens so far
             self.queue.append(prompt)
         gone.requests.clear()
         gone.is_paused = True
@@ -234,4 +238,4 @@ def test_a_thousand_engines_come_and_go_and_each_prompt_is_answered_once(seed):
         assert versions == sorted(versions)
     assert len(world.answered) > 10_000
     used = sum(usage.engine_s for usage in world.fleet.usage(world.now).values())
-    assert used >= world.serving_s * 0.98  # every second in which it generated is accounted for
+    assert used >= world.serving_s * 0.98  # the accounting covers the time spent generating

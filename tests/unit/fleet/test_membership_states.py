@@ -1,7 +1,7 @@
-"""Every order of events of two engines, up to a depth: none serves with weights that it lacks.
+"""All event orders of two engines up to a depth: no engine serves with the wrong weights.
 
-The world of the test keeps what the decisions cannot see: the weights in each server, and the
-addresses in the router. It carries actions out as the driver does.
+The test's world keeps the state that the decisions cannot see: the weights in each server, and the
+addresses in the router. It carries out actions as the driver does.
 """
 
 import pickle
@@ -19,9 +19,9 @@ class World:
     fleet: Membership
     records: dict[str, EngineRecord]
     weights: dict[str, int] = field(default_factory=dict)
-    """Version of the weights in each server, by incarnation."""
+    """Incarnation of a server -> version of its weights."""
     router: dict[str, str] = field(default_factory=dict)
-    """Incarnation that was meant by an address in the router."""
+    """Address in the router -> incarnation that was admitted."""
     running: dict[str, Update | Admit | Dismiss] = field(default_factory=dict)
     version: int | None = 1
     now: float = 0.0
@@ -70,7 +70,7 @@ class World:
 
     def silence(self):
         self.now += 31
-        self.write("0")  # the other one is silent
+        self.write("0")  # engine 1 sends no heartbeat
 
     def check(self):
         if self.fleet.is_settled:
@@ -79,7 +79,7 @@ class World:
 
 
 def events(world):
-    """Names and effects of what may happen next."""
+    """Yield name and effect of each event that may happen next."""
     yield "step", lambda made: made.step()
     for engine in world.running:
         yield f"{engine} ends", lambda made, name=engine: made.end(name, None)
@@ -99,7 +99,7 @@ def events(world):
         yield "1 is silent", lambda made: made.silence()
 
 
-def test_no_order_of_events_lets_an_engine_serve_with_weights_that_it_lacks():
+def test_in_no_order_of_events_an_engine_serves_with_weights_that_it_lacks():
     records = {
         name: EngineRecord(name, "a" + name, EngineState.READY, 1, url=f"http://n:{name}")
         for name in ("0", "1")

@@ -1,4 +1,4 @@
-"""Engines that come and go as spot instances did, with the real decisions and the real placement."""
+"""Engines that follow a trace of spot instances, with the real membership and placement code."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def test_the_trace_is_that_of_two_zones_of_sixteen_instances():
     assert gained == {"us-east-2b": 910, "us-west-2a": 868}
 
 
-def test_the_simulation_finds_an_engine_that_serves_with_other_weights(monkeypatch):
-    """The check is not blind: weights that change under a request end the simulation."""
+def test_the_simulation_detects_an_engine_that_serves_with_other_weights(monkeypatch):
+    """The simulation fails when weights change during a request."""
     generate = Server.generate
 
     async def with_other_weights(server, prompt, now):

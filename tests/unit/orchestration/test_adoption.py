@@ -1,4 +1,4 @@
-"""Which engines a later driver of an attempt takes over, and what it clears in them."""
+"""Adoption of engines by a later driver of an attempt, and what it clears in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpost.rollout.engine_side_weights import connection_name
 SETTINGS = {"model_path": "/m", "server_args": {"nccl_port": 1}, "num_gpus": 1, "node_rank": 0}
 
 
-def test_an_engine_that_runs_where_and_as_it_is_wanted_is_no_different():
+def test_an_engine_at_the_wanted_address_with_the_wanted_settings_has_no_difference():
     wanted = [("http://a:1", SETTINGS), ("http://b:1", {**SETTINGS, "node_rank": 1})]
     assert difference(wanted, wanted) is None
     assert difference([wanted[0], None], wanted) == "a server has ended"
@@ -32,7 +32,7 @@ def test_an_engine_that_runs_where_and_as_it_is_wanted_is_no_different():
 
 
 class Server:
-    """An engine that is in ``groups`` and in a weight update, and records what it is asked."""
+    """An engine within a weight update and in ``groups``; it records its requests."""
 
     def __init__(self, *groups: str, hangs: bool = False) -> None:
         self.asked: list[str] = []
@@ -67,7 +67,7 @@ class Server:
 
 
 class Workers:
-    """The workers that the dead driver left."""
+    """The workers that the dead driver left behind."""
 
     def __init__(self, *running: Any) -> None:
         self.answers = list(running)
@@ -105,7 +105,7 @@ def test_an_adopted_engine_is_idle_and_in_no_group_of_the_dead_driver():
 
 
 def test_an_engine_that_does_not_answer_is_not_adopted():
-    """With NCCL it may be blocked in a broadcast of the dead trainer."""
+    """With NCCL, it may be blocked in a broadcast of the dead trainer."""
 
     async def run() -> None:
         async with Server(hangs=True) as server:
@@ -115,7 +115,7 @@ def test_an_engine_that_does_not_answer_is_not_adopted():
     asyncio.run(run())
 
 
-def test_an_engine_whose_worker_does_not_answer_is_not_asked():
+def test_an_engine_whose_worker_does_not_answer_is_not_contacted():
     async def run() -> None:
         async with Server() as server:
             assert not await adopted(server, running=[None])
@@ -125,7 +125,7 @@ def test_an_engine_whose_worker_does_not_answer_is_not_asked():
 
 
 class Group:
-    """A group of one worker; ``handles`` are those that it was given."""
+    """A group of one worker; ``handle`` is the worker that the dead driver left, if any."""
 
     made: list[Group]
 
@@ -150,7 +150,7 @@ class Group:
 
 
 class Router:
-    """In place of the router's process."""
+    """A router without a process."""
 
     def __init__(self, **settings: Any) -> None:
         self.url = "http://router"
@@ -166,7 +166,7 @@ class Router:
 def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incarnation: int
 ):
-    """Engine 0 serves, engine 1 has ended, of engine 2 no worker is left."""
+    """Engine 0 serves, engine 1 has ended, and the worker of engine 2 is gone."""
     monkeypatch.setattr(Group, "made", [], raising=False)
     monkeypatch.setattr(engines, "WorkerGroup", Group)
     monkeypatch.setattr(engines, "Router", Router)

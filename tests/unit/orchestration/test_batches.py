@@ -1,6 +1,4 @@
-"""From groups to batches: every sample once, with its own group's advantage and the global
-denominators.
-"""
+"""Groups become batches: each sample once, with its group's advantage and global denominators."""
 
 from dataclasses import replace
 
@@ -75,8 +73,8 @@ def test_every_sample_is_trained_once_with_the_denominators_of_its_step():
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_any_number_of_samples_is_trained_once_in_as_many_steps(num_steps):
-    """A function of the user's own makes as many of a prompt as it likes."""
+def test_any_number_of_samples_is_trained_once_in_the_configured_number_of_steps(num_steps):
+    """A user's generate function may return any number of samples per prompt."""
     rollout = {
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
@@ -115,13 +113,13 @@ def test_advantages_depend_on_their_group_alone():
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("rloo", [-1.0, 1.0]), ("reinforce_plus_plus_baseline", None)]
 )
-def test_the_estimator_of_the_settings_makes_the_advantages(estimator, expected):
+def test_the_configured_estimator_computes_the_advantages(estimator, expected):
     settings = config(grpo={"advantage_estimator": estimator})
     steps = make_batches([group(0, [0.0, 1.0]), group(1, [0.0, 1.0])], settings)
     found = sorted(
         {round(s.advantage, 6) for batch in steps[0] for m in batch.micro_batches for s in m}
     )
-    # whitened by tokens, not samples
+    # whitened over tokens, not over samples
     assert found == expected if expected else sum(found) != 0 and len(found) == 2
 
 
@@ -136,9 +134,7 @@ def test_without_normalization_rewards_are_the_advantages(estimator):
 
 
 def test_an_answer_without_a_reward_is_in_neither_the_baseline_nor_the_loss():
-    """Its grading was lost, so its group has one sample less, and the step's denominators are
-    smaller.
-    """
+    """Its grading was lost, so the group has one sample less and the denominators are smaller."""
     of_four = group(0, [1.0, 0.0, 1.0, 1.0])
     of_three = SampleGroup(0, of_four.samples[:3])
     rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 4}
@@ -176,8 +172,9 @@ def test_rollout_metrics_are_those_of_the_samples():
 
 
 def test_log_prob_passes_with_a_separate_limit_have_separate_groups():
-    """The samples of each rank once, in fewer micro-batches than are trained; the same number on
-    both ranks.
+    """Each rank's samples occur once, in fewer groups than micro-batches.
+
+    The number of groups is the same on both ranks.
     """
     limits = {
         "use_dynamic_batch_size": True,
@@ -211,17 +208,17 @@ def test_balance_data_evens_out_work_and_without_it_samples_are_dealt_round_robi
 
 
 def test_context_parallel_padding_counts_against_the_limit():
-    """Sequences of 5 and 6 tokens are padded to 8 when two ranks cut them in four: only two fit
-    into 2 x 9.
-    """
+    """Two ranks split sequences in four, so 5 and 6 tokens are padded to 8; two fit into 2 x 9."""
     perf = {"context_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9}
     (ranks,) = make_batches([group(i, [0.0, 1.0]) for i in range(4)], config(perf=perf))
     assert [[len(m) for m in batch.micro_batches] for batch in ranks] == [[2, 2, 2, 2]]
 
 
-def test_long_sequences_count_the_cost_of_the_models_attention():
-    """Qwen2.5-7B: 7.07e9 parameters beside the embedding, 28 layers of 3584 wide attention; with
-    experts those used.
+def test_long_sequences_include_the_cost_of_the_models_attention():
+    """Compare the break-even length with that of Qwen2.5-7B.
+
+    It has 7.07e9 parameters without the embedding, and 28 layers of attention of width 3584. With
+    experts, only the active parameters count.
     """
     qwen = dict(
         architectures=["Qwen2ForCausalLM"],
@@ -242,8 +239,9 @@ def test_long_sequences_count_the_cost_of_the_models_attention():
 
 
 def with_routes(given, *, num_unknown=0):
-    """The same group with routes of 3 layers and 2 experts for all tokens but the last, the first
-    unknown ones.
+    """Return the group with routes of 3 layers and 2 experts for all tokens but the last.
+
+    The routes of the first ``num_unknown`` tokens are unknown (255).
     """
     samples = []
     for scored in given.samples:
@@ -267,7 +265,7 @@ def test_routes_reach_the_trainer_with_their_sample():
     assert all(len(sample.routes) == len(sample.token_ids) - 1 for sample in samples)
 
 
-def test_metrics_say_what_routes_cost_and_how_many_are_missing():
+def test_metrics_have_the_size_of_routes_and_the_fraction_of_unknown_ones():
     metrics = rollout_metrics([with_routes(group(0, [1.0, 0.0]), num_unknown=1)])
     assert metrics["rollout/routes_bytes_per_token"] == 6
     # prompts of 2, answers of 3 and 4 tokens
@@ -275,8 +273,8 @@ def test_metrics_say_what_routes_cost_and_how_many_are_missing():
     assert "rollout/routes_bytes_per_token" not in rollout_metrics([group(0, [1.0, 0.0])])
 
 
-def test_sampling_masks_are_sent_with_their_setting_alone_and_then_of_every_sample():
-    """Some samples of a plug-in may have one although nothing asks for it."""
+def test_sampling_masks_are_sent_only_with_their_setting_and_then_for_every_sample():
+    """Without the setting, some samples of a plug-in may have a mask; it is ignored."""
     sets = TokenSetColumn.of([(1, 2), (3,)])
     samples = [Sample(0, index, (5,), (1, 3), (-0.5, -0.5), "", "stop", 0) for index in range(2)]
     some = [samples[0], replace(samples[1], sampling_mask=sets)]

@@ -1,4 +1,4 @@
-"""Background commits are visible when complete, run one at a time, and log failures."""
+"""Background saves become visible when complete, run one at a time, and log failures."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from rlpost.orchestration.checkpoints import Checkpoints, written
 
 
 class Disk:
-    """Writes one file per checkpoint once it is released."""
+    """Storage that writes one file per checkpoint when it is released."""
 
     def __init__(self, fails=False):
         self.go_on, self.fails, self.folder = asyncio.Event(), fails, None
@@ -51,7 +51,7 @@ def save(made, *steps):
     asyncio.run(run())
 
 
-def test_a_background_save_counts_when_it_is_whole_and_not_before(tmp_path):
+def test_a_background_save_is_visible_only_when_complete(tmp_path):
     async def run():
         made, committed = checkpoints(tmp_path)
         disk = Disk()
@@ -67,7 +67,7 @@ def test_a_background_save_counts_when_it_is_whole_and_not_before(tmp_path):
     asyncio.run(run())
 
 
-def test_it_is_committed_as_soon_as_it_is_written_without_being_asked(tmp_path):
+def test_it_is_committed_as_soon_as_it_is_written_without_polling(tmp_path):
     async def run():
         made, committed = checkpoints(tmp_path)
         disk = Disk()
@@ -80,7 +80,7 @@ def test_it_is_committed_as_soon_as_it_is_written_without_being_asked(tmp_path):
     asyncio.run(run())
 
 
-def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_waited_for(
+def test_a_save_that_is_due_while_another_is_written_is_deferred_and_not_waited_for(
     tmp_path, caplog
 ):
     async def run():
@@ -100,7 +100,7 @@ def test_a_save_that_is_due_while_another_is_written_is_put_off_and_owed_not_wai
     asyncio.run(run())
 
 
-def test_a_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
+def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
     async def run():
         made, committed = checkpoints(tmp_path, save_deadline_s=0.4)
         never = Disk()
@@ -123,9 +123,7 @@ def test_a_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
     asyncio.run(run())
 
 
-def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(
-    tmp_path, monkeypatch
-):
+def test_storage_that_hangs_in_a_flush_is_waited_for_until_the_same_deadline(tmp_path, monkeypatch):
     from rlpost.orchestration import checkpoints as module
 
     answers = threading.Event()
@@ -156,7 +154,7 @@ def test_a_storage_that_hangs_while_files_are_flushed_is_waited_for_no_longer(
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), CheckpointError("cannot be looked for")]
 )
-def test_a_commit_that_cannot_be_written_into_the_ledger_is_one_all_the_same(
+def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
     tmp_path, caplog, in_background, error
 ):
     def full(step, path):
@@ -213,7 +211,7 @@ def test_a_save_that_is_waited_for_raises(tmp_path):
 
 
 def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
-    """Also if it was not awaited: the run's last save must not be skipped then."""
+    """The run's last save must not be skipped in that case."""
 
     async def run():
         made, _ = checkpoints(tmp_path)
@@ -235,7 +233,7 @@ def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
     asyncio.run(run())
 
 
-def test_the_last_ones_are_kept_and_those_of_every_tenth_step(tmp_path):
+def test_the_last_checkpoints_and_those_of_every_tenth_step_are_kept(tmp_path):
     made, committed = checkpoints(tmp_path, keep_last=2, keep_every=10)
     assert made.oldest_kept() is None and made.save_folder == tmp_path
     save(made, *range(4, 34, 3))
@@ -244,7 +242,7 @@ def test_the_last_ones_are_kept_and_those_of_every_tenth_step(tmp_path):
     assert made.oldest_kept() == 28, "an archive is no place to fall back to"
 
 
-def test_what_cannot_be_deleted_does_not_undo_a_commit(tmp_path, caplog, monkeypatch):
+def test_a_failed_deletion_does_not_undo_a_commit(tmp_path, caplog, monkeypatch):
     def fail(path):
         raise PermissionError(13, "Permission denied")
 
@@ -255,9 +253,7 @@ def test_what_cannot_be_deleted_does_not_undo_a_commit(tmp_path, caplog, monkeyp
     assert committed == [1, 2] and not made.is_owed and "could not be deleted" in caplog.text
 
 
-def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_has(
-    tmp_path, caplog
-):
+def test_load_is_used_when_save_is_empty_and_step_zero_when_both_are(tmp_path, caplog):
     own, other = tmp_path / "own", tmp_path / "other"
     made, _ = checkpoints(own, load=str(other))
     assert made.newest() == (None, RunState(pending={})) and "--ref-load" in caplog.text
@@ -267,7 +263,7 @@ def test_load_serves_where_save_has_nothing_yet_and_the_beginning_where_neither_
     assert made.newest()[0].parent == own
 
 
-def test_another_model_is_refused_and_other_mathematics_are_named(tmp_path, caplog):
+def test_another_model_is_refused_and_changed_hyperparameters_are_named(tmp_path, caplog):
     from rlpost.checkpoint.provenance import Provenance
     from rlpost.config.load import load
 
@@ -334,7 +330,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_starts(tmp_
         made.claim("0")
 
 
-def test_files_are_asked_for_until_every_rank_has_written(tmp_path):
+def test_ranks_are_polled_until_every_one_has_written(tmp_path):
     answers = [[True, False], [False, True], [True, True], [False, False]]
 
     async def ask():
@@ -345,7 +341,7 @@ def test_files_are_asked_for_until_every_rank_has_written(tmp_path):
 
 
 def test_a_save_whose_ranks_died_is_abandoned_and_never_counts(tmp_path, caplog):
-    """New ranks have nothing to write, so half a checkpoint would be committed at once."""
+    """New ranks have nothing to write, so a partial checkpoint would be committed immediately."""
 
     async def run():
         made, committed = checkpoints(tmp_path)
@@ -376,7 +372,7 @@ def test_a_save_whose_files_are_complete_is_committed_before_the_ranks_are_repla
     asyncio.run(run())
 
 
-def test_a_recovery_starts_from_what_this_attempt_committed_or_started_from(tmp_path):
+def test_a_recovery_starts_from_a_commit_of_this_attempt_or_its_starting_point(tmp_path):
     made, _ = checkpoints(tmp_path)
     made.newest()
     assert made.of_attempt() == (None, RunState(pending={}))
@@ -385,5 +381,5 @@ def test_a_recovery_starts_from_what_this_attempt_committed_or_started_from(tmp_
     assert (path.name, state.step) == ("iter_0000003", 3)
     resumed, _ = checkpoints(tmp_path)
     resumed.newest()
-    save(made, 5)  # by another attempt: it is not this one's past
+    save(made, 5)  # by another attempt, so a recovery of this one must not use it
     assert resumed.of_attempt()[0].name == "iter_0000003"

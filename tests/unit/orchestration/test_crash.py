@@ -1,9 +1,8 @@
-"""The real loop, collector and journal, killed without a word at every place, until it has
-finished.
+"""The real loop, collector and journal, killed at every place and resumed until they finish.
 
-What a crash leaves is the last checkpoint and the journal's files. Answers follow from weights and
-prompt, so a run that was killed must end with the weights and the metrics of one that was not; and
-nobody writes the same group twice.
+A crash leaves only the last checkpoint and the journal's files. Answers are a function of weights
+and prompt, so a killed run must end with the weights and metrics of an undisturbed one, and no
+group may be generated twice.
 """
 
 import random
@@ -21,13 +20,11 @@ PLACES = ["write", "train", "trained", "sync", "evaluate", "save", "saved"]
 
 
 class Killed(BaseException):
-    """Nobody catches it."""
+    """The process is killed; as a BaseException it passes ``except Exception``."""
 
 
 class Mortal(FakeStages):
-    """Dies when it passes a place for the n-th time; counts what is written and what is
-    evaluated.
-    """
+    """Stages that die at the n-th pass of a place; they count generated groups and evaluations."""
 
     def __init__(self, dies_at=None):
         super().__init__()
@@ -75,7 +72,7 @@ def _watched_engines(monkeypatch):
 
 
 def lives(folder, deaths, **rollout):
-    """Attempts that die at ``deaths``, one after the other, and a last one that does not."""
+    """Run one attempt per death in ``deaths``, then one that does not die; return their stages."""
     attempts, saved = [], None
     for dies_at in [*deaths, None]:
         stages = Mortal(dies_at)
@@ -122,8 +119,9 @@ def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path, untouch
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouched, mode, seed):
-    """Beside a training it depends on the clock which weights write a prompt; there, that is not
-    compared.
+    """Weights and metrics are compared in sync mode only.
+
+    In asynchronous modes the clock decides which weights generate a prompt.
     """
     rng = random.Random(seed)
     deaths = [(rng.choice(PLACES), rng.randint(1, 6)) for _ in range(8)]
@@ -139,7 +137,7 @@ def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path, untouch
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_filtered_or_skipped_is_neither_written_nor_counted_again(tmp_path, seed):
+def test_filtered_groups_and_skipped_rows_are_neither_generated_nor_counted_again(tmp_path, seed):
     def wanted(group):
         return group.prompt_id % 3 != 0
 
@@ -159,10 +157,8 @@ def test_what_was_filtered_or_skipped_is_neither_written_nor_counted_again(tmp_p
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_row_that_is_skipped_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
-    """Batches are taken while prompts beyond them are fetched: rows skipped there belong to the
-    batch taken then.
-    """
+def test_a_skipped_row_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
+    """Rows that are skipped while later prompts are fetched count for the batch taken meanwhile."""
     for count in range(1, 8):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -172,23 +168,19 @@ def test_a_row_that_is_skipped_is_counted_once_wherever_a_run_is_killed(tmp_path
         assert num_skipped == 6 and sum(counted) == num_skipped, (count, counted)
 
 
-def test_an_evaluation_is_made_once_whatever_dies_afterwards(tmp_path):
+def test_an_evaluation_is_not_repeated_after_later_deaths(tmp_path):
     attempts = lives(tmp_path, [("train", 3), ("train", 2), ("train", 3)])
     assert sum(stages.evaluated for stages in attempts) == 4
 
 
-def test_steps_that_are_trained_again_need_no_engine(tmp_path):
-    """Three batches are in the journal; after the first weights the engines get those of the third
-    step, not before.
-    """
+def test_repeated_steps_need_no_engine(tmp_path):
+    """The journal has three batches; the first update after the initial one is that of step 3."""
     last = lives(tmp_path, [("train", 3)])[-1]
     assert last.versions[1:] == [0, 3, 4, 5, 6]
 
 
-def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
-    """This run saves at steps 3 and 6: each begins a segment, and nothing is left to be done after
-    the last.
-    """
+def test_a_saved_state_makes_earlier_segments_superfluous(tmp_path):
+    """This run saves at steps 3 and 6. Each save begins a segment; the last one stays empty."""
     lives(tmp_path, [])
     found = read_folder(tmp_path / "journal")[0]
     assert [segment.header.step for segment in found] == [0, 3, 6]
@@ -196,7 +188,7 @@ def test_a_saved_state_makes_what_came_before_it_superfluous(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_journal_that_is_cut_off_or_damaged_anywhere_costs_work_and_nothing_else(
+def test_a_journal_truncated_or_damaged_anywhere_costs_work_and_nothing_else(
     tmp_path, untouched, seed
 ):
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""An attempt ends with an exit code and a report, however it ends."""
+"""Every end of an attempt has an exit code and a report."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ ENDS = [
 ]
 
 
-def test_a_stop_that_a_full_disk_keeps_out_of_the_ledger_is_one_all_the_same(
+def test_a_stop_counts_even_if_a_full_disk_keeps_it_out_of_the_ledger(
     tmp_path, monkeypatch, caplog
 ):
     config = load([], {"rollout": {"num_rollout": 3}}).config
@@ -75,7 +75,7 @@ def test_every_end_of_an_attempt_has_its_exit_code_and_a_report(error, code, tmp
 @pytest.mark.parametrize(
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE]
 )
-def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(
+def test_failing_storage_ends_an_attempt_with_a_message_and_no_traceback(
     tmp_path, monkeypatch, caplog, number
 ):
     config = load([], {"rollout": {"num_rollout": 3}}).config
@@ -94,12 +94,10 @@ def test_storage_that_fails_ends_an_attempt_with_words_and_not_with_a_traceback(
 @pytest.mark.parametrize(
     ("owner", "is_ours"), [(3, True), ("3.2", True), (4, True), ("4.1", False), (5, False)]
 )
-def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger(
+def test_a_stop_of_an_attempt_that_a_newer_one_replaced_is_not_in_the_ledger(
     tmp_path, monkeypatch, owner, is_ours
 ):
-    """Attempt 4 is stopped; an owner that is older means that it had no time to claim the
-    folder.
-    """
+    """Attempt 4 is stopped. With an older owner, it had no time to claim the folder."""
     config = load([], {"rollout": {"num_rollout": 3}}).config
     run = create_run_folder(tmp_path / "run", dump(config))
     claim(run.checkpoints, f"{owner} of {run.root}")
@@ -114,7 +112,7 @@ def test_a_stop_of_an_attempt_after_which_a_newer_one_began_is_not_in_the_ledger
     assert (run.report / "report.html").exists() == is_ours
 
 
-def test_a_report_that_hangs_does_not_keep_an_attempt_from_its_end(tmp_path, monkeypatch, caplog):
+def test_a_hanging_report_does_not_delay_the_end_of_an_attempt(tmp_path, monkeypatch, caplog):
     config = load([], {"rollout": {"num_rollout": 3}}).config
     run, answers = create_run_folder(tmp_path / "run", dump(config)), threading.Event()
 
@@ -155,7 +153,7 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
 
 
 class Reading:
-    """Stages whose prompts take for ever to read; a stop is requested meanwhile."""
+    """Stages whose prompts are read until released; a stop is requested meanwhile."""
 
     def __init__(self, stop_file):
         self.stop_file, self.released = stop_file, threading.Event()
@@ -172,9 +170,7 @@ class Reading:
 
 
 def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypatch):
-    """An index of 10 million rows on a slow file system takes minutes; a preempted run has
-    seconds.
-    """
+    """Indexing 10 million rows on a slow file system takes minutes; a preempted run has seconds."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "1 + 1"}\n')
     rollout = {"prompt_data": [str(data)], "num_rollout": 3}
@@ -202,7 +198,7 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("call", ["claim", "newest"])
-def test_a_storage_that_hangs_at_the_start_is_named_after_the_deadline(
+def test_storage_that_hangs_at_startup_is_named_after_the_deadline(
     call, tmp_path, monkeypatch, caplog
 ):
     released = threading.Event()
@@ -221,7 +217,7 @@ def test_a_storage_that_hangs_at_the_start_is_named_after_the_deadline(
 
 
 class Hanging:
-    """Stages whose ranks stand still."""
+    """Stages whose ranks hang."""
 
     def read_prompts(self):
         pass
@@ -257,7 +253,7 @@ def test_a_hang_fails_the_attempt_and_its_ranks_are_in_the_ledger(tmp_path, monk
     assert cause.read_text() == "train_step hangs because of actor-2 on n03\n"
 
 
-def test_a_line_goes_to_the_mirrors_and_the_answers_of_its_evaluation_to_a_file(tmp_path):
+def test_a_metrics_line_goes_to_the_mirrors_and_evaluation_answers_to_a_file(tmp_path):
     answer = ScoredSample(Sample(0, 0, (104, 105), (1,), (-0.5,), "four", "stop", 0), 1.0)
     answered = [{"aime": [SampleGroup(0, (answer,))]}, {}]
     stages = SimpleNamespace(

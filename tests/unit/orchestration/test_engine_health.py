@@ -1,4 +1,4 @@
-"""Failed engines are restarted, updated and only then admitted; shared GPUs are offloaded."""
+"""Failed engines are restarted, updated and then admitted; memory of shared GPUs is offloaded."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ INTERVAL_S = 0.01
 
 
 class FakeFleet:
-    """Two engines, and a log of the calls."""
+    """A fleet of two engines that logs its calls."""
 
     pause_mode = "retract"
 
@@ -60,7 +60,7 @@ class FakeFleet:
 
 
 class FakeWeights:
-    """Fails ``failures`` times."""
+    """Weight updates of which the first ``failures`` fail."""
 
     def __init__(self, fleet, failures=0, *, are_stuck=False):
         self.fleet, self.failures, self.engines_are_stuck = fleet, failures, are_stuck
@@ -109,7 +109,7 @@ async def nothing():
 REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
 
 
-def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weights():
+def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weights():
     fleet = FakeFleet()
     watch = watch_over(fleet)
 
@@ -127,8 +127,8 @@ def test_an_engine_that_dies_while_generating_comes_back_with_the_current_weight
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
 
 
-def test_the_trainer_has_its_weights_during_a_repair_while_engines_generate():
-    """Updates onload them themselves, before they begin."""
+def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():
+    """Updates onload the weights themselves, before they begin."""
     fleet = FakeFleet()
 
     @contextlib.asynccontextmanager
@@ -155,7 +155,7 @@ def test_the_trainer_has_its_weights_during_a_repair_while_engines_generate():
 
 
 def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
-    """One step off policy, groups are still awaited then and must report the newer weights."""
+    """In one-step-off mode, groups are still pending then and must report the newer weights."""
     fleet = FakeFleet()
     watch = watch_over(fleet)
 
@@ -230,7 +230,7 @@ def test_the_ledger_has_an_engine_that_a_weight_update_lost_with_the_error_of_th
     ]
 
 
-def test_engines_that_return_together_are_one_event_per_loss():
+def test_engines_that_recover_together_have_one_event_per_loss():
     ledger = Ledger()
     events = ledger.events
     events.lost([2], phase="generate", cause=NO_ANSWER)
@@ -261,10 +261,10 @@ def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one()
 
 
 def test_engines_that_die_together_are_dismissed_and_admitted_together():
-    """Dismissed one by one, the 64 engines of a rack without power would take minutes."""
+    """One by one, dismissing the 64 engines of a rack without power would take minutes."""
 
     class Slow(FakeFleet):
-        """A dismissal ends when all have begun; the router checks new engines once a second."""
+        """A fleet in which a dismissal ends only after all dismissals have begun."""
 
         def __init__(self):
             super().__init__(sick={0, 1, 2})
@@ -296,7 +296,7 @@ def test_engines_that_die_together_are_dismissed_and_admitted_together():
     assert fleet.admissions == [[0, 1, 2]]
 
 
-def test_an_update_that_fails_though_all_engines_answer_is_an_error():
+def test_an_update_that_fails_although_all_engines_answer_is_an_error():
     fleet = FakeFleet()
     with pytest.raises(SyncError):
         asyncio.run(
@@ -334,7 +334,7 @@ def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_upd
 
 
 def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onloaded_to_send_again():
-    """On shared GPUs the trainer is offloaded by then, and the engine fails to onload."""
+    """On shared GPUs the trainer is already offloaded when the engine fails to onload."""
     fleet = FakeFleet()
 
     async def before():
@@ -361,7 +361,7 @@ def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onl
     assert fleet.log == first + again
 
 
-def test_generation_ends_with_the_error_when_no_engine_can_come_back():
+def test_generation_fails_when_no_engine_can_be_restarted():
     fleet = FakeFleet(sick={0, 1})
 
     async def run():
@@ -375,7 +375,7 @@ def test_generation_ends_with_the_error_when_no_engine_can_come_back():
 
 
 def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
-    """A preemption may end them first; generation then aborts and saves its requests."""
+    """A preemption may end engines first; generation then aborts and saves its requests."""
     fleet = FakeFleet(sick={0, 1})
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
 
@@ -409,7 +409,7 @@ def test_a_cancelled_block_stays_cancelled():
 
 
 class FailingRestart(FakeFleet):
-    """A restart that hangs until it is cancelled, and then raises."""
+    """A fleet whose restarts hang until they are cancelled, and then raise."""
 
     async def restart(self, index):
         self.log.append(f"restart {index}")
@@ -428,7 +428,7 @@ async def generate_until_restart(fleet, watch):
 
 
 class SlowRestart(FakeFleet):
-    """A restart that takes a while."""
+    """A fleet whose restarts take several intervals."""
 
     fails = False
 
@@ -440,7 +440,7 @@ class SlowRestart(FakeFleet):
 
 
 def test_a_repair_in_progress_is_finished_when_generation_ends():
-    """Cancelled, it would leave an engine starting on the port of the next restart."""
+    """A cancelled repair would leave an engine starting on the port of the next restart."""
     fleet = SlowRestart(sick={1})
     asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
     assert fleet.log[-1] == "admit 1"
@@ -480,7 +480,7 @@ def test_a_cancelled_caller_stays_cancelled_although_a_repair_fails():
 
 
 class FakeActors:
-    """Keeps track of what is on the device."""
+    """Trainer ranks that track which parts of their memory are on the device."""
 
     def __init__(self, log):
         self.here, self.log = {"weights", "grads", "optimizer"}, log
@@ -552,7 +552,7 @@ def test_on_exclusive_gpus_nothing_is_offloaded():
     asyncio.run(run())
 
 
-def test_a_run_without_engines_of_its_own_checks_those_of_the_fleet():
+def test_a_run_without_its_own_engines_checks_those_of_the_fleet():
     fleet, seen = FakeFleet(), []
     fleet.addresses = ()
     watch = watch_over(fleet, check_others=seen.append)
@@ -570,7 +570,7 @@ def test_a_run_without_engines_of_its_own_checks_those_of_the_fleet():
     assert set(seen) == {0} and fleet.log == ["update 1 abort"]
 
 
-def test_a_wait_for_engines_elsewhere_that_takes_too_long_ends_the_generation():
+def test_a_wait_for_fleet_engines_that_takes_too_long_ends_generation():
     def refuse(number):
         raise RolloutError("no engine")
 
@@ -608,7 +608,7 @@ def test_engines_blocked_in_a_broadcast_of_dead_ranks_are_left_to_the_repeated_u
     assert fleet.log == ["dismiss 0", "dismiss 1"], "the update restarts what is dismissed"
 
 
-def test_engines_are_not_repaired_while_ranks_are_started_again():
+def test_engines_are_not_repaired_while_ranks_are_restarted():
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet)
 

@@ -1,4 +1,4 @@
-"""RUN/engines.json names the engines that serve, at every moment and to Prometheus's own reader."""
+"""RUN/engines.json always names the serving engines, in a format that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ scrape_configs:
 
 
 def fleet_of(*urls: str) -> SimpleNamespace:
-    """A fleet of these engines, all of which serve."""
+    """Return a fleet of engines that all serve."""
     addresses = tuple(EngineAddress(url=url, num_gpus=1) for url in urls)
     router = SimpleNamespace(fleet=JoiningPlaces())
     return SimpleNamespace(addresses=addresses, dismissed=set(), router=router)
 
 
 def served(path: Path) -> dict[str, str]:
-    """The label ``engine`` of each address in the file."""
+    """Return address -> label ``engine`` of the file."""
     found = json.loads(path.read_text())
     return {one["targets"][0]: one["labels"]["engine"] for one in found}
 
 
 async def becomes(path: Path, wanted: dict[str, str]) -> None:
-    """Wait until the file names just these addresses."""
+    """Wait until the file names exactly these addresses."""
     async with asyncio.timeout(10):
         while not path.exists() or served(path) != wanted:
             await asyncio.sleep(0.01)
@@ -73,7 +73,7 @@ def test_the_file_follows_restarts_moves_and_the_fleet(tmp_path: Path) -> None:
         fleet.router.fleet.set([Place("http://10.0.1.1:5", "key", 1)])
         joined = {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1", "10.0.1.1:5": "fleet"}
         await becomes(path, joined)
-        path.write_text("[]")  # by a ``status`` that read the state too early
+        path.write_text("[]")  # as `rlpost status` does when it has read an outdated state
         await becomes(path, joined)
         await targets.close()
         assert path.read_text() == "[]"
@@ -82,7 +82,7 @@ def test_the_file_follows_restarts_moves_and_the_fleet(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == [ENGINE_TARGETS]
 
 
-def test_a_newer_attempt_keeps_its_file(tmp_path: Path) -> None:
+def test_an_older_attempt_does_not_overwrite_the_file_of_a_newer_one(tmp_path: Path) -> None:
     path, owners = tmp_path / ENGINE_TARGETS, ["this"]
 
     def check() -> None:
@@ -104,7 +104,7 @@ def test_a_newer_attempt_keeps_its_file(tmp_path: Path) -> None:
 def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path) -> None:
     path, texts = tmp_path / ENGINE_TARGETS, ["[1]", "[2]"]
     delayed, may_write = threading.Event(), threading.Event()
-    others = set(threading.enumerate())  # of earlier tests
+    others = set(threading.enumerate())  # threads of earlier tests
 
     def check() -> None:
         if path.exists() and not delayed.is_set():
@@ -119,7 +119,7 @@ def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path
             while not delayed.is_set():
                 await asyncio.sleep(0.01)
         closing = asyncio.create_task(targets.close())
-        await asyncio.sleep(0.1)  # without an order of writes this one ends first
+        await asyncio.sleep(0.1)  # if writes were not ordered, the write of close() would end first
         may_write.set()
         await closing
         async with asyncio.timeout(10):
@@ -130,7 +130,7 @@ def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path
     assert path.read_text() == "[]"
 
 
-def test_a_file_that_is_no_text_is_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / ENGINE_TARGETS
     path.write_bytes(b"\xff\xfe")
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_no_text_is_replaced(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_storage_that_fails_costs_one_warning_and_no_run(
+def test_failing_storage_causes_one_warning_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "gone" / ENGINE_TARGETS
@@ -164,7 +164,7 @@ def test_storage_that_fails_costs_one_warning_and_no_run(
 
 
 def left_behind(root: Path) -> RunFolder:
-    """The run folder of an attempt whose agent and driver were killed."""
+    """Return the run folder of an attempt whose agent and driver were killed."""
     run = RunFolder(root)
     run.new_attempt()
     run.run_json.write_text("{}")
@@ -178,7 +178,7 @@ def contents(root: Path) -> set[str]:
 
 
 def test_the_batch_host_empties_the_files_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
-    """At its end; where the batch host died too, when the next attempt starts."""
+    """It does so at the end of the job or, if the batch host died too, at the next start."""
     left_behind(tmp_path)
     supervise(tmp_path, "end", "--code", "137", *LIMITS)
     assert contents(tmp_path) == {"[]"}
@@ -213,7 +213,7 @@ def test_status_empties_the_files_of_a_run_that_has_ended(
     assert (contents(run.root) == {"[]"}) is is_emptied
 
 
-def test_what_cannot_be_emptied_is_returned(tmp_path: Path) -> None:
+def test_files_that_cannot_be_emptied_are_returned(tmp_path: Path) -> None:
     left_behind(tmp_path)
     (tmp_path / ENGINE_TARGETS).unlink()
     (tmp_path / ENGINE_TARGETS).mkdir()

@@ -1,6 +1,4 @@
-"""An engine that has died or hangs is dismissed at whatever it is asked next; the others do what
-they were asked.
-"""
+"""A dead or hanging engine is dismissed at its next request; the other engines carry it out."""
 
 import asyncio
 import threading
@@ -22,7 +20,7 @@ from rlpost.rollout.connection import RouterAddress
 
 
 class FakeRouter:
-    """Notes who serves; once it is ``blind`` it reaches no further engine until it stops."""
+    """Records which engines serve; while ``is_blind``, it reaches no new engine until it stops."""
 
     made: ClassVar[list["FakeRouter"]] = []
 
@@ -49,7 +47,7 @@ class FakeRouter:
 
 
 class FakeGroup:
-    """The process of one engine; it can be told to stop."""
+    """The process of one engine, which counts its stops."""
 
     made: ClassVar[list["FakeGroup"]] = []
 
@@ -70,7 +68,7 @@ class FakeGroup:
 
 @pytest.fixture(autouse=True)
 def _workers(monkeypatch):
-    """In place of processes of Ray and of the router."""
+    """Replace the processes of Ray and of the router."""
     for module_name, stand_in in (("Router", FakeRouter), ("WorkerGroup", FakeGroup)):
         monkeypatch.setattr(engines, module_name, stand_in)
         monkeypatch.setattr(stand_in, "made", [])
@@ -81,8 +79,9 @@ async def info(request):
 
 
 async def engine(asked):
-    """An engine that says yes to everything and writes down what it was asked; returns what ends
-    it.
+    """Start an engine that accepts every request and appends its path to ``asked``.
+
+    Return its runner, whose ``cleanup`` ends it.
     """
     app = web.Application()
 
@@ -99,7 +98,7 @@ async def engine(asked):
 
 
 async def fleet_of(runners, folder, **settings):
-    """A fleet whose engines are these servers."""
+    """Return a fleet whose engines are these servers."""
     (folder / "secret").write_text("key")
     cluster = Cluster("127.0.0.1:1", str(folder), (Node("n0", "127.0.0.1", "lo", 2),), 20000, 100)
     config = load([], {"cluster": {"colocate": True, **settings}}).config
@@ -113,8 +112,9 @@ async def fleet_of(runners, folder, **settings):
 
 
 def asked_of_two(work, folder):
-    """What two engines were asked, and the fleet: the second one dies after it gave up its
-    memory.
+    """Run ``work`` on two engines, of which the second dies after it has released its memory.
+
+    Return the fleet, and the requests to each engine.
     """
 
     async def run():
@@ -132,7 +132,7 @@ def asked_of_two(work, folder):
     return asyncio.run(run())
 
 
-def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to_take_it_again(
+def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_asked_to_restore_it(
     tmp_path,
 ):
     fleet, asked = asked_of_two(lambda fleet: fleet.restore_memory("weights"), tmp_path)
@@ -146,12 +146,10 @@ def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_it_is_to
     )
 
 
-def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a_refusal_is_an_error(
+def test_an_engine_that_hangs_when_asked_to_release_memory_is_dismissed_and_a_refusal_is_an_error(
     tmp_path,
 ):
-    """A process that is ended gives up its memory; settings under which none can give it up have to
-    be mended.
-    """
+    """Ending a process frees its memory. A refusal means that the settings have to be corrected."""
 
     async def answers(how):
         app = web.Application()
@@ -188,13 +186,13 @@ def test_an_engine_that_hangs_instead_of_giving_up_its_memory_is_dismissed_and_a
         asyncio.run(released(refuse))
 
 
-def test_an_engine_that_died_is_dismissed_when_it_is_to_generate_again(tmp_path):
+def test_an_engine_that_died_is_dismissed_when_asked_to_resume(tmp_path):
     fleet, asked = asked_of_two(lambda fleet: fleet.resume(), tmp_path)
     assert fleet.dismissed == {1} and asked[0][-1] == "/continue_generation"
 
 
 class Busy:
-    """Counts the requests that are in progress at the same moment."""
+    """A server that counts concurrent requests."""
 
     def __init__(self):
         self.now = self.most = self.total = 0
@@ -208,10 +206,8 @@ class Busy:
 
 
 @pytest.mark.parametrize("ask", ["health", "abort", "versions"])
-def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_path):
-    """Each request has a socket; all engines at once would be as many in one moment of the event
-    loop.
-    """
+def test_a_bounded_number_of_engines_is_asked_at_a_time(ask, tmp_path):
+    """Each request needs a socket, so asking all engines at once would open hundreds of them."""
     busy, num_engines = Busy(), 3 * MAX_AT_ONCE + 5
 
     async def run():
@@ -239,7 +235,7 @@ def test_of_hundreds_of_engines_a_bounded_number_is_asked_at_a_time(ask, tmp_pat
     assert 2 < busy.most <= MAX_AT_ONCE
 
 
-def test_an_engine_that_ends_before_the_router_has_reached_it_is_named_at_once(
+def test_an_engine_that_ends_before_the_router_has_reached_it_is_reported_at_once(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(engines, "ALIVE_POLL_S", 0.01)
@@ -278,9 +274,7 @@ NO_PORTS = SimpleNamespace(router_metrics=0)
         ({"sync": {"update_weight_mode": "adapter"}}, "abort"),
     ],
 )
-def test_new_weights_abort_answers_that_would_keep_old_routes_or_an_old_adapter(
-    tmp_path, groups, mode
-):
+def test_new_weights_abort_answers_that_would_mix_routes_or_adapters(tmp_path, groups, mode):
     config = load([], groups).config
     fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, NO_PORTS)
     assert fleet.pause_mode == "abort", "until the versions of the engines are known"
@@ -289,7 +283,7 @@ def test_new_weights_abort_answers_that_would_keep_old_routes_or_an_old_adapter(
 
 
 @pytest.mark.parametrize("replay", [False, True])
-def test_engines_are_started_to_return_routes_where_these_are_replayed(
+def test_engines_are_started_with_routes_enabled_if_routes_are_replayed(
     tmp_path, monkeypatch, replay
 ):
     made = []

@@ -1,5 +1,6 @@
-"""Invariant: engines of a lost node leave the router, and start once, on the node that replaces it;
-the others are not touched.
+"""Engines of a lost node leave the router and start exactly once on the replacement node.
+
+Other engines are not affected.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ MOVED = replaced(PLACEMENT, TWO.ip, Offer("id3", "10.0.0.3", 2))
 
 
 class FakeRouter:
-    """Writes down what it is told."""
+    """Logs the calls."""
 
     url = "http://router"
 
@@ -40,7 +41,7 @@ class FakeRouter:
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """A fleet of three engines, the last one over both nodes; its starts wait for ``may_start``."""
+    """A fleet of three engines, the last one on both nodes; starts wait for ``may_start``."""
     (tmp_path / "secret").write_text("key")
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (Node("n1", ONE.ip, "lo", 2),), 20000, 100)
     ports = Ports((1, 1, 2), (3, 3, 4), 5, 6, 7, ())
@@ -75,7 +76,7 @@ def run(act):
     asyncio.run(asyncio.wait_for(act(), 10))
 
 
-def test_lost_engines_leave_the_router_once_and_a_silent_node_its_requests(scene):
+def test_lost_engines_leave_the_router_once_and_a_silent_node_restarts_the_router(scene):
     async def act():
         await scene.fleet.lose([1, 2], is_silent=False)
         await scene.fleet.lose([1, 2], is_silent=True)
@@ -102,7 +103,7 @@ def test_only_engines_with_other_slots_get_new_workers_and_addresses(scene):
     run(act)
 
 
-def test_a_restart_that_has_begun_is_waited_for_and_not_repeated(scene):
+def test_a_restart_in_progress_is_awaited_and_not_repeated(scene):
     async def act():
         await scene.fleet.move(MOVED)
         scene.log.clear()
@@ -113,13 +114,13 @@ def test_a_restart_that_has_begun_is_waited_for_and_not_repeated(scene):
         assert scene.log == ["start 1 at http://10.0.0.3:1"] and not restarting.done()
         scene.may_start.set()
         await restarting
-        await scene.fleet.restart(1)  # a later one begins anew
+        await scene.fleet.restart(1)  # a later restart starts the engine again
         assert len(scene.log) == 2
 
     run(act)
 
 
-def test_a_restart_that_has_begun_and_failed_is_an_error_of_the_repair(scene):
+def test_a_failed_restart_in_progress_is_an_error_of_the_repair(scene):
     async def act():
         scene.fails = True
         scene.may_start.set()

@@ -1,4 +1,4 @@
-"""The driver's side of the fleet, with engines that only talk and a router that keeps a list."""
+"""The driver's side of the fleet, with fake engines and a router that is a list."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ LIMITS = Limits(lost_after_s=0.6, pulls_at_once=2, retry_s=0.05)
 
 
 class Engine(FakeEngine):
-    """Fails its health checks as it is told; ``told``: everything that it was asked besides."""
+    """An engine with configurable health; ``told`` are its requests except health checks."""
 
     hangs = False
     health_status = 200
@@ -46,7 +46,7 @@ class World:
         self.folder.create()
         (self.folder.root / "secret").write_text(KEY + "\n")
         self.urls, self.names, self.lost = [], [], []
-        """Where requests go; engines whose requests in flight are given up."""
+        """URLs and names of engines that get requests; URLs whose requests are given up."""
         self.members = FleetMembers(
             self.folder,
             Membership(limits),
@@ -68,7 +68,7 @@ class World:
 
     def change(self, now):
         self.urls, self.names = [one.url for one in now], [one.engine for one in now]
-        # else an agent that drains would end its server before its requests are aborted
+        # otherwise a draining agent would end its server before its requests are aborted
         assert {one.incarnation for one in now} <= set(self.folder.lease().in_use)
         for engine in self.engines:
             if engine.url in self.urls:
@@ -110,7 +110,7 @@ def scenario(tmp_path, count, play, monkeypatch, *, deadlines=DEADLINES, limits=
     return asyncio.run(run())
 
 
-def test_engines_get_the_weights_before_requests(tmp_path, monkeypatch):
+def test_engines_get_weights_before_requests(tmp_path, monkeypatch):
     async def play(world):
         await asyncio.sleep(0.2)
         assert not world.urls and not world.engines[0].log
@@ -128,7 +128,7 @@ def test_engines_get_the_weights_before_requests(tmp_path, monkeypatch):
     assert world.folder.lease().state is LeaseState.ENDED
 
 
-def test_engines_get_the_adapter_of_a_version_in_place_of_the_one_before(tmp_path, monkeypatch):
+def test_engines_replace_the_adapter_of_the_previous_version(tmp_path, monkeypatch):
     async def play(world):
         for version in (5, 6):
             await world.members.hold()
@@ -144,7 +144,7 @@ def test_engines_get_the_adapter_of_a_version_in_place_of_the_one_before(tmp_pat
     assert "update_weights_from_disk" not in engine.log
 
 
-def test_holding_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
+def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
     async def play(world):
         await world.members.publish(1, Path("/w/1"))
         await world.until("7_0", "7_1")
@@ -158,13 +158,13 @@ def test_holding_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
     assert {engine.version for engine in world.engines} == {"2"}
 
 
-def test_an_engine_that_drains_is_dismissed_and_the_lease_says_so(tmp_path, monkeypatch):
+def test_an_engine_that_drains_is_dismissed_and_removed_from_the_lease(tmp_path, monkeypatch):
     async def play(world):
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.records["7_0"] = replace(world.records["7_0"], state=EngineState.DRAINING)
         await world.until("7_1")
-        while world.folder.lease().in_use != ("i",):  # of the other one alone
+        while world.folder.lease().in_use != ("i",):  # only the other engine is left
             await asyncio.sleep(0.01)
         while world.engines[0].told[-1] != "pause_generation":
             await asyncio.sleep(0.01)
@@ -181,13 +181,13 @@ def test_an_engine_whose_record_is_not_renewed_is_dismissed(tmp_path, monkeypatc
         await world.until("7_0")
         assert world.urls == [world.engines[0].url]
         world.silent.clear()
-        await world.until("7_0", "7_1")  # and it comes back with new weights
+        await world.until("7_0", "7_1")  # it is admitted again with new weights
 
     world = scenario(tmp_path, 2, play, monkeypatch)
     assert world.engines[1].log.count("update_weights_from_disk") == 2
 
 
-def test_an_engine_that_has_another_version_is_not_admitted(tmp_path, monkeypatch, caplog):
+def test_an_engine_with_another_version_is_not_admitted(tmp_path, monkeypatch, caplog):
     async def play(world):
         world.engines[0].ignores_version = True
         await world.members.publish(4, Path("/w"))
@@ -199,7 +199,7 @@ def test_an_engine_that_has_another_version_is_not_admitted(tmp_path, monkeypatc
     assert "has version '0' instead of 4" in caplog.text
 
 
-def test_a_step_waits_for_enough_engines_and_says_so(tmp_path, monkeypatch, caplog):
+def test_a_step_waits_for_enough_engines_and_logs_a_warning(tmp_path, monkeypatch, caplog):
     async def play(world):
         waiting = asyncio.create_task(world.members.enough(1))
         await asyncio.sleep(0.1)
@@ -235,14 +235,14 @@ def test_the_lease_tells_engine_jobs_whether_to_wait(tmp_path, monkeypatch, has_
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_engine_that_is_sick_leaves_although_its_agent_is_alive(tmp_path, monkeypatch, hangs):
+def test_an_unhealthy_engine_leaves_although_its_agent_is_alive(tmp_path, monkeypatch, hangs):
     async def play(world):
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.engines[0].hangs, world.engines[0].health_status = hangs, 503
         await world.until("7_1")
         async with asyncio.timeout(5):
-            while not world.lost:  # requests that it holds would never be answered
+            while not world.lost:  # its requests in flight would never be answered
                 await asyncio.sleep(0.01)
         assert set(world.lost) == {world.engines[0].url}
         world.engines[0].hangs, world.engines[0].health_status = False, 200
@@ -262,16 +262,16 @@ def test_an_engine_that_fails_requests_is_checked_at_once_and_leaves_after_three
         for _ in range(2):
             world.members.request_failed(world.engines[0].url, "answered 500")
             await asyncio.sleep(0.05)
-            assert world.names == ["7_0", "7_1"]  # it is healthy
+            assert world.names == ["7_0", "7_1"]  # the health check succeeds
         world.members.request_failed(world.engines[0].url, "answered 500")
         world.members.request_failed("http://127.0.0.1:9", "not of the fleet")
         await world.until("7_1")
-        await world.until("7_0", "7_1")  # it tries again with the weights
+        await world.until("7_0", "7_1")  # it loads the weights and is admitted again
 
     scenario(tmp_path, 2, play, monkeypatch)
 
 
-def test_an_engine_that_is_lost_loses_its_requests_and_one_that_drains_does_not(
+def test_requests_of_a_lost_engine_are_aborted_and_those_of_a_draining_one_are_not(
     tmp_path, monkeypatch
 ):
     async def play(world):
@@ -289,7 +289,7 @@ def test_an_engine_that_is_lost_loses_its_requests_and_one_that_drains_does_not(
     scenario(tmp_path, 2, play, monkeypatch)
 
 
-def test_a_server_that_does_not_know_the_key_gets_neither_key_nor_weights(tmp_path, monkeypatch):
+def test_a_server_that_does_not_prove_the_key_gets_neither_key_nor_weights(tmp_path, monkeypatch):
     async def play(world):
         world.engines[0].knows = "another key"
         await world.members.publish(1, Path("/w"))
@@ -308,7 +308,7 @@ def test_a_wait_for_engines_ends_with_an_error(tmp_path, monkeypatch):
     scenario(tmp_path, 0, play, monkeypatch)
 
 
-def test_many_changes_are_written_with_few_leases_the_newest_last(tmp_path, monkeypatch):
+def test_many_changes_are_written_in_few_leases_the_newest_last(tmp_path, monkeypatch):
     async def play(world):
         written = []
         write = FleetFolder.write_lease
@@ -347,7 +347,7 @@ def test_files_of_engines_that_ended_long_ago_are_removed(tmp_path, monkeypatch)
             EngineRecord("6_0", "j", EngineState.READY, 1, url=world.engines[1].url)
         )
         world.records["6_0"] = world.folder.engine("6_0")
-        await world.until("6_0", "7_0")  # requeued: its count begins again
+        await world.until("6_0", "7_0")  # the job was requeued, so its count starts again
 
     async def run(world):
         world.records.pop("7_1")

@@ -1,4 +1,4 @@
-"""What settings ask of the fleet."""
+"""Rules of the fleet that follow from the settings."""
 
 from rlpost.config.load import load
 from rlpost.orchestration.fleet_rules import fleet_rules
@@ -10,13 +10,13 @@ def rules(fleet, hf=None, **groups):
     return fleet_rules(load([], {"fleet": fleet, **groups}).config, hf or {})
 
 
-def test_without_settings_a_fleet_is_used_once_it_is_there():
+def test_without_settings_a_fleet_is_optional():
     plain = rules({})
     assert not plain.is_wanted and plain.min_engines == 0 and plain.refusal is None
     assert plain.limits.pull_bytes_per_s is None
 
 
-def test_a_run_wants_a_fleet_that_it_submits_or_cannot_do_without():
+def test_a_run_wants_a_fleet_that_it_submits_or_needs():
     assert rules({"engines": 1}).is_wanted
     assert rules({"min_engines": 2}).is_wanted
     assert not rules({"min_engines": 1}).is_wanted  # its own engine is enough

@@ -1,4 +1,4 @@
-"""The fleet's part of a weight update: hold, write, publish; found whenever it is asked for."""
+"""The fleet's part of a weight update: hold, write, publish; a fleet may be created at any time."""
 
 import asyncio
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_run_without_a_fleet_writes_no_weights(tmp_path, monkeypatch):
     assert not world.exported and not world.folder.exists() and world.sync.used() == {}
 
 
-def test_a_fleet_that_is_asked_for_later_joins_at_the_next_update(tmp_path, monkeypatch):
+def test_a_fleet_created_later_joins_at_the_next_update(tmp_path, monkeypatch):
     async def play(world):
         await world.update(0)
         world.ask_for_a_fleet()
@@ -120,7 +120,7 @@ def test_weights_of_an_earlier_attempt_are_never_served(tmp_path, monkeypatch):
     assert [path.name for path in world.folder.weights.iterdir()] == ["2-0000005"]
 
 
-def test_an_update_that_is_repeated_writes_once(tmp_path, monkeypatch):
+def test_a_repeated_update_writes_weights_once(tmp_path, monkeypatch):
     async def play(world):
         world.ask_for_a_fleet()
         await world.sync.before()
@@ -150,7 +150,7 @@ def test_a_fenced_attempt_writes_no_lease(tmp_path, monkeypatch):
     assert scenario(tmp_path, monkeypatch, play).folder.lease() is None
 
 
-def test_on_its_own_gpus_the_trainer_writes_while_its_engines_generate(tmp_path, monkeypatch):
+def test_with_separate_gpus_the_trainer_writes_while_engines_generate(tmp_path, monkeypatch):
     async def play(world):
         world.ask_for_a_fleet()
         release = asyncio.Event()
@@ -198,7 +198,7 @@ def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
         else:
             await world.sync.settled()
             assert "No space left" in caplog.text
-            await world.sync.before()  # and the next one tries again
+            await world.sync.before()  # the next update tries again
             world.exporting = world.export
             world.sync.in_background(2)
             await world.until(world.engine.url)
@@ -208,7 +208,7 @@ def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
 
 def test_a_run_that_needs_its_fleet_waits_for_the_first_engine(tmp_path, monkeypatch):
     async def play(world):
-        await world.sync.before()  # there is no folder yet: the run makes it
+        await world.sync.before()  # creates the folder, which does not exist yet
         world.sync.in_background(1)
         waiting = asyncio.create_task(world.sync.enough(others=0))
         await asyncio.sleep(0.1)
@@ -229,7 +229,7 @@ def test_a_wait_without_any_engine_ends_with_an_error(tmp_path, monkeypatch, cap
         assert "answers wait for an engine" in caplog.text
         await asyncio.sleep(0.06)
         world.sync.check_any(others=1)
-        world.sync.check_any(others=0)  # counts from here
+        world.sync.check_any(others=0)  # the wait starts again here
         await asyncio.sleep(0.06)
         with pytest.raises(RolloutError, match="--engine-wait-s"):
             world.sync.check_any(others=0)
@@ -257,7 +257,7 @@ def test_a_run_that_waits_for_engines_that_cannot_join_ends(tmp_path, monkeypatc
     scenario(tmp_path, monkeypatch, play, refusal="fp8 weights", is_wanted=True)
 
 
-def test_the_ledger_gets_what_engines_had_and_gave(tmp_path, monkeypatch):
+def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ACCOUNT_S", 0.1)
 
     async def play(world):

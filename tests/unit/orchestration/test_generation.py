@@ -1,4 +1,4 @@
-"""What generation reads of the model before anything starts."""
+"""The route format that generation reads from the model's configuration at startup."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""Ranks are dealt by the GPUs of their workers before they set up, and engines get the GPUs of
-their ranks.
-"""
+"""Ranks are assigned by the GPUs of their workers before setup; engines get their ranks' GPUs."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ SETTINGS = {
 
 
 class Actors:
-    """Four workers with a GPU each, as Ray started them; writes down who was set up as which
-    rank.
-    """
+    """Four workers with one GPU each, in Ray's order; records the GPU of each rank at setup."""
 
     def __init__(self, gpus: list[str]) -> None:
         self.workers = list(gpus)
@@ -55,7 +51,7 @@ class Actors:
 
 
 class Group:
-    """Takes the place of the workers of an engine."""
+    """Replaces the workers of an engine."""
 
     made: ClassVar[list[Group]] = []
 
@@ -72,7 +68,7 @@ class Group:
         (["", "", "", ""], ["", "", "", ""], [None, None]),
     ],
 )
-def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monkeypatch):
+def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_path, monkeypatch):
     config = load([], {"cluster": SETTINGS}).config
     placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
@@ -101,7 +97,7 @@ def test_rank_and_engine_follow_the_gpu(gpus, ranks, of_engines, tmp_path, monke
 
 
 class Workers(Group):
-    """Takes the place of ranks that Ray has given a GPU each."""
+    """Replaces ranks to which Ray has given one GPU each."""
 
     def __init__(self, makes, slots, **given) -> None:
         super().__init__(makes, slots, **given)
@@ -114,8 +110,10 @@ class Workers(Group):
 
 @pytest.mark.parametrize("own_gpus", [False, True])
 def test_a_critic_with_its_own_layout_sees_the_gpus_of_the_policy(own_gpus, tmp_path, monkeypatch):
-    """Each of its ranks that of one rank of the policy, which Ray counts once; on its own GPUs Ray
-    sets them. A death is numbered after the ranks of the policy.
+    """Each critic rank shares the GPU of one policy rank, which Ray counts only once.
+
+    If the critic has exclusive GPUs, Ray sets the variable. Dead critic ranks are numbered after
+    the policy's ranks.
     """
     given = {
         "cluster": SETTINGS | {"nodes": 2 if own_gpus else 1, "actor_num_nodes": 1},

@@ -1,4 +1,4 @@
-"""The hang watch on ranks in this process: which calls it ends, and what it leaves behind."""
+"""The hang watch on fake ranks: which calls it ends, and which files and records it writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def position(rank: int, entered: int, micro_batch: int = 0) -> Position:
 
 
 class FakeRanks:
-    """Three ranks; ``pictures`` are the positions at each examination, the last one repeated."""
+    """Three ranks; ``pictures`` are their positions at each examination, the last one repeated."""
 
     names = ("actor-0 on 10.0.0.1", "actor-1 on 10.0.0.1", "actor-2 on 10.0.0.2")
 
@@ -150,14 +150,14 @@ def test_some_calls_are_not_watched(tmp_path: Path, case: str) -> None:
     assert ranks.examinations == 0
 
 
-def test_ranks_that_were_suspended_with_the_driver_do_not_hang(tmp_path: Path) -> None:
-    """scontrol suspend stops driver and ranks: the clock goes on, and nothing moves."""
+def test_ranks_that_were_suspended_with_the_driver_are_not_reported(tmp_path: Path) -> None:
+    """scontrol suspend stops driver and ranks while the clock advances."""
 
     class Clock:
         now = 0.0
 
         def __call__(self) -> float:
-            self.now += 100.0  # each reading finds that much time gone
+            self.now += 100.0  # each reading advances the clock as a suspension does
             return self.now
 
     ranks = FakeRanks(STUCK)
@@ -184,7 +184,7 @@ def test_each_kind_of_call_has_its_own_history(tmp_path: Path) -> None:
     assert ranks.examinations == 0
 
 
-def test_a_call_that_fails_keeps_its_error_and_is_no_history(tmp_path: Path) -> None:
+def test_a_failed_call_keeps_its_error_and_is_not_added_to_the_history(tmp_path: Path) -> None:
     async def failing() -> None:
         raise RlpostError("actor-1 died")
 
@@ -199,7 +199,7 @@ def test_a_call_that_fails_keeps_its_error_and_is_no_history(tmp_path: Path) -> 
     asyncio.run(act())
 
 
-def test_a_watch_that_is_cancelled_cancels_the_call(tmp_path: Path) -> None:
+def test_a_cancelled_watch_cancels_the_call(tmp_path: Path) -> None:
     async def act() -> None:
         ranks, watching = FakeRanks(STUCK), watch(tmp_path)
         await with_history(watching, ranks)

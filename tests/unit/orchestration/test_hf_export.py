@@ -41,11 +41,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != "runs")
 
 
-def test_the_name_of_an_export_has_its_step():
+def test_the_name_of_an_export_contains_its_step():
     assert folder_of("/a/{step}/x-{rollout_id}", 7) == Path("/a/7/x-7")
 
 
-def test_a_folder_appears_when_it_is_whole_and_is_not_written_twice(tmp_path):
+def test_a_folder_appears_when_complete_and_is_not_written_twice(tmp_path):
     template, target, run = f"{tmp_path}/hf-{{step}}", tmp_path / "hf-4", made_run(tmp_path)
     export(template, 4, writer("first", seen=[target]), run=run)
     export(template, 4, writer("again"), run=run)
@@ -85,7 +85,7 @@ def test_a_failure_is_logged_and_leaves_no_partial_model(tmp_path, caplog, error
 
 @pytest.mark.parametrize("key", ["hf_checkpoint", "ref_load", "load", "save"])
 @pytest.mark.parametrize("through", ["itself", "a link to it", "its parent"])
-def test_what_the_run_reads_or_saves_is_never_replaced(tmp_path, caplog, key, through):
+def test_folders_that_the_run_reads_or_saves_are_never_replaced(tmp_path, caplog, key, through):
     kept = tmp_path / "models" / "origin"
     kept.mkdir(parents=True)
     (kept / "model.safetensors").write_text("the only copy")
@@ -105,7 +105,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path, caplog):
     assert "not empty and no export of a run made it" in caplog.text
 
 
-def test_a_file_that_was_put_into_the_export_stays(tmp_path, caplog):
+def test_a_foreign_file_in_the_export_is_kept(tmp_path, caplog):
     run = made_run(tmp_path)
     export(tmp_path / "newest", 4, writer("first"), run=run)
     (tmp_path / "newest/model.gguf").write_text("mine")
@@ -120,7 +120,7 @@ def test_the_export_of_another_run_is_left_alone(tmp_path, caplog):
     assert "export of another run" in caplog.text and str(tmp_path / "runs/one") in caplog.text
 
 
-def test_what_comes_while_the_export_is_written_is_left_alone(tmp_path):
+def test_a_folder_that_appears_during_the_export_is_left_alone(tmp_path):
     target = tmp_path / "newest"
 
     async def write(folder):
@@ -137,7 +137,7 @@ class Crashed(BaseException):
 
 
 class CrashAt:
-    """The process ends before the call of this number that renames or removes."""
+    """End the process before the n-th call, from 0, that renames or removes something."""
 
     def __init__(self, number, patch):
         self.left = number
@@ -151,8 +151,8 @@ class CrashAt:
         return real(*arguments, **options)
 
 
-def test_a_crash_at_any_instant_leaves_the_export_before_or_the_new_one(tmp_path, monkeypatch):
-    """The next export succeeds, and leaves no other files."""
+def test_a_crash_at_any_instant_leaves_the_previous_export_or_the_new_one(tmp_path, monkeypatch):
+    """The next export succeeds and leaves no other files."""
     outcomes = set()
     for number in range(20):
         folder = tmp_path / str(number)
@@ -176,8 +176,8 @@ def test_a_crash_at_any_instant_leaves_the_export_before_or_the_new_one(tmp_path
     assert not crashed and number > 3 and outcomes == {"first", "second"}
 
 
-def test_a_crash_between_the_two_names_is_undone_before_anything_else(tmp_path):
-    """A later export that fails must not leave the run without any."""
+def test_a_crash_between_the_two_renames_is_undone_first(tmp_path):
+    """A later failing export must not leave the run without any export."""
     run, target = made_run(tmp_path), tmp_path / "newest"
     export(target, 1, writer("first"), run=run)
     identity = (run / "export_id").read_text().strip()
@@ -191,7 +191,7 @@ def test_a_crash_between_the_two_names_is_undone_before_anything_else(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_an_older_attempt_exports_nothing_over_the_newer_ones(tmp_path, when):
+def test_an_older_attempt_does_not_overwrite_the_export_of_a_newer_one(tmp_path, when):
     run, target = made_run(tmp_path), tmp_path / "newest"
     export(target, 4, writer("newer"), run=run)
     is_fenced = when == "before"
@@ -211,7 +211,7 @@ def test_an_older_attempt_exports_nothing_over_the_newer_ones(tmp_path, when):
     assert (target / "config.json").read_text() == "newer"
 
 
-def test_a_folder_that_hangs_is_named_and_not_waited_for(tmp_path, monkeypatch, caplog):
+def test_a_hanging_folder_is_named_and_not_waited_for(tmp_path, monkeypatch, caplog):
     answers = threading.Event()
     settings = CheckpointConfig(save_hf=str(tmp_path / "newest"), save_deadline_s=0.2)
     exports = HuggingFaceExport(settings, made_run(tmp_path))

@@ -1,6 +1,4 @@
-"""A stop within a pass, with threads in place of ranks: the protocol of driver and actors
-together.
-"""
+"""A stop within a pass: the protocol of driver and actors, with threads as ranks."""
 
 import asyncio
 import json
@@ -17,9 +15,7 @@ from rlpost.orchestration.preemption import EXIT_S, StopRequest
 
 
 class Ranks:
-    """Each computes in a thread of its own: as many micro-batches as it was given, each some
-    milliseconds long.
-    """
+    """Ranks that compute in separate threads; a micro-batch takes ``delays_s`` of its rank."""
 
     def __init__(self, delays_s, stop_file, stop_after=None):
         self.stop_points = [StopPoints(deadline_s=20) for _ in delays_s]
@@ -79,24 +75,24 @@ def test_without_a_stop_request_no_rank_gets_a_message(tmp_path, stop):
     assert ranks.held == []
 
 
-def test_ranks_of_different_speed_do_equally_much_of_a_pass_that_is_left(tmp_path, stop):
+def test_ranks_of_different_speed_stop_a_pass_at_the_same_micro_batch(tmp_path, stop):
     ranks = Ranks([0.05, 0.02, 0.04], tmp_path / "STOP", stop_after=2)
     with pytest.raises(Preempted, match="between two micro-batches"):
         make(ranks, stop, 1000)
-    # the last to arrive are not waited for: what is asked of them next comes after it anyway
+    # the driver does not wait for the last ranks: their next call is queued behind this one
     ranks.pool.shutdown()
     assert 2 < ranks.done[0] == ranks.done[1] == ranks.done[2] < 1000
     assert len(ranks.held) == 1
 
 
-def test_a_pass_that_is_nearly_done_ends_and_the_next_may_follow(tmp_path, stop):
+def test_a_nearly_finished_pass_completes_and_the_next_may_follow(tmp_path, stop):
     ranks = Ranks([0.1, 0.001], tmp_path / "STOP", stop_after=0)
     assert make(ranks, stop, 2) == [0, 1]
     assert ranks.done == [2, 2]
     assert make(ranks, stop, 1, may_leave=False) == [0, 1], "nobody stops at a place of long ago"
 
 
-def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop):
+def test_an_uninterruptible_call_completes_or_leaves_an_unknown_state(tmp_path, stop):
     ranks = Ranks([0.02, 0.02], tmp_path / "STOP", stop_after=1)
     assert make(ranks, stop, 10, may_leave=False) == [0, 1]
     assert ranks.held == []
@@ -106,10 +102,10 @@ def test_a_call_that_may_not_be_left_ends_or_its_state_is_unknown(tmp_path, stop
 
 
 @pytest.mark.parametrize("is_near", [True, False])
-def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(
+def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
     tmp_path, monkeypatch, is_near
 ):
-    """The state of the ranks is unknown then; a failure would save nothing and count as one."""
+    """The ranks' state is unknown then; a failure would save nothing and count as a failure."""
 
     class Hung:
         async def compute(self):
@@ -132,7 +128,7 @@ def test_a_stop_finds_the_journal_when_a_rank_hangs_and_in_time_for_it(
         asyncio.run(whole())
 
 
-def test_a_request_before_the_call_is_seen_before_it(tmp_path, stop):
+def test_a_stop_request_before_the_call_prevents_it(tmp_path, stop):
     (tmp_path / "STOP").write_text("early")
     ranks = Ranks([0.0], tmp_path / "STOP")
     with pytest.raises(Preempted, match="early"):

@@ -1,9 +1,8 @@
-"""One damaged file of a journal of many segments: the run comes back, and never trains a batch at
-another step.
+"""Resumes with one damaged file of a long journal never train a batch at the wrong step.
 
-The real loop, collector and journal. Saves are put off, as slow storage does to --async-save: each
-begins a segment and none is committed, so that a crash leaves a chain of segments that all follow
-on the beginning of the run.
+Loop, collector and journal are real. Saves are deferred, as with --async-save on slow storage: each
+begins a segment and none is committed. A crash therefore leaves a chain of segments from the start
+of the run.
 """
 
 import random
@@ -27,14 +26,14 @@ from tests.unit.rollout.test_journal_chain import damage as damage_a_file
 
 MODES = ["sync", "one_step_off", "fully_async"]
 NUM_STEPS = 5  # until the kill
-# that of the first attempt, then one with each state; the batch of step s is in s + 1
+# the first segment, then one per state; segment s + 1 has the batch of step s
 NUM_SEGMENTS = 1 + NUM_STEPS
 
 
 class PutOff(Mortal):
-    """No checkpoint is ever committed.
+    """Stages that never commit a checkpoint.
 
-    ``ages`` are those of all groups that are trained, in steps.
+    ``ages`` are the staleness, in steps, of all trained groups.
     """
 
     def __init__(self, dies_at=None):
@@ -109,9 +108,7 @@ DAMAGE = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """By mode: the folder of a run that was killed in its fifth step, and what it had written, by
-    prompt.
-    """
+    """Return a function from a mode to the folder of a run that was killed in its fifth step."""
 
     @cache
     def of(mode):
@@ -132,9 +129,7 @@ def untouched(tmp_path_factory):
 
 
 def resumed(folder, mode, **changed):
-    """The run once more from its beginning; no engine's answer is trained before or too long after
-    its weights.
-    """
+    """Resume the run from its start; check that staleness of all groups is within its bounds."""
     stages = PutOff()
     run(folder, stages, RunState(pending={}), rollout_mode=mode, **changed)
     bound = {"sync": 0, "one_step_off": 1, "fully_async": 1}[mode]
@@ -145,7 +140,7 @@ def resumed(folder, mode, **changed):
 
 
 def batches(folder):
-    """Steps and prompts of all batches that were taken."""
+    """Return (step, prompt ids) of all batches in the journal."""
     records = [
         record for segment in read_folder(folder / "journal")[0] for record in segment.records
     ]
@@ -157,7 +152,7 @@ def batches(folder):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_damage_the_whole_chain_serves(tmp_path, killed, mode):
+def test_without_damage_the_whole_chain_is_used(tmp_path, killed, mode):
     folder = shutil.copytree(killed(mode), tmp_path / "run")
     taken = batches(folder)
     assert [step for step, _ in taken] == list(range(NUM_STEPS))
@@ -170,7 +165,7 @@ def test_without_damage_the_whole_chain_serves(tmp_path, killed, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(NUM_SEGMENTS))
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_one_damaged_file_costs_what_follows_on_it_and_nothing_else(
+def test_one_damaged_file_costs_only_its_segment_and_those_after_it(
     tmp_path, killed, untouched, caplog, mode, number, damage
 ):
     folder = shutil.copytree(killed(mode), tmp_path / "run")
@@ -188,16 +183,14 @@ def test_one_damaged_file_costs_what_follows_on_it_and_nothing_else(
         first, named = number, set(range(number, NUM_SEGMENTS))
     for step, prompts in taken[: max(0, first - 1)]:
         assert stages.seen[4 * step : 4 * step + 4] == prompts
-    # A file that is gone, or ends between two records, is known by the next one alone.
+    # Only the next segment shows that a file is missing or ends between two records.
     named -= {number} if damage in (delete, cut_between_records) else set()
     assert {segment for segment in range(10) if f"{segment:07d}.log" in caplog.text} == named
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_was_damaged_is_resumed_again_from_what_it_has_regenerated(
-    tmp_path, killed, mode
-):
-    """What does not belong any more must not stand before what happened since."""
+def test_a_damaged_run_resumes_again_with_its_regenerated_groups(tmp_path, killed, mode):
+    """Invalid records must not come before records that were written since."""
     folder = shutil.copytree(killed(mode), tmp_path / "run")
     empty(folder / "journal/0000002.log")
     again = PutOff(("train", 5))
@@ -209,7 +202,7 @@ def test_a_run_that_was_damaged_is_resumed_again_from_what_it_has_regenerated(
 
 
 class Changed(Prompts):
-    """Rows as they are after somebody edited the file."""
+    """Prompts of a file in which one row was edited."""
 
     def prompt(self, position, prompt_id):
         found = super().prompt(position, prompt_id)
@@ -225,7 +218,7 @@ class Changed(Prompts):
 def test_answers_to_a_changed_row_are_not_used_and_the_run_continues(
     tmp_path, killed, monkeypatch, caplog, mode, prompts
 ):
-    """Also where the fingerprint of a large file does not show it."""
+    """This includes changes that the fingerprint of a large file does not show."""
     folder = shutil.copytree(killed(mode), tmp_path / "run")
     before = batches(folder)
     monkeypatch.setattr(test_loop, "Prompts", prompts)
@@ -249,9 +242,7 @@ def cursor():
 
 
 def test_a_batch_of_another_step_is_never_trained(tmp_path, killed, caplog):
-    """Segments of format 1 cannot show that one between them is missing; the run's own bookkeeping
-    can.
-    """
+    """Format 1 does not show that a segment in between is missing; the run's bookkeeping does."""
     folder = shutil.copytree(killed("sync"), tmp_path / "run")
     as_format_1(folder / "journal")
     delete(folder / "journal/0000002.log")
@@ -267,7 +258,7 @@ PLACES_TO_DIE = ["train", "trained", "sync", "evaluate", "save"]
 
 
 class Sometimes(PutOff):
-    """Commits some of its states. ``begun`` is the step from which it trains."""
+    """Stages that commit some of their states; ``begun`` is the step at which they start."""
 
     def __init__(self, dies_at, rng, begun):
         super().__init__(dies_at)
@@ -286,12 +277,8 @@ class Sometimes(PutOff):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_run_whose_journal_is_damaged_after_every_crash_comes_to_its_end(
-    tmp_path, untouched, mode, seed
-):
-    """It resumes now and then from the checkpoint before the newest, as if that were damaged as
-    well.
-    """
+def test_a_run_whose_journal_is_damaged_after_every_crash_finishes(tmp_path, untouched, mode, seed):
+    """Sometimes it resumes from the second newest checkpoint, as if the newest were damaged."""
     rng = random.Random(f"{mode} {seed}")
     committed = [(RunState(pending={}), "")]
     for dies_at in [*((rng.choice(PLACES_TO_DIE), rng.randint(1, 6)) for _ in range(4)), None]:

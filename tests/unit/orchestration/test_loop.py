@@ -1,6 +1,4 @@
-"""The real loop with stages in this process: order, preemption at every stage, and a resume that
-changes nothing.
-"""
+"""The real loop with in-process stages: order, preemption in every stage, and exact resumes."""
 
 import asyncio
 import hashlib
@@ -24,7 +22,7 @@ from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 
 
 class Prompts:
-    """Ten prompts without a file, of which some may be bad."""
+    """Ten prompts without a file; those in ``bad`` are bad rows."""
 
     def __init__(self, bad=()):
         self.bad, self.num_skipped = bad, 0
@@ -44,9 +42,9 @@ class Prompts:
 
 
 class FakeEngines:
-    """Write answers that follow from weights and prompt.
+    """Engines whose answers are a function of weights and prompt.
 
-    In turn the event loop runs, so that groups overlap.
+    They yield to the event loop in between, so that groups overlap.
     """
 
     def __init__(self, stages):
@@ -81,9 +79,7 @@ class FakeEngines:
 
 
 class Watched(Collector):
-    """The real source of batches; a stop may be requested when the n-th batch is asked for, with
-    some groups done.
-    """
+    """The real collector, which may request a stop in the n-th batch when some groups are done."""
 
     def __init__(self, stages, *given, **named):
         super().__init__(*given, **named)
@@ -101,8 +97,9 @@ class Watched(Collector):
 
 
 class FakeStages:
-    """Weights are a hash of all that was trained, in order; ``stop_at`` requests a stop in the n-th
-    call of a stage.
+    """Stages whose weights are a hash of all trained batches in order.
+
+    ``stop_at`` is (stage, n): a stop is requested in the n-th call of that stage.
     """
 
     def __init__(self, stop=None, stop_at=None):
@@ -122,7 +119,7 @@ class FakeStages:
     async def train(self, groups):
         self._enter("train")
         for _ in range(5):
-            await asyncio.sleep(0)  # while engines generate, in the modes that let them
+            await asyncio.sleep(0)  # engines generate meanwhile in the asynchronous modes
         self.staleness += [self.versions[-1] - group.oldest_version for group in groups]
         self.seen += [group.prompt_id for group in groups]
         trained = json.dumps([[group.prompt_id, group.rewards] for group in groups])
@@ -212,7 +209,7 @@ def run(
 
 
 def comparable(folder):
-    """Metrics lines without measured times."""
+    """Return the metrics lines without measured times."""
     return [
         {key: value for key, value in line.items() if not key.startswith("time/")}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -238,8 +235,8 @@ def test_every_step_generates_trains_and_synchronises_once_and_evaluates_when_du
     assert stages.saved[0] == RunState(step=6, cursor=cursor, backlog=backlog, journal=2)
 
 
-def test_the_end_of_an_epoch_is_evaluated_and_saved_beside_the_intervals(tmp_path):
-    """Two epochs of 5 steps; evaluations every 2 and saves every 3 steps, as in slime."""
+def test_the_end_of_an_epoch_is_evaluated_and_saved_in_addition_to_the_intervals(tmp_path):
+    """Two epochs of 5 steps, an evaluation every 2 steps and a save every 3 steps, as in slime."""
     saved = []
 
     class Saving(FakeStages):
@@ -257,7 +254,7 @@ def test_the_end_of_an_epoch_is_evaluated_and_saved_beside_the_intervals(tmp_pat
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_engines_are_updated_after_each_interval_and_whenever_they_come_back_to_their_gpu(
+def test_engines_are_updated_after_each_interval_and_whenever_they_are_onloaded(
     tmp_path, monkeypatch, leaves
 ):
     def colocated(real=config, **rollout):
@@ -303,7 +300,7 @@ def test_a_stop_in_any_stage_and_a_resume_give_the_same_weights_and_metrics(
 
 
 def neither_third_nor_fourth(group):
-    """A filter."""
+    """A group filter that keeps half of the prompts."""
     return group.prompt_id % 4 < 2
 
 
@@ -316,7 +313,7 @@ def untouched_with_losses(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
-def test_what_was_filtered_and_skipped_before_a_stop_is_counted_once(
+def test_filtered_groups_and_skipped_rows_before_a_stop_are_counted_once(
     tmp_path, untouched_with_losses, stop_at
 ):
     stop, losses = tmp_path / "STOP", {"wanted": neither_third_nor_fourth, "bad": (2, 7)}
@@ -366,10 +363,10 @@ def test_the_last_save_is_awaited_and_repeated_if_it_failed_in_the_background(tm
     "error",
     [CheckpointError("the storage hangs"), OSError("no space left"), RlpostError("an actor died")],
 )
-def test_a_stop_whose_save_fails_is_a_stop_all_the_same_and_the_journal_serves(
+def test_a_stop_whose_save_fails_is_still_a_stop_and_the_journal_is_used(
     tmp_path, untouched, error
 ):
-    """Otherwise the attempt would count as failed, and journal records might be lost."""
+    """Otherwise the attempt would count as failed and might lose journal records."""
 
     class Refused(FakeStages):
         async def save(self, state, *, wait):
@@ -432,12 +429,12 @@ def test_an_attempt_that_lost_its_folder_ends_as_fenced_even_at_a_stop(tmp_path)
 def test_a_finished_run_started_again_does_nothing(tmp_path, untouched):
     state = untouched[0].saved[0]
     stages = FakeStages()
-    again = replace(state, journal=0)  # in this folder there is no journal
+    again = replace(state, journal=0)  # this folder has no journal
     assert run(tmp_path, stages, again, saved=True) == again
     assert stages.seen == [] and stages.saved is None
 
 
-def test_a_state_reads_back_equal():
+def test_a_state_survives_a_round_trip():
     state = RunState(
         step=3, cursor={"epoch": 1, "offset": 2, "num_prompts": 10}, pending={"a": 0.1}
     )
@@ -449,7 +446,7 @@ ASYNC = ["one_step_off", "fully_async"]
 
 
 def assert_nothing_was_lost(trained, state, batches):
-    """Every prompt fetched is trained or held, once."""
+    """Assert that every fetched prompt is trained or held exactly once."""
     held = state.backlog.prompt_ids
     assert len(trained) == batches * 4
     assert sorted([*trained, *held]) == list(range(state.backlog.num_fetched))
@@ -457,9 +454,7 @@ def assert_nothing_was_lost(trained, state, batches):
 
 
 @pytest.mark.parametrize("mode", ASYNC)
-def test_while_a_batch_is_trained_the_next_is_generated_and_is_at_most_one_version_old(
-    tmp_path, mode
-):
+def test_the_next_batch_is_generated_during_training_and_is_at_most_one_version_old(tmp_path, mode):
     stages = FakeStages()
     state = run(tmp_path, stages, RunState(pending={}), rollout_mode=mode)
     assert stages.versions == [0, 1, 2, 3, 4, 5, 6]
@@ -467,10 +462,10 @@ def test_while_a_batch_is_trained_the_next_is_generated_and_is_at_most_one_versi
     assert set(stages.staleness) == {0, 1}
     lines = comparable(tmp_path)
     assert [line["rollout/staleness_max"] for line in lines[1:]] == [0, 1, 1, 1, 1, 1]
-    assert state.backlog.prompt_ids == ()  # nothing is generated for a step that never comes
+    assert state.backlog.prompt_ids == ()  # nothing is generated for steps beyond the last one
 
 
-def test_every_way_ends_in_the_same_metrics(tmp_path):
+def test_every_mode_writes_the_same_metrics(tmp_path):
     found = []
     for mode in ["sync", *ASYNC]:
         folder = tmp_path / mode
@@ -495,7 +490,7 @@ def test_every_metrics_line_has_the_lag_of_the_event_loop(tmp_path):
     ]
 
 
-def test_more_staleness_means_more_that_is_generated_ahead(tmp_path):
+def test_more_staleness_means_more_generation_ahead(tmp_path):
     stages = FakeStages()
     run(tmp_path, stages, RunState(pending={}), rollout_mode="fully_async", max_staleness=3)
     assert 1 < max(stages.staleness) <= 3
@@ -503,8 +498,8 @@ def test_more_staleness_means_more_that_is_generated_ahead(tmp_path):
 
 @pytest.mark.parametrize("mode", ASYNC)
 @pytest.mark.parametrize("stop_at", STOPS, ids=lambda stop: f"{stop[0]}-{stop[1]}")
-def test_a_stop_and_a_resume_lose_nothing_beside_a_training(tmp_path, mode, stop_at):
-    """What was generated for a later step is in the checkpoint; every prompt is trained once."""
+def test_a_stop_and_a_resume_during_training_lose_nothing(tmp_path, mode, stop_at):
+    """The checkpoint has the groups generated for later steps; every prompt is trained once."""
     stop = tmp_path / "STOP"
     first = FakeStages(stop, stop_at)
     with pytest.raises(Preempted):

@@ -1,4 +1,4 @@
-"""The watchdog of the event loop, with a loop that is blocked on purpose."""
+"""The watchdog of the event loop, with an event loop that is blocked on purpose."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ def test_the_longest_block_is_reported_once_and_then_forgotten():
     assert later > 0.25, "a block between two questions counts although the loop has recovered"
 
 
-def test_waiting_is_no_lag():
+def test_waiting_is_not_lag():
     async def run():
         async with LoopLag() as lag:
             started = time.thread_time()

@@ -1,5 +1,6 @@
-"""Invariant: engines and ranks of a lost node run again on its replacement, each once, and the
-driver neither waits for ever nor ends while the agents still decide.
+"""Engines and ranks of a lost node are restarted exactly once on its replacement.
+
+The driver neither waits forever nor ends while the agents still decide about the node.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ async def offer(node):
 
 
 class Scene:
-    """The driver's side of an attempt on n1 and n2, and the list that the agents write."""
+    """The driver's side of an attempt on n1 and n2, with the list that the agents write."""
 
     def __init__(self, folder, placement=ENGINES_ON_2, *, ranks_recover=True):
         self.folder, self.events, self.joined = folder, [], []
@@ -83,9 +84,7 @@ def test_a_replacement_with_too_few_gpus_is_refused():
     ("placement", "ranks_recover", "hosts"),
     [(ENGINES_ON_2, False, {"n2"}), (RANKS_ON_2, False, set()), (RANKS_ON_2, True, {"n2"})],
 )
-def test_the_agents_are_told_which_nodes_the_run_can_lose(
-    tmp_path, placement, ranks_recover, hosts
-):
+def test_the_agents_get_the_nodes_that_the_run_can_lose(tmp_path, placement, ranks_recover, hosts):
     async def scene():
         async with Scene(tmp_path, placement, ranks_recover=ranks_recover):
             assert read_replaceable(tmp_path) == hosts
@@ -93,7 +92,7 @@ def test_the_agents_are_told_which_nodes_the_run_can_lose(
     run(scene)
 
 
-def test_without_begin_nothing_is_written_and_nothing_waits(tmp_path):
+def test_without_begin_nothing_is_written_or_awaited(tmp_path):
     async def scene():
         nodes = LostNodes.none()
         assert not await nodes.another(than=0)
@@ -128,8 +127,8 @@ def test_engines_move_when_the_replacement_has_joined_and_it_is_recorded_once(tm
     run(scene)
 
 
-def test_a_pass_over_ranks_ends_when_their_node_is_lost(tmp_path):
-    """Ray would notice a silent machine half a minute later."""
+def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
+    """Ray notices a silent machine only half a minute later."""
 
     async def scene():
         async with Scene(tmp_path, RANKS_ON_2) as driver:
@@ -146,7 +145,7 @@ def test_a_pass_over_ranks_ends_when_their_node_is_lost(tmp_path):
             moved = await driver.nodes.new_slots(death, RANKS_ON_2)
             assert [each.ip for each in moved.actors] == [N1.ip, N3.ip]
             await driver.nodes.back("ranks")
-            assert driver.events == []  # its engine is not back yet
+            assert driver.events == []  # the node's engine has not been restarted yet
             assert await driver.nodes.unless_ranks_lost(lambda: offer(N1)) == await offer(N1)
             await driver.nodes.back("engines")
             assert len(driver.events) == 1
@@ -154,8 +153,8 @@ def test_a_pass_over_ranks_ends_when_their_node_is_lost(tmp_path):
     run(scene)
 
 
-def test_ranks_that_die_with_their_node_wait_for_what_the_agents_say(tmp_path):
-    """Ray raises as soon as a connection breaks, before the agents have written anything."""
+def test_the_recovery_of_ranks_that_die_with_their_node_waits_for_the_agents(tmp_path):
+    """Ray raises as soon as a connection breaks, before the agents write anything."""
 
     async def scene():
         async with Scene(tmp_path, RANKS_ON_2) as driver:
@@ -182,7 +181,7 @@ def test_a_node_that_is_never_replaced_ends_the_wait(tmp_path, monkeypatch):
 
 
 class MovingFleet(FakeFleet):
-    """Engine 1 is on n2."""
+    """A fleet whose engine 1 is on n2."""
 
     async def lose(self, indices, *, is_silent):
         lost = [index for index in indices if index not in self.dismissed]
@@ -285,7 +284,7 @@ def test_the_replacement_is_lost_during_the_repair_and_replaced_as_well(tmp_path
 
 
 def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
-    """Their weights come from ranks: repaired before these, they would end the run."""
+    """Engines get their weights from ranks, so repairing engines first would end the run."""
 
     async def scene():
         async with Scene(tmp_path, RANKS_ON_2) as driver:
@@ -297,7 +296,7 @@ def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
                 await driver.until(lambda: "lose 1" in fleet.log)
                 await asyncio.sleep(0.1)
                 assert fleet.log == ["lose 1"]
-                async with health.paused():  # as the recovery of ranks does
+                async with health.paused():  # the recovery of ranks does the same
                     await health.begin_lost(await driver.nodes.settled())
                     assert fleet.log[1:] == ["move to 10.0.0.3", "begin 1"]
                     await driver.nodes.back("ranks")

@@ -1,6 +1,4 @@
-"""What is measured of a step: pace from its phases, operations of the model, what waits, and who
-does not answer.
-"""
+"""Measurements of a step: throughput, idle times, model FLOPs, memory, traces and profiles."""
 
 import asyncio
 import json
@@ -46,9 +44,7 @@ def groups(length=10):
 
 
 class Actors:
-    """Two ranks that remember what they were asked; ``is_dead``: none answers what is asked beside
-    its work.
-    """
+    """Two ranks that record their calls; with ``is_dead``, ``call_aside`` fails."""
 
     def __init__(self, *, is_dead=False):
         self.asked, self.is_dead = [], is_dead
@@ -92,7 +88,7 @@ async def train(look, step, train_s=2.0):
     )
 
 
-def test_pace_is_tokens_a_gpu_and_what_part_of_a_step_is_waited():
+def test_pace_is_tokens_per_gpu_and_the_idle_fractions_of_a_step():
     found = pace(
         {"time/step_s": 4.0, "time/train_s": 1.0, "time/generate_s": 2.0, "rollout/num_tokens": 80},
         config(),
@@ -106,9 +102,10 @@ def test_pace_is_tokens_a_gpu_and_what_part_of_a_step_is_waited():
 
 
 @pytest.mark.slow
-def test_operations_are_those_that_torch_counts_in_a_forward_pass_three_times(tmp_path):
-    """Compared with torch's own counter over transformers' model of the same shape, its attention
-    computed in full.
+def test_flops_are_three_times_those_that_torch_counts_in_a_forward_pass(tmp_path):
+    """Compare with torch's FLOP counter on transformers' model of the same shape.
+
+    The counted forward pass computes attention for all pairs of tokens.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -125,13 +122,13 @@ def test_operations_are_those_that_torch_counts_in_a_forward_pass_three_times(tm
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     ):
         model(torch.zeros(1, length, dtype=torch.long))
-    # scores and values, of all pairs; half are masked
+    # scores and values of all pairs, half of which are masked
     attention = 2 * 2 * HF["num_hidden_layers"] * 64 * length**2
     causal = counter.get_total_flops() - attention / 2
     assert Flops(config(), HF).of(groups(length)) == pytest.approx(2 * 3 * causal, rel=0.01)
 
 
-def test_passes_for_log_probs_count_as_one_forward_each():
+def test_log_prob_passes_count_as_one_forward_pass_each():
     def of(**grpo):
         return Flops(config(grpo=grpo), HF).of(groups())
 
@@ -141,7 +138,7 @@ def test_passes_for_log_probs_count_as_one_forward_each():
     assert of(keep_old_actor=True) == pytest.approx(alone * 4 / 3)
 
 
-def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp_path):
+def test_a_line_has_the_times_of_sync_and_checkpoint_and_each_checkpoint_once(tmp_path):
     checkpoints = SimpleNamespace(last=None)
 
     async def run():
@@ -158,7 +155,7 @@ def test_a_line_tells_what_sync_and_checkpoint_took_and_each_checkpoint_once(tmp
     assert first["memory/actor_gb"] == 2.5 and first["memory/driver_gb"] > 0.01
     assert first["sync/weights_bytes"] == 1000 and first["sync/changed_frac"] == 0.02
     assert 0 <= first["sync/update_s"] < 1
-    # of a peak of 1 TFLOP/s
+    # the peak is 1 TFLOP/s
     assert first["perf/mfu_frac"] == pytest.approx(first["perf/train_tflops_per_gpu"])
     saved = {key: value for key, value in second.items() if key.startswith("checkpoint/")}
     assert saved == {
@@ -182,7 +179,7 @@ def test_an_actor_that_does_not_answer_is_missing_from_the_metrics_and_the_run_c
     assert "actor-1 died" in caplog.text
 
 
-def test_chosen_steps_are_traced_with_what_follows_them_and_no_others(tmp_path):
+def test_only_chosen_steps_are_traced_with_the_phases_after_them(tmp_path):
     async def run():
         look = observation(tmp_path, trace_steps="2:3")
         await look.attach(ActorGroup(Actors()), None, None)
@@ -204,7 +201,7 @@ def test_chosen_steps_are_traced_with_what_follows_them_and_no_others(tmp_path):
     }
 
 
-def test_a_run_that_ends_within_the_chosen_steps_leaves_the_trace_of_what_there_was(tmp_path):
+def test_a_run_that_ends_within_the_chosen_steps_writes_a_partial_trace(tmp_path):
     async def run():
         look = observation(tmp_path, trace_steps="1:9")
         await look.attach(ActorGroup(Actors()), None, None)
@@ -235,7 +232,7 @@ def test_the_profiler_runs_over_its_steps_and_ends_with_the_run(tmp_path):
 
 
 def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, monkeypatch):
-    """Its job would be killed before the driver has said that it can go on."""
+    """Otherwise the job would be killed before the driver has reported that it can be resumed."""
 
     class Hung(Actors):
         async def call(self, method, *arguments):
@@ -274,7 +271,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert "not measured: FileExistsError" in caplog.text
 
 
-def test_an_attempt_counts_those_before_it():
+def test_an_attempt_counts_earlier_attempts_and_restarts():
     events = [
         {"event": name} for name in ("submitted", "started", "preempted", "started", "committed")
     ]
@@ -291,7 +288,7 @@ def test_an_attempt_counts_those_before_it():
     }
 
 
-def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():
+def test_an_answer_that_loops_at_its_end_is_repetitive_and_prose_is_not():
     prose = " ".join(
         f"step {n}: {n} plus {n * 7 % 13} is {n + n * 7 % 13}, so we go on" for n in range(80)
     )
@@ -301,7 +298,7 @@ def test_an_answer_that_goes_round_at_its_end_is_repetitive_and_prose_is_not():
     assert not is_repetitive("")
 
 
-def test_steps_after_the_checkpoint_are_trained_again_and_an_evaluation_takes_no_step():
+def test_steps_after_the_checkpoint_count_as_repeated_and_evaluations_do_not():
     lines = [
         {"step": 0, "time/eval_s": 9.0},
         *({"step": step, "time/step_s": 10.0 + step} for step in (1, 2, 3)),

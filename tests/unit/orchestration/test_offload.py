@@ -1,4 +1,4 @@
-"""Memory of policy, critic and engines on the same GPUs around a save."""
+"""Offload of policy, critic and engines that share GPUs, around a save."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ SHARED = {
 
 
 class OnSharedGpus:
-    """The three sides while engines generate."""
+    """Policy, critic and engines on the same GPUs."""
 
     def __init__(self) -> None:
         self.fleet = Fleet()
@@ -34,7 +34,7 @@ class OnSharedGpus:
 
 
 class Fleet(FakeFleet):
-    """Engines; their cache needs the memory of policy and critic."""
+    """Engines whose cache fits only while policy and critic are offloaded."""
 
     trainer: tuple[FakeActors, ...] = ()
 
@@ -44,7 +44,7 @@ class Fleet(FakeFleet):
         await super().restore_memory(*tags)
 
 
-def test_a_save_beside_engines_onloads_no_gradients() -> None:
+def test_a_save_on_shared_gpus_onloads_no_gradients() -> None:
     gpus = OnSharedGpus()
 
     async def run() -> None:
@@ -58,13 +58,13 @@ def test_a_save_beside_engines_onloads_no_gradients() -> None:
     assert gpus.fleet.log[-1] == "resume"
 
 
-def test_engines_continue_after_a_save_of_the_critic_that_failed() -> None:
+def test_engines_resume_after_a_failed_save_of_the_critic() -> None:
     gpus = OnSharedGpus()
 
     async def run() -> None:
         await gpus.offload.generate()
         async with gpus.offload.save():
-            with contextlib.suppress(CheckpointError):  # logged: the next save replaces it
+            with contextlib.suppress(CheckpointError):  # only logged: the next save replaces it
                 async with gpus.critic_offload.critic_onloaded(*SAVED):
                     raise CheckpointError("no space left on device")
 
@@ -73,8 +73,8 @@ def test_engines_continue_after_a_save_of_the_critic_that_failed() -> None:
     assert gpus.fleet.log[-1] == "resume"
 
 
-def test_nothing_is_asked_of_ranks_after_a_death_in_a_save() -> None:
-    """A rank that hangs would not answer; ranks that are started again free the GPUs themselves."""
+def test_ranks_are_not_called_after_a_death_in_a_save() -> None:
+    """A hanging rank would not answer, and restarting the ranks frees the GPUs anyway."""
     gpus = OnSharedGpus()
     at_death: list[int] = []
 
@@ -90,7 +90,7 @@ def test_nothing_is_asked_of_ranks_after_a_death_in_a_save() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_without_engines_the_policy_has_its_memory_after_a_save(fails: bool) -> None:
+def test_without_engines_the_policy_is_onloaded_after_a_save(fails: bool) -> None:
     gpus = OnSharedGpus()
 
     async def save_ranks(*_: object, **__: object) -> None:
@@ -104,8 +104,8 @@ def test_without_engines_the_policy_has_its_memory_after_a_save(fails: bool) -> 
     assert gpus.policy.here == {"weights", "grads", "optimizer"} and gpus.critic.here == set()
 
 
-def test_a_repair_beside_an_offloaded_trainer_has_its_weights() -> None:
-    """Engines have separate GPUs; the trainer is offloaded, for example for its critic."""
+def test_the_weights_of_an_offloaded_trainer_are_onloaded_for_a_repair() -> None:
+    """Engines have separate GPUs; the trainer may be offloaded, for example for its critic."""
     fleet = FakeFleet()
     policy = FakeActors(fleet.log)
     config = load([], {"cluster": {"offload_train": True}}).config

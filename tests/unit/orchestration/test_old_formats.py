@@ -1,10 +1,9 @@
-"""A run whose journal and state were written by an older program ends as one that was never
-interrupted.
+"""A run resumed from an older version's journal and state ends like an uninterrupted one.
 
-``tests/data/old_formats`` has what two programs left of a run killed in the training of its sixth
-step: that of journal format 1, and that of format 2, which wrote states with a JSON number per
-token. To record another one, run this module as a script with the older program's modules on the
-path.
+``tests/data/old_formats`` has the files of a run that was killed while it trained its sixth step,
+written by two versions: one with journal format 1, and one with format 2 that wrote a JSON number
+per token into states. To record another version, run this module as a script with the older modules
+on the path.
 """
 
 import hashlib
@@ -22,15 +21,15 @@ from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparab
 
 RECORDED = Path(__file__).parents[2] / "data/old_formats"
 SETTINGS = {"rollout_mode": "one_step_off"}
-DIES_IN = 6  # the training of this step; the last state is that of step 3
+DIES_IN = 6  # step whose training is killed; the last saved state is that of step 3
 
 
 class Killed(BaseException):
-    """Not caught by the program."""
+    """The process is killed; as a BaseException it passes ``except Exception``."""
 
 
 class Stages(FakeStages):
-    """The weights are a hash of everything that a trainer sees of the groups."""
+    """Stages whose weights are a hash of everything that a trainer sees of the groups."""
 
     def __init__(self, dies_in=None):
         super().__init__()
@@ -48,7 +47,7 @@ class Stages(FakeStages):
 
 
 def plain(sample):
-    """A sample as JSON values, with single numbers."""
+    """Return a sample as plain JSON values."""
     return [
         sample.prompt_id,
         sample.index,
@@ -63,8 +62,9 @@ def plain(sample):
 
 
 def answer(prompt, index):
-    """The same for any weights, so that the order of events does not matter; log-probs are float32
-    numbers.
+    """Return an answer that is the same for any weights, so that the order of events is irrelevant.
+
+    Its log-probs are exact in float32.
     """
     length = 3 + (prompt.prompt_id + index) % 4
     return Sample(
@@ -72,7 +72,7 @@ def answer(prompt, index):
         index,
         prompt.token_ids,
         tuple(100000 + prompt.prompt_id * 10 + at for at in range(length)),
-        # 0.1 in float32, 0.2, 0.4
+        # 0.1 in float32, times powers of 2
         tuple(-float.fromhex("0x1.99999ap-4") * 2**at for at in range(length)),
         "Grüße\u2028" * index,
         "stop",
@@ -90,7 +90,7 @@ def _engines(monkeypatch):
 
 
 async def write(self, entry):
-    """Instead of ``FakeEngines.write``: an answer that is halted keeps the first of its samples."""
+    """Replace ``FakeEngines.write``: a halted group keeps its first sample."""
     prompt = entry.prompt
     for _ in range(1 + prompt.prompt_id % 3):
         await test_loop.asyncio.sleep(0)
@@ -103,7 +103,7 @@ async def write(self, entry):
 
 
 def interrupted(folder):
-    """Run until the kill; returns the last state and the weights that belong to it."""
+    """Run until the kill; return the last saved state and its weights."""
     stages = Stages(DIES_IN)
     with pytest.raises(Killed):
         run(folder, stages, RunState(pending={}), **SETTINGS)
@@ -111,7 +111,7 @@ def interrupted(folder):
 
 
 @pytest.mark.parametrize("program", ["format_1", "format_2"])
-def test_a_run_of_an_older_program_is_resumed_as_if_nothing_had_happened(tmp_path, program):
+def test_a_run_of_an_older_version_is_resumed_without_a_difference(tmp_path, program):
     whole = Stages()
     (tmp_path / "whole").mkdir()
     run(tmp_path / "whole", whole, RunState(pending={}), **SETTINGS)
@@ -132,7 +132,7 @@ def test_a_run_of_an_older_program_is_resumed_as_if_nothing_had_happened(tmp_pat
 
 
 @pytest.mark.parametrize("program", ["format_1", "format_2"])
-def test_a_state_of_an_older_program_is_that_of_this_one(tmp_path, program):
+def test_a_state_of_an_older_version_equals_that_of_this_one(tmp_path, program):
     state, weights = interrupted(tmp_path)
     record = json.loads((RECORDED / program / "saved.json").read_text())
     assert (RunState.from_json(record["state"]), record["weights"]) == (state, weights)

@@ -1,4 +1,4 @@
-"""Placement and ports: deterministic, within what is offered, and clear when it is not enough."""
+"""Placement and ports are deterministic and within the offers; shortages are clear errors."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_ranks_fill_nodes_in_order_and_engines_spread():
     assert placement.ranks_of_engines == ((), ())
 
 
-def test_a_run_whose_engines_are_on_other_jobs_takes_the_gpus_of_the_trainer_alone():
+def test_a_run_whose_engines_are_in_other_jobs_needs_only_gpus_for_the_trainer():
     settings = config(num_gpus_per_node=2, actor_num_gpus_per_node=2, rollout_num_gpus=0)
     placement = place(offers(2), settings)
     assert len(placement.actors) == 2 and placement.engines == placement.ranks_of_engines == ()
@@ -89,7 +89,7 @@ def test_a_critic_on_exclusive_gpus_gets_the_first_nodes_with_free_gpus_and_a_po
     assert moved.critics == (Slot("id7", "10.0.0.7", 1),) * 2
 
 
-def test_one_node_holds_everything_when_it_can():
+def test_one_node_is_used_if_everything_fits():
     settings = config(
         num_gpus_per_node=4,
         actor_num_gpus_per_node=2,
@@ -145,7 +145,7 @@ def test_too_few_gpus_are_an_error_with_a_table(gpus, word):
 
 
 def engines_on(*nodes):
-    """Engines with a part on each of the given nodes."""
+    """Return engines with one part on each of the given nodes."""
     return [tuple(Slot(f"id{node}", f"10.0.0.{node}", 1) for node in own) for own in nodes]
 
 
@@ -167,9 +167,7 @@ def test_all_ports_are_different_and_inside_the_block():
 
 
 def test_engines_that_use_tcp_have_free_ports_after_their_rendezvous():
-    """SGLang takes the six ports behind it: no other service, and no other engine, has one of
-    them.
-    """
+    """SGLang uses the six ports after it, so no other service and no other engine may have them."""
     ports = service_ports(20000, 100, engines=ON_ONE_NODE, num_stages=2, over_tcp=True)
     derived = [meeting + behind for meeting in ports.engine_groups for behind in range(1, 7)]
     named = [
@@ -226,7 +224,7 @@ def colocated(per_engine, nodes=2, gpus=4):
     return place(offers(*[gpus] * nodes), settings)
 
 
-def test_ranks_follow_the_gpus_of_their_node_whichever_worker_ray_gave_them_to():
+def test_ranks_follow_the_gpus_of_their_node_in_any_order_of_workers():
     placement = colocated(per_engine=2)
     order = order_by_gpu(placement.actors, [2, 0, 3, 1, 1, 3, 2, 0])
     assert order == (1, 3, 0, 2, 7, 4, 6, 5)
@@ -241,29 +239,25 @@ def test_a_node_with_unknown_or_equal_gpu_positions_keeps_its_order(positions):
     assert order_by_gpu(colocated(per_engine=1).actors, positions) == tuple(range(8))
 
 
-def test_one_node_that_cannot_tell_does_not_keep_the_others_from_it():
+def test_one_node_with_unknown_positions_does_not_affect_the_others():
     positions = [None, None, None, None, 3, 2, 1, 0]
     assert order_by_gpu(colocated(per_engine=1).actors, positions) == (0, 1, 2, 3, 7, 6, 5, 4)
 
 
-def test_gpus_that_do_not_begin_at_zero_are_sorted_too():
-    """Trainer and engines on one node: Ray may have started an engine first."""
+def test_gpus_whose_positions_do_not_start_at_zero_are_sorted_too():
+    """With trainer and engines on one node, Ray may have started an engine first."""
     settings = config(num_gpus_per_node=4, actor_num_gpus_per_node=2, rollout_num_gpus=2)
     assert order_by_gpu(place(offers(4), settings).actors, [3, 1]) == (1, 0)
 
 
 @pytest.mark.parametrize("per_engine", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", [str, "GPU-{:04x}".format])
-def test_an_engine_gets_the_gpus_of_the_ranks_that_share_with_it_in_the_order_of_the_bus(
-    per_engine, name
-):
-    """As the stages put it together: the order of the workers, then each engine's list by its
-    ranks.
-    """
+def test_an_engine_gets_the_gpus_of_its_ranks_in_bus_order(per_engine, name):
+    """Combine both steps as the stages do: order the workers, list each engine's GPUs by rank."""
     placement = colocated(per_engine)
-    positions = [2, 0, 3, 1, 1, 3, 2, 0]  # of the workers, as Ray started them
+    positions = [2, 0, 3, 1, 1, 3, 2, 0]  # GPU positions of the workers in Ray's order
     order = order_by_gpu(placement.actors, positions)
-    visible = [name(positions[worker]) for worker in order]  # what rank 0, 1, ... answers
+    visible = [name(positions[worker]) for worker in order]  # GPU names of ranks 0, 1, ...
     for engine, ranks in zip(placement.engines, placement.ranks_of_engines, strict=True):
         lists = [[visible[rank] for rank in part.shared_with] for part in engine]
         assert [gpu for part in lists for gpu in part] == [visible[rank] for rank in ranks]

@@ -1,4 +1,4 @@
-"""The stop file: its reason is reported, its deadline decides what is saved."""
+"""The stop file: its reason is reported, and its deadline decides what is saved."""
 
 import asyncio
 import errno
@@ -33,7 +33,7 @@ from rlpost.types import Prompt, Sample, Unfinished
         ("[1]", r"\[1\]"),
     ],
 )
-def test_a_request_is_raised_with_its_reason_in_words(tmp_path, text, reason):
+def test_a_request_is_raised_with_its_reason(tmp_path, text, reason):
     stop = StopRequest(tmp_path / "STOP")
     stop.check()
     (tmp_path / "STOP").write_text(text)
@@ -47,7 +47,7 @@ def stop_at(tmp_path, now, text):
     return stop
 
 
-def test_the_time_that_is_left_is_counted_to_the_deadline_and_the_time_that_passed_from_the_signal(
+def test_time_left_is_measured_to_the_deadline_and_time_passed_from_the_signal(
     tmp_path,
 ):
     stop = StopRequest(tmp_path / "STOP", clock=lambda: 130.0)
@@ -62,7 +62,7 @@ def test_the_time_that_is_left_is_counted_to_the_deadline_and_the_time_that_pass
     assert stop_at(tmp_path, 199.0, '{"reason": "USR2", "deadline": 200}').is_nearly_over()
 
 
-def test_a_file_made_by_hand_counts_from_when_it_was_made(tmp_path):
+def test_a_manually_created_file_counts_from_its_creation(tmp_path):
     (tmp_path / "STOP").write_text("please")
     made = (tmp_path / "STOP").stat().st_mtime
     stop = StopRequest(tmp_path / "STOP", clock=lambda: made + 3)
@@ -70,7 +70,7 @@ def test_a_file_made_by_hand_counts_from_when_it_was_made(tmp_path):
     assert stop.time_left_s() is None
 
 
-def test_a_checkpoint_is_saved_when_it_fits_before_the_deadline_and_else_the_journal_alone():
+def test_a_checkpoint_is_saved_if_it_fits_before_the_deadline_otherwise_the_journal_is_used():
     assert leave_with(None, 1e9) == "checkpoint"
     assert leave_with(60 + EXIT_S, 60) == "checkpoint"
     assert leave_with(59 + EXIT_S, 60) == "journal"
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_saved_when_it_fits_before_the_deadline_and_else_the_jou
         (100, HalfTrained("x"), "journal"),
     ],
 )
-def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(
+def test_what_is_saved_is_remembered_and_half_trained_weights_are_never_saved(
     tmp_path, now, request_, saved
 ):
     stop = stop_at(tmp_path, now, '{"reason": "x", "deadline": 200}')
@@ -93,13 +93,13 @@ def test_what_is_saved_is_remembered_and_weights_between_two_steps_never_are(
     assert stop.leave_with(request_) == saved == stop.left_with
 
 
-def test_before_anything_is_measured_a_save_takes_what_its_size_takes_on_slow_storage():
+def test_before_any_measurement_a_save_is_estimated_from_its_size_on_slow_storage():
     saves = SaveEstimate()
     saves.expect(2e9, num_nodes=4)
     assert saves.estimate_s == pytest.approx(FIXED_S + 8 * 2e9 / (4 * 200e6))
 
 
-def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
+def test_after_measurements_the_slowest_recent_rate_counts_with_a_margin():
     now = [0.0]
     saves = SaveEstimate(clock=lambda: now[0])
     saves.expect(1e15, num_nodes=1)
@@ -117,7 +117,7 @@ def test_afterwards_the_slowest_of_the_last_rates_counts_with_a_margin():
     assert saves.estimate_s == pytest.approx(FIXED_S + 1.5 * 1), "what was slow once is forgotten"
 
 
-def test_a_file_system_that_does_not_answer_for_a_moment_requests_nothing(tmp_path, monkeypatch):
+def test_a_transient_file_system_error_is_not_a_stop_request(tmp_path, monkeypatch):
     def stale(path, **named):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
@@ -130,7 +130,7 @@ def test_a_file_system_that_does_not_answer_for_a_moment_requests_nothing(tmp_pa
     assert stop.requested()
 
 
-def test_a_request_that_cannot_be_read_for_a_moment_is_one_and_its_deadline_is_read_later(
+def test_a_request_that_is_unreadable_for_a_moment_counts_and_its_deadline_is_read_later(
     tmp_path, monkeypatch
 ):
     stop = stop_at(tmp_path, 130.0, '{"reason": "USR2", "time": 100, "deadline": 200}')
@@ -144,7 +144,7 @@ def test_a_request_that_cannot_be_read_for_a_moment_is_one_and_its_deadline_is_r
     assert (stop.time_left_s(), stop.seconds_from_signal()) == (70.0, 30.0)
 
 
-def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_path):
+def test_a_request_ends_a_wait_and_cancels_the_awaited_work(tmp_path):
     stop, ended = StopRequest(tmp_path / "STOP"), []
 
     async def work():
@@ -168,10 +168,8 @@ def test_a_wait_is_ended_by_a_request_and_what_was_waited_for_is_cancelled(tmp_p
 NO_CONNECTION = SimpleNamespace(routes=None)
 
 
-def test_a_slow_grading_is_ended_by_a_request_and_its_answers_are_kept(tmp_path):
-    """The group comes back unfinished with every answer complete, so that a resume only grades
-    it.
-    """
+def test_a_slow_grading_is_interrupted_by_a_request_and_its_answers_are_kept(tmp_path):
+    """The group stays unfinished with all answers complete, so a resume only has to grade it."""
     stop = StopRequest(tmp_path / "STOP")
 
     class Slow:
@@ -240,7 +238,7 @@ class Clock:
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
 def test_a_clock_that_differs_from_the_writers_does_not_move_the_deadline(tmp_path, ahead_s):
-    """The run is killed 100 s after the signal, whatever this host's clock says."""
+    """The run is killed 100 s after the signal, independently of this host's clock."""
     wall, steady = Clock(1000.0 + ahead_s), Clock(50.0)
     stop = StopRequest(tmp_path / "STOP", clock=wall, monotonic=steady)
     assert not stop.requested()
@@ -254,8 +252,8 @@ def test_a_clock_that_differs_from_the_writers_does_not_move_the_deadline(tmp_pa
     assert stop.seconds_from_signal() == pytest.approx(30, abs=CLOCK_SLACK_S + 1)
 
 
-def test_a_request_that_was_not_seen_for_long_counts_from_when_it_was_written(tmp_path):
-    """The process was busy: only the writer knows how much of the time is gone."""
+def test_a_request_that_is_noticed_late_counts_from_when_it_was_written(tmp_path):
+    """The process was busy, so only the writer's time tells how much time has passed."""
     wall, steady = Clock(1000.0), Clock(50.0)
     stop = StopRequest(tmp_path / "STOP", clock=wall, monotonic=steady)
     assert not stop.requested()
@@ -267,7 +265,7 @@ def test_a_request_that_was_not_seen_for_long_counts_from_when_it_was_written(tm
     )
 
 
-def test_a_folder_that_hangs_does_not_hold_up_who_polls(tmp_path, monkeypatch):
+def test_a_hanging_folder_does_not_block_polling(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr("rlpost.orchestration.preemption.ANSWER_S", 0.1)
     stop, exists = StopRequest(tmp_path / "STOP"), os.path.exists
@@ -285,8 +283,10 @@ def test_a_folder_that_hangs_does_not_hold_up_who_polls(tmp_path, monkeypatch):
     assert stop.requested()
 
 
-def test_a_file_that_another_node_wrote_is_seen_though_a_cache_knows_of_none(tmp_path, monkeypatch):
-    """NFS clients cache that a file is missing until its folder is opened."""
+def test_a_file_written_by_another_node_is_found_despite_a_negative_cache_entry(
+    tmp_path, monkeypatch
+):
+    """NFS clients cache the absence of a file until its folder is opened."""
     cached, stat, opened = {}, os.stat, os.open
 
     def from_cache(path, **named):

@@ -1,8 +1,6 @@
-"""Moments at which a stop is awkward, and a resume that gives the same weights, metrics and order
-of prompts.
+"""Stops at awkward moments: a resume gives the same weights, metrics and order of prompts.
 
-The real loop, collector, buffer, journal and prompt cursor; stages of ``test_loop`` in this
-process.
+Loop, collector, buffer, journal and prompt cursor are real; the stages are those of ``test_loop``.
 """
 
 import json
@@ -14,12 +12,13 @@ from rlpost.errors import Preempted
 from rlpost.orchestration.preemption import StopRequest
 from tests.unit.orchestration.test_loop import FakeStages, comparable, run
 
-TIME = {"checkpoint": "N/A", "journal": 1}  # a deadline that nobody knows; one that has passed
+TIME = {"checkpoint": "N/A", "journal": 1}  # saved by the stop -> deadline: unknown, or past
 
 
 class Stopping(FakeStages):
-    """A stop is requested at the end of the n-th call of a stage, which itself goes through: the
-    loop finds it.
+    """Stages that request a stop in the n-th call of a stage.
+
+    The call itself completes, so the loop has to notice the request.
     """
 
     def __init__(self, stop, stop_in, saved="checkpoint"):
@@ -40,7 +39,7 @@ def undisturbed(folder, **rollout):
 
 
 def resume(folder, first, **rollout):
-    """From what ``first`` saved, or from the beginning if it saved nothing."""
+    """Resume from the state that ``first`` saved, or from the start if it saved none."""
     (folder / "STOP").unlink()
     state, weights = first.saved or (RunState(pending={}), "")
     second = FakeStages()
@@ -57,10 +56,8 @@ def resume(folder, first, **rollout):
 
 @pytest.mark.parametrize("saved", TIME)
 @pytest.mark.parametrize("batch_size", [5, 10])
-def test_at_the_boundary_of_an_epoch(tmp_path, saved, batch_size):
-    """Ten prompts: the cursor stands behind the last of an epoch, and the next epoch is not
-    shuffled yet.
-    """
+def test_a_stop_at_the_end_of_an_epoch(tmp_path, saved, batch_size):
+    """After ten prompts the cursor is at the end of an epoch; the next one is not shuffled yet."""
     whole, lines = undisturbed(tmp_path / "whole", rollout_batch_size=batch_size)
     first = Stopping(tmp_path / "STOP", ("evaluate", 2), saved)  # after step 2
     with pytest.raises(Preempted):
@@ -78,7 +75,7 @@ def test_at_the_boundary_of_an_epoch(tmp_path, saved, batch_size):
 
 
 @pytest.mark.parametrize("saved", TIME)
-def test_before_the_first_step(tmp_path, saved):
+def test_a_stop_before_the_first_step(tmp_path, saved):
     whole, lines = undisturbed(tmp_path / "whole")
     (tmp_path / "STOP").write_text(json.dumps({"reason": "test", "deadline": TIME[saved]}))
     first = FakeStages()
@@ -92,9 +89,7 @@ def test_before_the_first_step(tmp_path, saved):
 
 @pytest.mark.parametrize("stop_in", [("train", 6), ("sync", 6), ("evaluate", 4)])
 def test_after_the_last_step_nothing_is_left_to_stop(tmp_path, stop_in):
-    """A request that comes when everything is trained does not make a run of one attempt a run of
-    two.
-    """
+    """A request after the last step does not cause a second attempt."""
     whole, lines = undisturbed(tmp_path / "whole")
     first = Stopping(tmp_path / "STOP", stop_in)
     run(tmp_path, first, RunState(pending={}))
@@ -105,8 +100,8 @@ def test_after_the_last_step_nothing_is_left_to_stop(tmp_path, stop_in):
 
 @pytest.mark.parametrize("saved", TIME)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_in_the_middle_of_an_evaluation(tmp_path, saved, count):
-    """It is made again as a whole; the step it belongs to is not, and its line is written once."""
+def test_a_stop_in_the_middle_of_an_evaluation(tmp_path, saved, count):
+    """The whole evaluation is repeated, but not its step; its metrics line is written once."""
 
     class MidEvaluation(Stopping):
         async def evaluate(self):

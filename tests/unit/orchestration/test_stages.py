@@ -1,4 +1,4 @@
-"""Every mode ends just what its start has begun, also when the start fails half way."""
+"""Every mode closes exactly what it has started, even if startup fails halfway."""
 
 import asyncio
 import json
@@ -38,8 +38,9 @@ MODES = {
 
 
 class Workers:
-    """Ranks, engines, weights and graders at once: every call succeeds, closing is noted, some
-    calls fail.
+    """A fake of ranks, engines, weights and graders.
+
+    Calls in ``fails`` raise SyncError, all others succeed; ``close`` is logged.
     """
 
     def __init__(self, name: str, log: list[str], fails: tuple[str, ...] = ()) -> None:
@@ -51,7 +52,7 @@ class Workers:
         return asyncio.sleep(0) if self._name in ("weights", "grader") else None
 
     def ranks_see(self, visible: object) -> None:
-        """Of Offload: nothing."""
+        """Do nothing; part of the interface of ``Offload``."""
 
     def __len__(self) -> int:
         return 1
@@ -73,7 +74,7 @@ def made(
     fails: tuple[str, ...],
     nodes: tuple[Node, ...] = (),
 ) -> tuple[Any, list[str]]:
-    """The stages of a mode on workers of which those calls fail, and what they close."""
+    """Return the stages of a mode, whose calls in ``fails`` raise, and the log of their closes."""
     log: list[str] = []
     for module in (stages, debug_modes):
         monkeypatch.setattr(module, "Fleet", lambda *_: Workers("fleet", log, fails))
@@ -124,7 +125,7 @@ def test_the_settings_choose_the_mode(mode, tmp_path, monkeypatch):
         ("train-only", "call", []),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_behind(mode, fails, closed, tmp_path, monkeypatch):
+def test_a_failed_startup_leaves_nothing_behind(mode, fails, closed, tmp_path, monkeypatch):
     made_stages, log = made(mode, tmp_path, monkeypatch, fails=(fails,))
 
     async def run() -> None:
@@ -139,7 +140,7 @@ def test_a_start_that_fails_leaves_nothing_behind(mode, fails, closed, tmp_path,
 
 
 class FleetOfJobs:
-    """Notes the order of what happens to the fleet's engines and to the run's own."""
+    """Logs the order of events of the fleet's engines and of the run's own engines."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -181,7 +182,7 @@ class FleetOfJobs:
         ),
     ],
 )
-def test_the_fleet_gets_the_weights_while_own_engines_generate_or_before(
+def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
     mode, order, tmp_path, monkeypatch
 ):
     nodes = (Node("n0", "10.0.0.1", "lo", 1),)
@@ -213,12 +214,13 @@ def test_the_fleet_gets_the_weights_while_own_engines_generate_or_before(
 
 @pytest.mark.parametrize(
     ("dies", "wait", "updated"),
-    [(True, False, [3]), (False, False, []), (True, True, [])],  # nobody generates after the last
+    # the last save of a run waits, and no engine generates after it
+    [(True, False, [3]), (False, False, []), (True, True, [])],
 )
-def test_engines_that_lost_their_weights_in_a_save_get_them_again_before_they_generate(
+def test_engines_that_lost_their_weights_in_a_save_get_new_ones_before_they_generate(
     dies, wait, updated, tmp_path, monkeypatch
 ):
-    """Ranks that die in a save are started again on the GPUs of engines, which leave them."""
+    """Ranks that die in a save are restarted on the GPUs of engines, which lose their weights."""
     made_stages, _ = made("colocated", tmp_path, monkeypatch, fails=())
     held, versions = [True], []
 
@@ -231,7 +233,7 @@ def test_engines_that_lost_their_weights_in_a_save_get_them_again_before_they_ge
         held[0] = True
 
     async def saved(*_: Any, **__: Any) -> None:
-        """Of the ranks: nothing."""
+        """Save nothing."""
 
     offload = SimpleNamespace(
         engines_hold_gpus=lambda: held[0], save=lambda **_: None, send=None, generate=None

@@ -1,4 +1,4 @@
-"""Standby processes: started once they are wanted, used once, and never for another GPU."""
+"""Standby processes: started when wanted, used once, and never for another GPU."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ GPUS = ["GPU-a", "GPU-b", "GPU-c"]
 
 
 class Group:
-    """Standby workers, of which some are dead."""
+    """Standby workers, some of which are dead."""
 
     def __init__(self):
         self.dead_ranks, self.killed = [], []
@@ -30,7 +30,7 @@ class Group:
 
 
 class Startup:
-    """Creates groups; notes for which GPUs."""
+    """Creates groups and records their GPUs."""
 
     def __init__(self):
         self.made = []
@@ -48,7 +48,7 @@ def taken(standby, placement):
     ("wanted", "gpus", "is_started"),
     [(None, GPUS, True), (None, [""] * 3, False), (True, [""] * 3, True), (False, GPUS, False)],
 )
-def test_they_are_started_where_ranks_have_gpus_or_as_the_setting_says(wanted, gpus, is_started):
+def test_they_are_started_if_ranks_have_gpus_or_as_configured(wanted, gpus, is_started):
     startup = Startup()
     Standby(startup, wanted=wanted).start(HERE, gpus)
     assert [used for _, used in startup.made] == [gpus] * is_started
@@ -66,7 +66,7 @@ def test_they_are_started_once_used_once_and_then_replaced():
     assert len(startup.made) == 2
 
 
-def test_a_node_with_a_dead_standby_and_a_node_that_was_replaced_begin_with_new_processes():
+def test_nodes_with_a_dead_standby_and_replaced_nodes_get_new_processes():
     startup = Startup()
     standby = Standby(startup, wanted=None)
     standby.start(HERE, GPUS)

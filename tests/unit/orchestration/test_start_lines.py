@@ -1,4 +1,4 @@
-"""What the ledger says of the start of an attempt, and of drivers that replace a dead one."""
+"""Ledger entries for the start of an attempt, and for drivers that replace a dead one."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ AGAIN = {"steps": 2, "step_s": 3.5}
 
 
 def start(folder, incarnation, *, is_ready=True):
-    """One driver of attempt 4 begins; returns the entries that it saw."""
+    """Start one driver of attempt 4; return the events of the entries that it read."""
     ledger = Ledger(folder / "ledger.jsonl")
     cluster = Cluster(
         "",
@@ -56,7 +56,7 @@ def test_an_attempt_starts_once_and_a_later_driver_recovers(tmp_path):
     assert (recovered["steps_again"], recovered["again"]) == (2, AGAIN)
 
 
-def test_a_driver_that_died_in_the_startup_leaves_it_to_the_next_one(tmp_path):
+def test_after_a_death_during_startup_the_next_driver_reports_ready(tmp_path):
     start(tmp_path, 0, is_ready=False)
     start(tmp_path, 1)
     events = [entry["event"] for entry in entries(tmp_path)]

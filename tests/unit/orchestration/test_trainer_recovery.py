@@ -1,8 +1,8 @@
-"""Dead trainer ranks: the real loop, collector, journal and checkpoints, with ranks in this process.
+"""Recovery of dead trainer ranks: real loop, collector, journal and checkpoints, fake ranks.
 
-The weights of the ranks are a hash of all batches that they were trained on, and die with them. A
-run whose ranks die anywhere must end with the weights, the metrics and the prompts of one whose
-ranks do not; its engines are never started again, and get each version once.
+The weights of the ranks are a hash of all batches that they were trained on, and are lost with
+them. A run whose ranks die anywhere must end with the weights, metrics and prompts of an
+undisturbed one. Its engines are never restarted and get each version once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def _impatient(monkeypatch):
 
 
 class Ranks:
-    """The group of ranks, what starts them, and what they train, all at once."""
+    """A fake of the group of ranks, of the code that starts them, and of their training."""
 
     names = ("actor-0 on 10.0.0.1", "actor-1 on 10.0.0.1")
 
@@ -52,24 +52,24 @@ class Ranks:
         self.create_fails = self.engines_hold = False
 
     def passes(self, place):
-        """Die if it is time; raise as a call of dead ranks does."""
+        """Count a pass; die if ``deaths`` has it, and raise as calls to dead ranks do."""
         self.passed[place] += 1
         if (place, self.passed[place]) in self.deaths:
             self.dead_ranks, self.weights = [1], "lost"
         if self.dead_ranks:
             raise TrainerDied("actor-1 on 10.0.0.1 died: killed\nend of its log", self.dead_ranks)
 
-    # the training
+    # training
     async def train(self, groups):
         self.passes("train")
         for _ in range(5):
-            await asyncio.sleep(0)  # while engines generate, in the modes that let them
+            await asyncio.sleep(0)  # engines generate meanwhile in the asynchronous modes
         trained = json.dumps([[group.prompt_id, group.rewards] for group in groups])
         self.weights = hashlib.sha256((self.weights + trained).encode()).hexdigest()
         self.passes("trained")
         return {"train/loss": int(self.weights[:4], 16) / 1e4, "train/grad_norm": 1.0}
 
-    # the group
+    # group of ranks
     async def dead(self, within_s):
         return self.dead_ranks
 
@@ -88,7 +88,7 @@ class Ranks:
     async def positions(self, within_s):
         return [object(), None]
 
-    # what starts them
+    # startup of ranks
     def engines_hold_gpus(self):
         return self.engines_hold
 
@@ -121,7 +121,7 @@ class Ranks:
 
 
 class Stages(FakeStages):
-    """Those of the loop's tests, on ranks that die. ``weights`` are those of the engines."""
+    """The stages of ``test_loop`` on ranks that die; ``weights`` are those of the engines."""
 
     def __init__(self, folder, ranks, settings=None, stop=None):
         super().__init__()
@@ -220,7 +220,7 @@ def test_ranks_that_die_anywhere_change_neither_weights_nor_metrics_nor_prompts(
     assert len(stages.events) == (stages.ranks.passed[place] >= count)
 
 
-def test_the_batches_since_the_newest_checkpoint_are_trained_again_and_recorded(tmp_path):
+def test_the_batches_since_the_newest_checkpoint_are_repeated_and_recorded(tmp_path):
     stages = whole(tmp_path, [("train", 6)])  # two steps after the checkpoint of step 3
     assert stages.ranks.log == ["kill", "prepare", "create on n0", "load iter_0000003", "connect"]
     ((event, details),) = stages.events
@@ -236,8 +236,8 @@ def test_the_batches_since_the_newest_checkpoint_are_trained_again_and_recorded(
     }
 
 
-def test_the_weights_of_an_asynchronous_run_follow_from_the_batches_that_it_trained(tmp_path):
-    """A clock decides which weights generate a group there; the trainer's part is still exact."""
+def test_the_weights_of_an_asynchronous_run_follow_from_its_trained_batches(tmp_path):
+    """The clock decides which weights generate a group there, but training is still exact."""
     deaths = [("train", 2), ("send", 4), ("trained", 9)]
     stages = whole(tmp_path, deaths, rollout_mode="fully_async", max_staleness=2)
     assert len(stages.events) == 3
@@ -261,7 +261,7 @@ def often(folder, deaths, num_steps):
 
 
 def test_a_run_whose_ranks_die_in_a_third_of_its_steps_ends_equal(tmp_path):
-    """Each in a weight update at a random step: with up to three steps to train again."""
+    """Each death is in a weight update at a random step, with up to three steps to repeat."""
     num_steps, rng = 30, random.Random(5)
     folders = [tmp_path / name for name in ("untouched", "killed")]
     for folder in folders:
@@ -277,7 +277,7 @@ def test_a_run_whose_ranks_die_in_a_third_of_its_steps_ends_equal(tmp_path):
 
 def test_a_second_death_at_the_same_step_ends_the_attempt(tmp_path):
     with pytest.raises(TrainerDied, match="died: killed"):
-        whole(tmp_path, [("train", 2), ("train", 4)])  # the third trains step 1 again
+        whole(tmp_path, [("train", 2), ("train", 4)])  # the third call repeats step 1
 
 
 def test_a_death_during_a_recovery_ends_the_attempt_with_both_causes(tmp_path):
@@ -297,7 +297,7 @@ def settings(**cluster):
 
 
 def begun(tmp_path, ranks, **named):
-    """Stages after one trained step, outside of a loop."""
+    """Return stages with a running recovery, outside of a loop."""
     stages = Stages(tmp_path, ranks, **named)
     stages.recovery.resume(0, stages.batches)
     stages.recovery.training = ranks
@@ -305,7 +305,7 @@ def begun(tmp_path, ranks, **named):
 
 
 def over(stages, error, phase="train"):
-    """Let an operation fail once with ``error``; return its final result."""
+    """Run an operation that fails once with ``error``; return its final result."""
     failures = [error]
 
     async def operation():
@@ -339,7 +339,7 @@ def test_a_broken_connection_means_that_a_peer_died_even_before_ray_reports_it(t
     assert stages.events[0][1]["ranks"] == [1]
 
 
-def test_a_rank_whose_gpu_failed_is_started_again_although_its_process_lives(tmp_path):
+def test_a_rank_whose_gpu_failed_is_restarted_although_its_process_lives(tmp_path):
     stages = begun(tmp_path, Ranks())
     error = WorkerFailed("actor-0 on 10.0.0.1 failed:\nCUDA error: uncorrectable ECC error")
     assert over(stages, error) == "done"
@@ -348,7 +348,7 @@ def test_a_rank_whose_gpu_failed_is_started_again_although_its_process_lives(tmp
 
 
 def test_an_operation_that_failed_because_a_rank_died_meanwhile_is_repeated(tmp_path):
-    """For instance engines that did not take a bucket, since its sender was killed."""
+    """For instance, engines did not take a bucket because its sender was killed."""
     ranks = Ranks()
     ranks.dead_ranks = [0]
     stages = begun(tmp_path, ranks)
@@ -356,7 +356,7 @@ def test_an_operation_that_failed_because_a_rank_died_meanwhile_is_repeated(tmp_
     assert "actor-0 on 10.0.0.1 died; first error: the engines" in stages.events[0][1]["cause"]
 
 
-def test_a_hang_is_recorded_and_its_ranks_are_started_again(tmp_path):
+def test_a_hang_is_recorded_and_its_ranks_are_restarted(tmp_path):
     stages = begun(tmp_path, Ranks())
     details = {"call": "train_step", "ranks": [1], "hosts": ["n01"], "why": "it skipped one"}
     assert over(stages, Hang("train_step hangs because of actor-1", details)) == "done"
@@ -367,10 +367,8 @@ def test_a_hang_is_recorded_and_its_ranks_are_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_critic_that_dies_is_recorded_by_its_role_and_all_ranks_are_started_again(
-    tmp_path, is_named
-):
-    """Its ranks are numbered after those of the policy, and in the ledger from 0."""
+def test_a_dead_critic_is_recorded_by_its_role_and_all_ranks_are_restarted(tmp_path, is_named):
+    """Critic ranks are numbered after those of the policy; the ledger numbers them from 0."""
     ranks = Ranks()
     ranks.names = (*Ranks.names, "critic-0 on 10.0.0.1", "critic-1 on 10.0.0.1")
     stages = begun(tmp_path, ranks)
@@ -385,7 +383,7 @@ def test_a_critic_that_dies_is_recorded_by_its_role_and_all_ranks_are_started_ag
 
 @pytest.mark.parametrize("blamed", [[0], []])
 def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path, blamed):
-    """Also when no rank of it is to blame."""
+    """This includes hangs for which no critic rank is to blame."""
     stages = begun(tmp_path, Ranks())
     details = {"call": "train_critic", "role": "critic", "ranks": blamed}
     assert over(stages, Hang("train_critic hangs because of critic-0", details)) == "done"
@@ -394,7 +392,7 @@ def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path, blamed):
     assert (recovered["role"], recovered["ranks"]) == ("critic", blamed)
 
 
-def test_recovery_that_is_off_leaves_the_error_as_it_was(tmp_path):
+def test_with_recovery_off_the_original_error_is_raised(tmp_path):
     stages = begun(tmp_path, Ranks(), settings=settings(max_trainer_recoveries=0))
     with pytest.raises(TrainerDied, match="killed"):
         over(stages, TrainerDied("killed", [0]))
@@ -428,7 +426,7 @@ def test_processes_that_do_not_end_are_named_and_end_the_attempt(tmp_path):
         over(stages, TrainerDied("killed", [0]))
 
 
-def test_a_start_that_hangs_ends_at_the_deadline_and_names_who_is_missing(tmp_path):
+def test_a_hanging_startup_ends_at_the_deadline_and_names_missing_ranks(tmp_path):
     ranks = Ranks()
     stages = begun(tmp_path, ranks, settings=settings(bringup_deadline_s=1))
 
@@ -453,7 +451,7 @@ def test_a_stop_request_ends_a_recovery_at_once_and_saves_nothing_of_the_trainer
         over(stages, TrainerDied("killed", [0]))
 
 
-def test_ranks_that_die_while_engines_generate_are_started_again_meanwhile(tmp_path):
+def test_ranks_that_die_during_generation_are_restarted_during_generation(tmp_path):
     ranks = Ranks()
     stages = begun(tmp_path, ranks)
 
@@ -468,7 +466,7 @@ def test_ranks_that_die_while_engines_generate_are_started_again_meanwhile(tmp_p
     assert [details["phase"] for _, details in stages.events] == ["generate"]
 
 
-def test_a_recovery_beside_generation_that_fails_is_raised_by_the_next_operation(tmp_path):
+def test_a_failed_recovery_during_generation_is_raised_by_the_next_operation(tmp_path):
     ranks = Ranks()
     ranks.create_fails = True
     stages = begun(tmp_path, ranks)
@@ -484,7 +482,7 @@ def test_a_recovery_beside_generation_that_fails_is_raised_by_the_next_operation
         asyncio.run(asyncio.wait_for(generate(), timeout=20))
 
 
-def test_on_gpus_that_engines_use_meanwhile_idle_ranks_are_not_watched(tmp_path):
+def test_idle_ranks_are_not_watched_while_engines_use_their_gpus(tmp_path):
     ranks = Ranks()
     ranks.engines_hold = True
     stages = begun(tmp_path, ranks)
@@ -502,8 +500,8 @@ def test_the_headline_of_a_death_is_its_first_line():
     assert Death("trainer", (1,), "actor-1 died\nend of its log").headline == "actor-1 died"
 
 
-def test_engines_generate_while_the_trainer_is_started_again(tmp_path, monkeypatch):
-    """In the asynchronous mode groups are finished between the death and the recovery."""
+def test_engines_generate_while_the_trainer_is_restarted(tmp_path, monkeypatch):
+    """In fully asynchronous mode, groups are finished between the death and the recovery."""
     finished, at_death, at_end = [], [], []
     write = FakeEngines.write
 

@@ -22,7 +22,10 @@ HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_a
 
 
 class Actors:
-    """Two pipeline stages of one data-parallel rank; only the last has log-probs (-1; ref -2)."""
+    """Two pipeline stages of one data-parallel rank; only the last returns log-probs.
+
+    They are -1 for the policy and -2 for the reference model.
+    """
 
     def __init__(self, metrics=HEALTHY):
         self.metrics = metrics
@@ -72,7 +75,7 @@ class Actors:
         return [arguments for name, arguments in self.calls if name == method]
 
     def trained(self):
-        """The samples of each optimizer step, as the first rank sees them."""
+        """The samples of all optimizer steps, as the first rank gets them."""
         steps = []
         for (batch, _, advantages), *_ in self.named("train_step"):
             changed = batch if advantages is None else batch.with_advantages(advantages)
@@ -143,7 +146,7 @@ def train(
     return asyncio.run(all_rollouts())
 
 
-def test_one_step_a_rollout_needs_no_log_probs_and_several_take_theirs_before_the_first():
+def test_one_step_per_rollout_needs_no_log_probs_and_several_compute_them_before_the_first():
     one, several = Actors(), Actors()
     train(one)
     train(several, num_steps=2)
@@ -165,8 +168,9 @@ def test_with_a_kept_old_policy_even_one_step_is_compared_with_its_log_probs(num
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
-    """KL (k1) is 1 a token: a sample of n trained tokens loses n x 0.1 of its reward, which is its
-    index.
+    """KL (k1) is 1 per token, so a sample of n trained tokens loses 0.1 n of its reward.
+
+    The reward of a sample is its index.
     """
     actors = Actors()
     metrics = train(
@@ -192,7 +196,7 @@ def test_a_loss_that_uses_no_advantages_gets_zeros():
     assert [sample.advantage for sample in actors.trained()] == [0.0] * 4
 
 
-def test_returns_to_go_are_one_advantage_a_token():
+def test_returns_to_go_give_one_advantage_per_token():
     actors = Actors()
     train(actors, kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus")
     samples = actors.trained()
@@ -212,7 +216,7 @@ def test_warnings_are_logged_and_errors_end_the_run(caplog):
 
 
 class Stopping(Actors):
-    """A stop is requested within the n-th call of a method; a deadline may be near."""
+    """Ranks that request a stop in the n-th call of a method, optionally with a near deadline."""
 
     def __init__(self, path, stop_in, *, deadline="N/A"):
         super().__init__()
@@ -247,23 +251,21 @@ def test_a_stop_before_the_first_optimizer_step_leaves_before_the_next_pass(tmp_
     assert actors.calls[-1][0] == stop_in[0]
 
 
-def test_after_the_first_optimizer_step_a_stop_completes_the_others_if_time_is_left(tmp_path):
-    """Between two steps of a rollout the weights belong to no state that a resume could start
-    from.
-    """
+def test_after_the_first_optimizer_step_a_stop_completes_the_others_if_time_permits(tmp_path):
+    """Between two steps of a rollout, the weights match no state that a run can resume from."""
     actors = Stopping(tmp_path / "STOP", ("train_step", 1))
     train(actors, num_steps=2, stop=StopRequest(tmp_path / "STOP"))
     assert len(actors.named("train_step")) == 2
 
 
-def test_a_deadline_within_a_later_step_leaves_what_must_not_be_saved(tmp_path):
+def test_a_deadline_within_a_later_step_leaves_weights_that_must_not_be_saved(tmp_path):
     actors = Stopping(tmp_path / "STOP", ("train_step", 2), deadline="1")
     with pytest.raises(HalfTrained, match="train_step does not end before the deadline"):
         train(actors, num_steps=2, stop=StopRequest(tmp_path / "STOP"))
 
 
 class Uneven(Actors):
-    """Two data-parallel ranks on two hosts; the second takes twice as long."""
+    """Two data-parallel ranks on two hosts, of which the second takes twice as long."""
 
     async def call_each(self, method, arguments):
         await super().call_each(method, arguments)
@@ -303,7 +305,7 @@ def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp
 
 
 def distilling(actors, groups, *, num_steps=1, grpo=None, **distillation):
-    """Train on these groups with a teacher; return samples as trained, and metrics."""
+    """Train on groups with a teacher; return the samples as trained, and the metrics."""
     given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"} | distillation
     metrics = train(actors, num_steps=num_steps, given=groups, distillation=given, **(grpo or {}))
     return actors.trained(), metrics
@@ -311,7 +313,7 @@ def distilling(actors, groups, *, num_steps=1, grpo=None, **distillation):
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num_steps):
-    """Policy -1, teacher -3: 2 nats a token, subtracted after the baseline; 0 where masked."""
+    """Policy -1, teacher -3: 2 nats per token, subtracted after the baseline; 0 where masked."""
     actors = Actors()
     samples, metrics = distilling(
         actors,
@@ -409,7 +411,7 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
         assert batch == own
         assert last_stage[1], "the last stage gets its values back"
         for sample, target, advantage in zip(batch.samples, returns, advantages, strict=True):
-            # values are 0.5; the reward, which is the index, is at the last token; one is masked
+            # values are 0.5; the reward (the index) is at the last token; the first token is masked
             reward = sample.response_length - 2.0
             expected = [reward - 0.5]
             for _ in range(sample.response_length - 2):
@@ -420,7 +422,7 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
 
 
 class Valuing(Actors):
-    """Ranks whose values follow from the sample; on ``all_ranks`` each has those of its batch."""
+    """Ranks whose values depend on the sample; with ``all_ranks``, each returns its own batch's."""
 
     def __init__(self, *, all_ranks=False):
         super().__init__()
@@ -442,7 +444,7 @@ class Valuing(Actors):
         ]
 
     def returns_by_sample(self):
-        """The returns of each sample of all critic steps, from all ranks."""
+        """Token ids -> returns, for all samples of all critic steps and ranks."""
         found = {}
         for ranks in self.named("train_critic"):
             for batch, _, returns in ranks:
@@ -452,10 +454,10 @@ class Valuing(Actors):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_critic_on_its_own_ranks_gives_the_advantages_and_gets_the_returns_of_one_beside_the_policy(
+def test_a_critic_on_its_own_ranks_has_the_advantages_and_returns_of_one_on_the_policys_ranks(
     num_steps,
 ):
-    """Two pipeline stages train the policy, two data-parallel ranks the critic."""
+    """The policy has two pipeline stages, the critic two data-parallel ranks."""
     beside, policy, critics = Valuing(), Valuing(), Valuing(all_ranks=True)
     given = {"advantage_estimator": "ppo", "num_steps": num_steps}
     train(beside, **given)
@@ -473,7 +475,7 @@ def test_a_critic_on_its_own_ranks_gives_the_advantages_and_gets_the_returns_of_
 
 
 class Leaving(Valuing):
-    """Ranks whose memory is offloaded; a call needs all of it, and none of the other group's."""
+    """Ranks that check at each call that they are onloaded and the other group is offloaded."""
 
     def __init__(self, *, here, **given):
         super().__init__(**given)
@@ -506,7 +508,7 @@ def test_policy_and_critic_on_the_same_gpus_compute_one_at_a_time():
 
 
 def test_penalties_are_part_of_the_critics_rewards():
-    """KL (k1) is 1 a token, so a return is the reward less 0.1 for each later token."""
+    """KL (k1) is 1 per token, so a return is the reward minus 0.1 per remaining token."""
     actors = Actors()
     metrics = train(actors, advantage_estimator="ppo", kl_coef=0.1, kl_loss_type="k1")
     ((batch, _, returns), _) = actors.named("train_critic")[0]
@@ -518,9 +520,10 @@ def test_penalties_are_part_of_the_critics_rewards():
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_beside_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(num_steps):
-    """Policy -1, teacher -3: A_t is that of GAE less 0.25 (log p - log q); the critic learns the
-    rewards alone, as in slime.
+def test_with_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(num_steps):
+    """With policy -1 and teacher -3, A_t is that of GAE minus 0.25 (log p - log q).
+
+    The critic learns the rewards alone, as in slime.
     """
     plain, actors = Actors(), Actors()
     train(plain, num_steps=num_steps, advantage_estimator="ppo", lambd=0.5)
@@ -534,7 +537,7 @@ def test_beside_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(
     assert metrics["train/opd_reverse_kl"] == pytest.approx(2.0)
     assert len(samples) == 4
     for sample in samples:
-        # of the test above: values are 0.5, the reward is the index, the first token is masked
+        # as in the test of GAE: values are 0.5, the reward is the index, the first token is masked
         from_end = [
             (sample.response_length - 2.5) * 0.5**n for n in range(sample.response_length - 1)
         ]
@@ -549,7 +552,7 @@ def test_beside_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(
     assert names.index("compute_teacher_logprobs") < names.index("train_critic")
 
 
-def test_the_form_loss_beside_a_critic_leaves_its_advantages_and_returns():
+def test_with_a_critic_the_form_loss_changes_neither_advantages_nor_returns():
     plain, actors = Actors(), Actors()
     train(plain, advantage_estimator="ppo", lambd=0.5)
     distilling(actors, groups(), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5})
@@ -590,7 +593,7 @@ PLUGINS = Path(__file__).parents[1] / "compat/plugins.py"
 
 @pytest.mark.parametrize("estimator", ["grpo", "cispo"])
 def test_post_processed_rewards_of_slime_are_the_advantages(estimator):
-    """Rewards are 0 and 1, responses have 2 and 3 tokens: 2 r + length, without another baseline."""
+    """Rewards are 0 and 1 and lengths 2 and 3, so advantages are 2 r + length, with no baseline."""
     actors = Actors()
     path = f"{PLUGINS}:post_process"
     metrics = train(actors, advantage_estimator=estimator, custom_reward_post_process_path=path)

@@ -1,6 +1,4 @@
-"""Weight updates through the coordinator: a stop between two buckets, broken broadcasts, folders
-and copies.
-"""
+"""Weight updates by the coordinator: stops between buckets, broken broadcasts, folders, copies."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +27,7 @@ MOVES = ("send_bucket", "share_bucket", "write_engine_folder", "write_weights")
 
 
 class Engine:
-    """Client of an engine that accepts everything, except for those in ``dead``."""
+    """A client whose engine accepts every request, unless its URL is in ``dead``."""
 
     dead: ClassVar[set[str]] = set()
     adapters: ClassVar[list[tuple[str, str]]] = []
@@ -62,7 +60,7 @@ class Engine:
         return self.version
 
     def __getattr__(self, name: str) -> Callable:
-        """Pause, join a group, resume: each succeeds at once."""
+        """Return a method that succeeds, for pausing, joining a group, resuming and so on."""
 
         async def succeed(*_, **__) -> bool:
             return True
@@ -71,11 +69,11 @@ class Engine:
 
 
 class Actors:
-    """Note the transfers that they begin and end; a stop is requested during the second."""
+    """Ranks that record the start and end of transfers; a stop is requested during the second."""
 
     def __init__(self, stop_file: Path, *, backend: str = "gloo") -> None:
         self.stop_file, self.begun, self.ended = stop_file, [], []
-        self.swaps: list[tuple[str, int]] = []  # and how many transfers had ended
+        self.swaps: list[tuple[str, int]] = []  # (method, number of transfers that had ended)
         self.answers = {
             "buckets.plan": [BUCKETS],
             "sync_stage": [0],
@@ -147,7 +145,7 @@ def test_a_stop_request_completes_the_current_bucket_and_starts_no_other(
 
 
 class Blocked(Actors):
-    """One of them is in a broadcast that ends only when it is aborted, and then reports that."""
+    """Ranks in a broadcast that ends only when it is aborted, and then raises SyncError."""
 
     def __init__(self, stop_file: Path, *, backend: str) -> None:
         super().__init__(stop_file, backend=backend)
@@ -181,7 +179,7 @@ def test_nothing_is_sent_without_an_engine_of_the_run(sync, tmp_path):
 
 
 def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp_path):
-    """Not at the deadline of the broadcast, which is minutes later."""
+    """It is not released only at the deadline of the broadcast, which is minutes later."""
     actors = Blocked(tmp_path / "STOP", backend="nccl")
     one = coordinator(actors, tmp_path / "weights", num_engines=2)
     Engine.dead.add("http://b")
@@ -191,7 +189,7 @@ def test_the_trainer_is_released_from_a_broadcast_as_soon_as_an_engine_fails(tmp
     assert one.engines_are_stuck, "the other engine waits in the same broadcast"
 
 
-def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
+def test_on_gloo_engines_are_not_stuck_in_a_broken_broadcast(tmp_path):
     actors = Blocked(tmp_path / "STOP", backend="gloo")
     actors.aborted.set()
     one = coordinator(actors, tmp_path / "weights")
@@ -201,7 +199,7 @@ def test_engines_leave_a_broken_broadcast_by_themselves_on_gloo(tmp_path):
 
 
 class Killed(Actors):
-    """The sender of a broadcast is killed in it."""
+    """Ranks of which the sender is killed during a broadcast."""
 
     async def transfer(self, method, *arguments):
         raise TrainerDied("actor-0 died", [0])
@@ -224,10 +222,10 @@ def test_engines_whose_sender_dies_are_stuck_in_its_broadcast_on_nccl(tmp_path, 
         ({"sglang_enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"}, "1"),
     ],
 )
-def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(
+def test_the_trainer_sets_nccl_cumem_enable_as_the_engines_do(
     sglang, given, wanted, tmp_path, monkeypatch
 ):
-    """As in SGLang (tests/contract/cuda), in the environment of the actors' workers."""
+    """The actors' workers get the same variable as SGLang's servers (tests/contract/cuda)."""
     config = load([], {"sglang": sglang}).config
     assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
     envs = []
@@ -242,7 +240,7 @@ def test_the_trainer_imports_memory_of_its_peers_as_the_engines_do(
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
-def test_a_folder_of_weights_is_not_begun(tmp_path):
+def test_after_a_stop_request_no_folder_of_weights_is_started(tmp_path):
     actors = Actors(tmp_path / "STOP")
     (tmp_path / "STOP").write_text("now")
     one = coordinator(actors, tmp_path / "weights", sync={"update_weight_transport": "disk"})
@@ -252,7 +250,7 @@ def test_a_folder_of_weights_is_not_begun(tmp_path):
 
 
 class AdapterWriters(Actors):
-    """Two ranks, of which the second writes a folder."""
+    """Two ranks, of which only the second writes a folder."""
 
     async def transfer(self, method, *arguments):
         self.begun.append(method)
@@ -260,8 +258,8 @@ class AdapterWriters(Actors):
         return [None, 202]
 
 
-def test_adapters_are_written_once_a_version_and_every_engine_loads_them(tmp_path, monkeypatch):
-    """The size of an update is that of the adapters, and no folder is left behind."""
+def test_adapters_are_written_once_per_version_and_every_engine_loads_them(tmp_path, monkeypatch):
+    """The size of an update is that of the adapters; no folder is left behind."""
     monkeypatch.setattr(Engine, "adapters", [])
     actors = AdapterWriters(tmp_path / "STOP")
     sync = {"update_weight_transport": "disk", "update_weight_mode": "adapter"}
@@ -276,9 +274,7 @@ def test_adapters_are_written_once_a_version_and_every_engine_loads_them(tmp_pat
 
 
 class Copies:
-    """A group of workers that hold a copy of the weights each; notes what it was made of and what
-    it was asked.
-    """
+    """A group of workers with one copy of the weights each; records its folders and calls."""
 
     made: ClassVar[list["Copies"]] = []
     dead = False
@@ -296,7 +292,7 @@ class Copies:
 
 
 class Writers(Actors):
-    """Two ranks, of which the first writes."""
+    """Two ranks, of which only the first writes."""
 
     def __init__(self, stop_file: Path) -> None:
         super().__init__(stop_file)
@@ -316,7 +312,7 @@ def delta_sync(tmp_path, monkeypatch, **settings):
     return coordinator(actors, folder, engines=((NEAR, FAR), (NEAR,)), sync=sync), actors, folder
 
 
-def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path, monkeypatch):
+def test_one_copy_is_beside_the_trainers_folders_and_applies_what_it_writes(tmp_path, monkeypatch):
     one, actors, folder = delta_sync(tmp_path, monkeypatch)
     asyncio.run(updated(one, 1, 2))
     names = [str(folder / f"version-000000{version}") for version in (1, 2)]
@@ -329,8 +325,10 @@ def test_one_copy_lies_where_the_trainer_writes_and_takes_what_it_wrote(tmp_path
     assert copies.asked[-1] == ("remove",)
 
 
-def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_path, monkeypatch):
-    """However many engines a node has; a repair connects again, and makes no other copy."""
+def test_a_local_folder_gives_one_copy_per_engine_node_with_a_name_of_the_run(
+    tmp_path, monkeypatch
+):
+    """There is one copy for all engines of a node; a repair reconnects and makes no new copy."""
     one, _, _ = delta_sync(tmp_path, monkeypatch, update_weight_local_checkpoint_dir="/dev/shm")
     asyncio.run(updated(one, 1))
     asyncio.run(updated(one, 2))
@@ -342,9 +340,7 @@ def test_a_folder_on_every_host_is_one_a_node_with_engines_and_the_runs_own(tmp_
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_only_the_runs_own_files_are_removed_from_a_shared_folder(tmp_path, monkeypatch, mode):
-    """--update-weight-disk-dir may hold a folder version-2 of somebody's, or the files of another
-    run.
-    """
+    """--update-weight-disk-dir may hold a foreign folder version-2, or files of another run."""
     shared = tmp_path / "scratch"
     theirs = [".version-0000001", "copy", "version-0000001", "version-2"]
     for name in theirs:

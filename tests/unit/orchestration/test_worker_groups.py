@@ -1,7 +1,6 @@
-"""Each method that a group calls by name exists in the class that runs in its workers, and takes
-what it is given.
+"""Every method that a group calls by name exists in its worker class with matching arguments.
 
-Read from the source: importing the actor would load torch and Megatron-core.
+The worker classes are parsed, because importing the actor would load torch and Megatron-core.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RUNS = {
     EngineWorkers: ("rlpost/rollout/engine.py", "Engine"),
     WeightCopies: ("rlpost/weights/delta.py", "WeightCopy"),
 }
-# of the workers themselves
+# methods of the groups that call no method by name
 NOT_CALLS = {"names", "reorder", "spans", "send", "fetch_columns"}
 NOT_CALLS |= {"replace", "dead", "processes", "kill", "until_ended", "standby"}
 NOT_CALLS |= {"end_workers"}
@@ -30,7 +29,7 @@ NUM_RANKS = 2
 
 
 class Recorder:
-    """In place of the workers: writes down each name with its positional arguments and keywords."""
+    """Fake workers that record each call as (name, number of arguments, keywords)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, frozenset[str]]] = []
@@ -74,7 +73,7 @@ OF_A_CRITIC = (
     *("save", "save_is_done", "export_critic", "restore_memory", "offload_memory"),
     *("memory_use", "positions", "write_flight_records"),
 )
-"""What is called of ranks of a critic that has its own."""
+"""Methods that are called on ranks of a critic with its own ranks."""
 CRITIC = ("rlpost/actor/critic_rank.py", "CriticRank")
 CASES += [pytest.param(ActorGroup, name, CRITIC, id=f"critic.{name}") for name in OF_A_CRITIC]
 
@@ -110,8 +109,10 @@ def _example(parameter: inspect.Parameter) -> Any:
 
 
 def _target(file: str, class_name: str, dotted: str) -> ast.AST:
-    """What ``dotted`` names in a class or its bases: a function, a property's, or an attribute that
-    its methods assign.
+    """Find a dotted name in a class or its bases.
+
+    The result is the AST of a method, of a property, or of the value that a method assigns to an
+    attribute.
     """
     first, _, rest = dotted.partition(".")
     classes = _with_bases(file, class_name)
@@ -134,7 +135,7 @@ def _target(file: str, class_name: str, dotted: str) -> ast.AST:
 
 
 def _with_bases(file: str, class_name: str) -> list[tuple[ast.Module, ast.ClassDef]]:
-    """A class and the classes of rlpost that it inherits from, each with its module."""
+    """Return a class and its base classes within rlpost, each with its module."""
     tree = ast.parse((ROOT / file).read_text())
     found = _class(tree, class_name)
     inherited = [(tree, found)]
@@ -151,7 +152,7 @@ def _with_bases(file: str, class_name: str) -> list[tuple[ast.Module, ast.ClassD
 
 
 def _file_of(tree: ast.Module, name: str) -> str | None:
-    """The file of rlpost from which a module imports a name."""
+    """Return the rlpost file from which a module imports a name, or None."""
     for node in tree.body:
         if (
             isinstance(node, ast.ImportFrom)
@@ -167,7 +168,7 @@ def _class(tree: ast.Module, name: str) -> ast.ClassDef:
 
 
 def _assigned(found: ast.ClassDef, attribute: str) -> ast.AST | None:
-    """The value that a method assigns to ``self.attribute``; None if none does."""
+    """Return the value that a method assigns to ``self.attribute``, or None."""
     for node in ast.walk(found):
         targets = (
             node.targets
@@ -205,7 +206,7 @@ def _check_arguments(function: ast.FunctionDef, num_arguments: int, names: froze
 
 
 def test_no_other_module_calls_a_worker_by_name() -> None:
-    """Go-to-definition ends at such a call, and no type checker sees a renamed method."""
+    """Editors cannot follow such calls, and type checkers do not notice a renamed method."""
     found = []
     for path in (ROOT / "rlpost").rglob("*.py"):
         if path.name in ("worker_groups.py", "workers.py"):
@@ -219,7 +220,7 @@ def test_no_other_module_calls_a_worker_by_name() -> None:
 
 
 def _is_by_name(node: ast.AST) -> bool:
-    """``x.call_each(...)``, ``x.call_aside(...)``, ``workers.call(...)``."""
+    """Whether a node is a call like ``x.call_each(...)`` or ``workers.call(...)``."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     method, owner = node.func.attr, ast.unparse(node.func.value)

@@ -1,4 +1,4 @@
-"""The order in which workers receive calls, with workers that answer at once instead of Ray's."""
+"""The order in which workers receive calls, with fake workers that answer immediately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_WORKERS = 5
 
 
 class Worker:
-    """Remembers the arguments of its calls."""
+    """A fake worker that records the arguments of its calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -38,7 +38,7 @@ class Worker:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    """The workers of groups that the test creates."""
+    """The workers of all groups that the test creates."""
     found: list[Worker] = []
 
     def remote(*arguments: Any) -> Worker:
@@ -62,9 +62,7 @@ def group(folder: Path) -> WorkerGroup:
 def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
     made: list[Worker], tmp_path: Path
 ) -> None:
-    """Ranks meet in collectives: one that never heard of a call would wait for the others in the
-    next one.
-    """
+    """A rank that missed a call would block in a collective that the others do not join."""
 
     async def run() -> None:
         actors = group(tmp_path)
@@ -93,12 +91,10 @@ def test_calls_made_together_reach_all_workers_in_one_order(
     assert results == [[number] * NUM_WORKERS for number in (1, 2, 3)]
 
 
-def test_a_stored_argument_is_given_to_ray_as_its_reference(
+def test_a_stored_argument_is_passed_to_ray_as_its_reference(
     made: list[Worker], tmp_path: Path
 ) -> None:
-    """Ray gives the worker the value of a reference that is an argument, and leaves one within an
-    argument alone.
-    """
+    """Ray resolves references that are arguments themselves, but not those nested in arguments."""
 
     async def run() -> None:
         await group(tmp_path).call_each("m", [(Stored("reference"), None)] * NUM_WORKERS)
@@ -108,7 +104,7 @@ def test_a_stored_argument_is_given_to_ray_as_its_reference(
 
 
 class Named:
-    """Ray's named actors, as far as a later driver of an attempt needs them."""
+    """A fake of Ray's named actors, as far as a later driver of an attempt needs them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options: list[dict[str, Any]] = []
@@ -156,7 +152,7 @@ def test_a_later_driver_finds_the_newest_worker_of_each_name_and_kills_older_one
     assert named.killed == [older]
 
 
-def test_a_process_that_has_ended_is_dead_and_one_that_does_not_answer_is_not(
+def test_an_ended_process_is_dead_and_a_silent_one_is_not(
     made: list[Worker], tmp_path: Path
 ) -> None:
     def answers(state: str) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Whatever an answer does to its grading, the event loop and other answers are unaffected."""
+"""No answer affects the event loop or the grading of other answers."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ def samples(*texts: str) -> list[Sample]:
 
 
 def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) -> Any:
-    """Run ``work`` with a grader, and close it."""
+    """Run ``work`` with a grader, then close the grader."""
 
     async def run() -> Any:
         made = make_grader(config)
@@ -53,7 +53,7 @@ def using(config: Config, work: Callable[[Grader], Coroutine[Any, Any, Any]]) ->
 
 @pytest.mark.slow
 def test_hostile_mathematics_gets_no_reward_and_delays_no_other_answer() -> None:
-    """A tower of powers reaches the time limit; the event loop and other gradings continue."""
+    """A power tower reaches the time limit; the event loop and other gradings continue."""
     given = [
         rf"</think>\boxed{{{text}}}"
         for text in ("9**9**9", r"\frac{1}{2}", "(" * 60 + "2" + ")" * 60, "0.5", "9" * 9999)
@@ -75,11 +75,11 @@ def test_hostile_mathematics_gets_no_reward_and_delays_no_other_answer() -> None
 
     rewards, longest = using(settings(rm_type="deepscaler", reward_timeout_s=1), work)
     assert rewards == [0, 1, 0, 1, 0]
-    assert longest < 1  # the tower alone would have taken minutes
+    assert longest < 1  # evaluating the power tower would take minutes
 
 
 @pytest.mark.slow
-def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_failure_is_a_reward_of_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE_S", 0.2)
     texts = ("fine", "crash", "raise", "nan", "nothing", "spin", "hang", "fine")
 
@@ -90,7 +90,7 @@ def test_every_way_to_fail_is_a_reward_of_0_and_counted(monkeypatch: pytest.Monk
     assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4, LOST: 0})
 
 
-def test_a_grading_that_was_lost_is_no_reward_at_all() -> None:
+def test_a_lost_grading_gives_no_reward() -> None:
     """A killed process, an unavailable server or sandbox: the reward is unknown, not 0."""
     texts = ("fine", "killed", "refused", "lost", "pipe", "fine")
 
@@ -101,7 +101,7 @@ def test_a_grading_that_was_lost_is_no_reward_at_all() -> None:
     assert found == ([1, None, None, None, 0, 1], {TIMEOUTS: 0, ERRORS: 1, LOST: 3})
 
 
-def test_a_process_that_is_killed_while_it_waits_costs_no_answer() -> None:
+def test_a_process_that_is_killed_while_idle_loses_no_grading() -> None:
     async def work(made: Any) -> Any:
         await made.grade(prompt(), samples("fine"))
         (worker,) = made._pool._all
@@ -119,7 +119,7 @@ def test_a_group_whose_grading_is_lost_has_no_reward() -> None:
     assert using(config, lambda made: made.grade(prompt(), samples("a", "killed"))) == [None, None]
 
 
-def test_what_a_grading_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_that_a_grading_started_end_with_it(tmp_path: Path) -> None:
     config = settings(custom_rm_path=f"{USER}:starts", reward_timeout_s=0.5)
     assert using(config, lambda made: made.grade(prompt(), samples(str(tmp_path / "pid")))) == [0]
     started, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
@@ -137,8 +137,8 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(monkeypatch: pytest.Mo
         using(config, lambda made: made.grade(prompt(), samples(*"abcdefgh")))
 
 
-def test_closing_ends_what_still_hangs() -> None:
-    """As in a preemption, where the answer is no longer awaited."""
+def test_close_ends_hanging_gradings() -> None:
+    """The answer is no longer awaited, as in a preemption."""
 
     async def work(made: Any) -> list[int]:
         scoring = asyncio.ensure_future(made.grade(prompt(), samples("fine", "spin")))
@@ -217,7 +217,7 @@ def test_settings_that_contradict_each_other_are_refused(
         make_grader(settings(**given))
 
 
-def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(
+def test_the_file_of_a_reward_is_relative_to_the_working_directory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(USER.parent)
@@ -226,7 +226,7 @@ def test_a_file_of_a_reward_is_found_from_the_folder_of_the_command(
 
 
 class Server:
-    """A reward model: ``answers`` one after the other, the last for ever."""
+    """A reward model that returns ``answers`` in order and then repeats the last one."""
 
     def __init__(self, *answers: tuple[int, str | bytes], slow_s: float = 0.0) -> None:
         self.answers, self.bodies, self.slow_s = list(answers), [], slow_s
@@ -268,7 +268,7 @@ def ask(server: Server, answers: Sequence[str] = ("answer",), *, timeout_s: floa
 
 
 @pytest.mark.parametrize("text", ["0.25", '{"reward": 0.25}', '{"score": 0.25, "why": "so"}'])
-def test_a_reward_model_is_asked_over_http(text: str) -> None:
+def test_a_reward_model_is_called_over_http(text: str) -> None:
     server = Server((200, text))
     assert ask(server) == [0.25]
     metadata = {"page": 3, "day": "2026-01-02"}
@@ -285,12 +285,12 @@ def test_waiting_for_a_connection_does_not_use_up_the_deadline_of_a_reward(
     assert ask(server, "abcdef", timeout_s=1.7) == [1, 1, 1, 1, 1, 1]
 
 
-def test_an_answer_that_is_no_text_is_refused() -> None:
+def test_an_answer_that_is_not_text_is_refused() -> None:
     with pytest.raises(RolloutError, match=r"answered .*it must return a number"):
         ask(Server((200, b"\xff")))
 
 
-def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_busy_reward_model_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
     server = Server((503, ""), (429, ""), (200, "1"))
     assert ask(server) == [1]
@@ -304,9 +304,7 @@ def test_a_busy_reward_model_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         ((200, "good"), "'good'; it must return a number"),
     ],
 )
-def test_an_answer_that_will_not_change_is_an_error_at_once(
-    answer: tuple[int, str], wanted: str
-) -> None:
+def test_a_permanent_error_is_raised_without_a_retry(answer: tuple[int, str], wanted: str) -> None:
     server = Server(answer)
     with pytest.raises(RolloutError, match=wanted):
         ask(server)
@@ -314,7 +312,7 @@ def test_an_answer_that_will_not_change_is_an_error_at_once(
 
 
 @pytest.mark.parametrize("server", ["answers 500", "is not there"])
-def test_a_reward_model_that_is_away_scores_nothing_and_is_named(
+def test_an_unavailable_reward_model_gives_no_reward_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
 ) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
@@ -327,7 +325,9 @@ def test_a_reward_model_that_is_away_scores_nothing_and_is_named(
         assert "does not answer" in caplog.text
 
 
-def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanently_unavailable_reward_model_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(
@@ -337,7 +337,7 @@ def test_a_reward_model_that_is_away_for_good_ends_the_run(monkeypatch: pytest.M
 
 
 def test_routes_stay_with_the_driver() -> None:
-    """They are most of an answer's bytes."""
+    """Routes are most of an answer's bytes, so they are not sent to grading processes."""
     routes = RouteColumn(np.zeros((1, 3, 2), dtype=np.uint8))
     (given,) = samples("a")
     given = replace(given, routes=routes)

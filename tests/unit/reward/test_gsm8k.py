@@ -1,6 +1,4 @@
-"""The number that an answer ends in; on real problems of the data set (the head of its test
-split).
-"""
+"""The final number of an answer, on real problems from the head of the GSM8K test split."""
 
 import json
 from itertools import product
@@ -15,7 +13,7 @@ SOLUTIONS = [json.loads(line)["answer"] for line in LINES]
 NUMBERS = [int(solution.partition("#### ")[2].replace(",", "")) for solution in SOLUTIONS]
 
 
-def test_a_solution_is_right_for_its_problem_and_for_another_only_with_the_same_number() -> None:
+def test_a_solution_is_right_for_exactly_the_problems_with_its_number() -> None:
     for given, wanted in product(range(len(LINES)), repeat=2):
         reward = gsm8k(SOLUTIONS[given], SOLUTIONS[wanted], {})
         assert reward == (NUMBERS[given] == NUMBERS[wanted]), (given, wanted)

@@ -1,7 +1,7 @@
-r"""Answers in mathematics: which are the same as the label and which are not.
+r"""Mathematical answers: which ones equal the label and which do not.
 
-The verdicts of ``deepscaler`` and ``dapo`` are those of the graders that the recipes were published
-with; where one of theirs is plainly wrong, ours differs and the case says so.
+``deepscaler`` and ``dapo`` grade like the graders that were published with these recipes. Where
+those are plainly wrong, ours differ, and the case says so.
 """
 
 import time
@@ -39,7 +39,7 @@ def test_the_last_box_with_its_inner_braces(response: str, content: str | None) 
         (r"Hm \boxed{99}</think>Final: \boxed{42}", "42", 1),
         (r"<think></think> a </think> \boxed{42}", "42", 1),
         (r"\boxed{7}###Response\boxed{42}", "42", 1),
-        (r"\boxed{42}", "42", 0),  # nothing says where the answer begins
+        (r"\boxed{42}", "42", 0),  # no marker of where the answer begins
         ("42</think>42", "42", 0),
         (r"</think>\boxed{42}", "", 0),
         (r"</think>\boxed{42}", None, 0),
@@ -49,7 +49,7 @@ def test_the_last_box_with_its_inner_braces(response: str, content: str | None) 
         (r"</think>\boxed{42", "42", 0),
     ],
 )
-def test_deepscaler_grades_the_box_behind_the_thoughts(
+def test_deepscaler_grades_the_box_after_the_reasoning(
     response: str, label: str | None, reward: int
 ) -> None:
     assert deepscaler(response, label, {}) == reward
@@ -98,29 +98,28 @@ SAME = [
 ]
 OTHER = [
     ("42", "43"),
-    (r"\frac{2}{4}", r"\frac{1}{2}"),  # a fraction is to be reduced
+    (r"\frac{2}{4}", r"\frac{1}{2}"),  # fractions must be reduced
     ("(2,1)", "(1,2)"),
     ("[1,2]", "(1,2]"),
     ("(1,2,3)", "(1,2)"),
     ("2,1", "1,2"),
     ("0.1", r"10\%"),
     ("3.14159", r"\pi"),
-    ("2^{10}", "1024"),  # a whole number is to be worked out
+    ("2^{10}", "1024"),  # integers must be evaluated
     ("5!", "120"),
     ("1.5 million", "1500000"),
     ("-5", "5"),
     (r"\text{B}", "C"),
     ("2x", "x"),
     (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
-    # the published grader compares them as floats
+    # the published grader compares them as floats, which are equal
     (
         "12345678901234567891",
         "12345678901234567890",
     ),
     ("", "5"),
     ("{}", "5"),
-    # More than one \text{ ...}: the data set's own code takes no unit off, so nothing of it is cut
-    # away.
+    # With more than one \text{ ...}, the data set's own code removes no unit, and so does ours.
     ("3", r"3 \text{ or } 5 \text{ or } 7"),
     (r"42 \text{ or } 41 \text{ or } 43", "42"),
     (r"2\text{ hours }30\text{ minutes}", r"2\text{ hours }15\text{ minutes}"),
@@ -128,13 +127,13 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("answer", "truth"), SAME)
-def test_deepscaler_takes_these_for_the_same(answer: str, truth: str) -> None:
+def test_deepscaler_considers_these_equal(answer: str, truth: str) -> None:
     assert answer_equals(answer, truth) == 1
     assert answer_equals(truth, answer) == 1
 
 
 @pytest.mark.parametrize(("answer", "truth"), OTHER)
-def test_deepscaler_takes_these_for_different(answer: str, truth: str) -> None:
+def test_deepscaler_considers_these_different(answer: str, truth: str) -> None:
     assert answer_equals(answer, truth) == 0
 
 
@@ -170,14 +169,14 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         ("Answer: 042", "42", -1),
         (r"\boxed{42}", "42", -1),
         ("42", "42", -1),
-        ("Answer: 42" + " filler" * 60, "42", -1),  # only the end is looked at
-        # a label that is no number: the published grader crashes
+        ("Answer: 42" + " filler" * 60, "42", -1),  # only the end of a response is searched
+        # the published grader crashes if the label is not a number
         (
             r"Answer: \frac34",
             r"\frac{3}{4}",
             1,
         ),
-        ("Answer: 3.5", "3.5", 1),  # and it takes this one for 3
+        ("Answer: 3.5", "3.5", 1),  # the published grader reads the label as 3
         ("Answer: 3", "3.5", -1),
         (r"Answer: $\frac{1}{2}$", "1/2", 1),
         (r"Answer: \frac{1}{2}", "0.5", 1),
@@ -187,7 +186,7 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         ("Answer: 0.5", r"\frac{1}{2}", 1),
         (r"Answer: \frac{1}{3}", r"\frac{1}{2}", -1),
         (r"Answer: \frac{1}{0}", r"\frac{1}{2}", -1),
-        # as the published grader: a whole number is to be worked out
+        # as in the published grader, integers must be evaluated
         (
             r"Answer: \frac{84}{2}",
             "42",
@@ -196,14 +195,14 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
         ("Answer: 42", None, -1),
     ],
 )
-def test_dapo_is_1_or_minus_1_by_the_last_answer_line(
+def test_dapo_grades_the_last_answer_line_as_1_or_minus_1(
     response: str, label: str | None, reward: int
 ) -> None:
     assert dapo(response, label, {}) == reward
 
 
-def test_dapo_is_done_at_once_with_any_box() -> None:
-    """It runs where the answer arrives: these dollars took minutes once."""
+def test_dapo_is_fast_on_hostile_input() -> None:
+    """It runs in the driver's process; this input used to take minutes."""
     started = time.monotonic()
     assert same_number("$1" * 3000 + "\nx", "42") == -1
     assert time.monotonic() - started < 1
@@ -223,7 +222,7 @@ def test_dapo_is_done_at_once_with_any_box() -> None:
         (r"it is $\sqrt2$ then", r"\sqrt{2}"),
     ],
 )
-def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
+def test_dapo_normalizes_the_spelling(answer: str, spelling: str) -> None:
     assert normalized(answer) == spelling
 
 
@@ -275,7 +274,7 @@ def test_dapo_evens_out_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{42}", None, 0),
     ],
 )
-def test_math_compares_what_math_verify_finds(
+def test_math_compares_the_answers_that_math_verify_extracts(
     response: str, label: str | None, reward: int
 ) -> None:
     assert math(response, label, {}) == reward

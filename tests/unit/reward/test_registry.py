@@ -1,4 +1,4 @@
-"""Rewards are found by name; ``boxed_`` scores what is in the box."""
+"""Rewards are found by name; the prefix ``boxed_`` scores the content of the last box."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from rlpost.reward.registry import REWARDS, is_isolated, reward_function
         ("38", None, 0.0),
     ],
 )
-def test_exact_match_compares_all_but_outer_white_space(
+def test_exact_match_ignores_only_surrounding_white_space(
     response: str, label: str | None, reward: float
 ) -> None:
     assert reward_function("exact_match")(response, label, {}) == reward
@@ -44,7 +44,7 @@ def test_an_unknown_reward_is_refused_with_the_known_names() -> None:
         ("boxed_gsm8k", "1200", "1200", 0.0),
         ("boxed_dapo", r"\boxed{42}", "42", 1.0),
         ("boxed_dapo", "Answer: 42", "42", -1.0),
-        # without any mark of the answer's start
+        # no marker of where the answer begins is needed
         (
             "boxed_deepscaler",
             r"\boxed{\dfrac{1}{2}}",
@@ -55,19 +55,19 @@ def test_an_unknown_reward_is_refused_with_the_known_names() -> None:
         ("boxed_math", "$2$", "2", 0.0),
     ],
 )
-def test_a_name_with_boxed_before_it_scores_the_content_of_the_last_box(
+def test_the_prefix_boxed_scores_the_content_of_the_last_box(
     name: str, response: str, label: str, reward: float
 ) -> None:
     assert reward_function(name)(response, label, {}) == pytest.approx(reward)
 
 
-def test_what_runs_sympy_or_foreign_patterns_is_isolated() -> None:
+def test_rewards_that_run_sympy_or_foreign_patterns_are_isolated() -> None:
     assert {name for name in REWARDS if is_isolated(name)} == {"deepscaler", "math", "ifeval"}
     assert is_isolated("boxed_math")
     assert not is_isolated("boxed_f1")
 
 
-def test_a_random_reward_is_0_or_1_and_leaves_the_global_generator_alone() -> None:
+def test_a_random_reward_is_0_or_1_and_does_not_use_the_global_generator() -> None:
     import random
 
     random.seed(3)

@@ -1,4 +1,4 @@
-"""Letters of a choice, shared words, instructions about the form of an answer."""
+"""Text rewards: letters of multiple-choice answers, word overlap, and format instructions."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("Option B is the correct answer. Choice C fails.", "B", {}, 1),
         ("I settle on C, I think", "C", {}, 1),
         ("b.", "B", {}, 1),
-        ("nobody gave a letter", "A", {}, 0),  # its "a" is none
+        ("nobody gave a letter", "A", {}, 0),  # the article "a" is not a choice
         ("2 things", "2", FOUR, 0),
         ("Answer: C, but actually A was right, no wait B.", "B", {"valid_letters": ["A", "B"]}, 1),
         ("Answer: C", "2", FOUR, 1),
@@ -41,7 +41,7 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("Answer: B", "1", {"choices": {"a": "first", "b": "second"}}, 1),
         ("Answer: A", "anything", {"correct_letter": "a"}, 1),
         ("Definitely Gamma.", "gamma", FOUR, 1),
-        ("no gammas here", "gamma", FOUR, 0),  # a part of a word is not the word
+        ("no gammas here", "gamma", FOUR, 0),  # only whole words count
         ("no idea", "A", {}, 0),
         ("<think>maybe C", "C", {}, 0),
         (r"<think>so \boxed{C}", "C", {}, 1),
@@ -55,7 +55,7 @@ def test_the_chosen_letter_or_text(
     assert gpqa(response, label, metadata) == reward
 
 
-def test_choices_that_are_no_list_are_refused() -> None:
+def test_choices_that_are_not_a_list_are_refused() -> None:
     with pytest.raises(DataError, match="'choices' in the metadata is 4; it must be a list"):
         gpqa("Answer: C", "C", {"choices": 4})
 
@@ -75,7 +75,7 @@ def test_choices_that_are_no_list_are_refused() -> None:
         ("x", None, 0.0),
     ],
 )
-def test_f1_of_the_words(response: str, label: str | None, reward: float) -> None:
+def test_f1_of_word_overlap(response: str, label: str | None, reward: float) -> None:
     assert f1(response, label, {}) == pytest.approx(reward)
 
 
@@ -189,7 +189,7 @@ def test_every_instruction_of_ifeval_has_a_case() -> None:
     assert len(CHECKS) == 25
 
 
-def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
+def test_all_instructions_must_be_followed_and_an_empty_answer_follows_none() -> None:
     metadata = {
         "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
         "kwargs": [{}, {}],
@@ -211,6 +211,6 @@ def test_all_instructions_must_be_followed_and_nothing_follows_none() -> None:
         ({"instruction_id_list": ["punctuation:no_commas"]}, "did you mean 'punctuation:no_comma'"),
     ],
 )
-def test_instructions_that_are_none_are_refused(metadata: dict[str, Any], wanted: str) -> None:
+def test_invalid_instructions_are_refused(metadata: dict[str, Any], wanted: str) -> None:
     with pytest.raises(DataError, match=wanted):
         ifeval("text", None, metadata)

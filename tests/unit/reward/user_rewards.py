@@ -33,9 +33,9 @@ def ranks_or_killed(prompt, samples):
 
 
 def hostile(prompt, sample):
-    """Does to the process what the text says."""
+    """Do to its process what the text says."""
     if sample.text == "hang":
-        # so that only the driver can end it
+        # blocks the timeout's signal, so that only the driver can end it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         while True:
             time.sleep(1)
@@ -53,7 +53,7 @@ def hostile(prompt, sample):
 
 
 def needy(prompt, sample):
-    """Needs something that may be away."""
+    """Need a resource that may be unavailable."""
     if sample.text == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if sample.text == "refused":
@@ -66,7 +66,7 @@ def needy(prompt, sample):
 
 
 def starts(prompt, sample):
-    """Leaves a process behind, as a program under test may."""
+    """Leave a process behind, as a program under test may."""
     Path(sample.text).write_text(str(subprocess.Popen(["sleep", "300"]).pid))
     time.sleep(300)
 

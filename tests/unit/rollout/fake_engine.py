@@ -1,8 +1,7 @@
-"""An SGLang engine (or router) that only talks: it keeps a log of what it was asked and answers in
-SGLang's shapes.
+"""A fake SGLang engine or router that logs its requests and answers in SGLang's formats.
 
-The shapes are those that a real server of 0.5.23 gave; ``tests/contract/engines/test_sglang.py`` asks a
-real one.
+The formats are those of a real server of version 0.5.23; ``tests/contract/engines/test_sglang.py``
+tests a real one.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ KEY = "the key"
 
 @dataclass
 class FakeEngine:
-    """Behaviour is set by its fields, before or while it runs."""
+    """The fake engine; its fields control its behaviour and may change while it runs."""
 
     has_sessions: bool = True
     refuses: str | None = None  # a path that answers 400
-    in_session: bool = False  # an update was begun and not ended
+    in_session: bool = False  # whether a weight-update session is open
     ignores_version: bool = False
     answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of POST /generate
-    unavailable: int = 0  # answer so many generations with this status first
+    unavailable: int = 0  # number of generations that fail first, with ``unavailable_status``
     unavailable_status: int = 503
-    holds: asyncio.Event | None = None  # generations wait for it
+    holds: asyncio.Event | None = None  # generations wait for this event
     version: str = "0"
     url: str = ""
-    knows: str = KEY  # proves this key
+    knows: str = KEY  # the key that it proves to know
     adapters: list[str] = field(default_factory=list)
-    half_loads: int = 0  # so many loads of adapters fail on some of the ranks
+    half_loads: int = 0  # number of adapter loads that fail on some ranks
     half_loaded: list[str] = field(default_factory=list)  # names that must be unloaded first
     log: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +49,7 @@ class FakeEngine:
     most_under_way: int = 0
 
     async def handle(self, request: web.Request) -> web.Response:
-        if request.path == PATH:  # asked without a key
+        if request.path == PATH:  # requested without a key
             own = urlsplit(self.url).netloc
             found = proof(self.knows, request.query["challenge"], own)
             return web.json_response({"proof": found})
@@ -121,7 +120,7 @@ class FakeEngine:
         return web.json_response(made)
 
     def echo(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The prompt's ids backwards, and a stop."""
+        """Return the prompt's ids reversed, with finish reason stop."""
         ids = list(reversed(body["input_ids"]))
         return generated(ids, version=self.version, text=" ".join(map(str, ids)))
 
@@ -147,7 +146,7 @@ def generated(
 
 @asynccontextmanager
 async def serving(*engines: FakeEngine) -> AsyncIterator[list[str]]:
-    """Serve each on a free port; gives their URLs."""
+    """Serve each engine on a free port; yield their URLs."""
     runners = []
     try:
         for engine in engines:
@@ -174,7 +173,7 @@ async def generate_groups(
     grader: Grader,
     stop_requested: Callable[[], bool],
 ) -> list[SampleGroup]:
-    """Generate ``n`` scored samples per prompt over a connection of this call."""
+    """Generate ``n`` scored samples per prompt over a new connection."""
     async with Connection(router) as connection:
         writer = GroupWriter(connection, sampling, n=n, grader=grader)
         return await write_all(writer, prompts, stop_requested)

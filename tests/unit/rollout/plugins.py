@@ -1,4 +1,4 @@
-"""The plugins with which SGLang serves on a CPU, as modules."""
+"""Load the plugins with which SGLang serves on a CPU."""
 
 from __future__ import annotations
 

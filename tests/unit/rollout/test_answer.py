@@ -1,6 +1,4 @@
-"""Engines' answers: from JSON to columns, exactly, off the event loop, and what a sample of them
-takes in memory.
-"""
+"""Engines' answers: exact parsing of JSON into columns, off the event loop, in little memory."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def body_of(made: dict[str, Any], separators: tuple[str, str] = COMPACT) -> byte
     separators=st.sampled_from([COMPACT, SPACED]),
     of_token=st.sampled_from([None, "]]", "a,null],["]),
 )
-def test_an_answer_is_read_exactly_however_its_json_is_written(
+def test_an_answer_is_parsed_exactly_in_any_json_formatting(
     tokens: list[tuple[int, float]], text: str, separators: tuple[str, str], of_token: str | None
 ) -> None:
     ids, logprobs = [token for token, _ in tokens], [logprob for _, logprob in tokens]
@@ -51,7 +49,7 @@ def test_an_answer_is_read_exactly_however_its_json_is_written(
     made["meta_info"]["output_token_logprobs"] = [
         [value, token, of_token] for token, value in tokens
     ]
-    made["meta_info"]["note"] = text  # behind the list
+    made["meta_info"]["note"] = text  # after the list
     answer = parse(body_of(made, separators))
     assert answer.token_ids == ids
     assert np.array_equal(answer.logprobs.array, np.array(logprobs, dtype=np.float32))
@@ -60,7 +58,7 @@ def test_an_answer_is_read_exactly_however_its_json_is_written(
     assert answer.meta_info["note"] == text and "output_token_logprobs" not in answer.meta_info
 
 
-def test_an_answer_that_was_aborted_before_its_first_token_has_little() -> None:
+def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
     answer = parse(body_of({"text": None, "meta_info": {"finish_reason": {"type": "abort"}}}))
     assert (answer.token_ids, answer.logprobs, answer.text) == ((), (), "")
 
@@ -75,14 +73,16 @@ def test_an_answer_that_was_aborted_before_its_first_token_has_little() -> None:
         ({"output_ids": [1, "two"]}, "invalid literal"),
     ],
 )
-def test_a_malformed_answer_says_what_is_wrong(changed: dict[str, Any], problem: str) -> None:
+def test_a_malformed_answer_is_reported_with_the_problem(
+    changed: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         parse(body_of(generated([1, 2]) | changed))
 
 
 @pytest.mark.parametrize("separators", [COMPACT, SPACED])
 def test_a_token_without_a_log_prob_is_refused(separators: tuple[str, str]) -> None:
-    """JSON has no nan, so an engine writes null for it."""
+    """JSON has no NaN, so an engine writes null instead."""
     made = generated([5, 6])
     made["meta_info"]["output_token_logprobs"] = [[-0.5, 5, None], [None, 6, None]]
     with pytest.raises(ValueError, match="a token without a log-prob"):
@@ -114,8 +114,8 @@ def test_answers_are_parsed_in_another_thread_than_the_event_loop(
 
 
 @pytest.mark.parametrize(("length", "most_bytes"), [(1024, 9.0), (4096, 8.5)])
-def test_a_sample_holds_eight_bytes_a_token_and_its_text(length: int, most_bytes: float) -> None:
-    """A tuple of Python numbers took 68 bytes a token beside the text."""
+def test_a_sample_takes_eight_bytes_per_token_and_its_text(length: int, most_bytes: float) -> None:
+    """A tuple of Python numbers took 68 bytes per token in addition to the text."""
     made = generated([100000 + at for at in range(length)], text="word" * length)
     body, prompt, sampling = (
         body_of(made),

@@ -1,6 +1,4 @@
-"""Every prompt fetched is trained, filtered or still in the buffer, once; whatever happens, in
-whatever order.
-"""
+"""Every fetched prompt is trained, filtered or buffered exactly once, in any order of events."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def prompt(prompt_id: int) -> Prompt:
 
 
 def answer(prompt_id: int, *versions: int, cut: bool = False) -> Sample:
-    """One token a version."""
+    """An answer with one token per version."""
     spans = tuple((version, 1) for version in versions) if len(versions) > 1 else ()
     tokens = tuple(range(len(versions)))
     reason = "abort" if cut else "stop"
@@ -55,16 +53,16 @@ def opened(rules: Rules, backlog: Backlog = NOTHING, step: int = 0) -> RolloutBu
     return buffer
 
 
-def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -> None:
+def test_more_groups_are_started_when_too_few_are_left_and_surplus_is_kept() -> None:
     buffer = opened(Rules(batch_size=4, start_size=6, num_steps=9))
     assert buffer.capacity() == 6
     start(buffer, range(6))
     assert buffer.capacity() == 0
     for prompt_id in (0, 1):
         buffer.finished(group(prompt_id, 0), wanted=False)
-    assert buffer.capacity() == 0  # four can still make a batch
+    assert buffer.capacity() == 0  # the remaining four can still make a batch
     buffer.finished(group(2, 0), wanted=False)
-    assert buffer.capacity() == 3  # three cannot: up to six again
+    assert buffer.capacity() == 3  # three cannot, so the buffer refills to six
     start(buffer, range(6, 9))
     for prompt_id in (8, 3, 4, 7, 5):
         buffer.finished(group(prompt_id, 0), wanted=True)
@@ -83,7 +81,7 @@ def test_more_are_started_when_too_few_are_left_and_what_is_too_much_is_kept() -
 
 
 @pytest.mark.parametrize("keep_partial", [True, False])
-def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -> None:
+def test_an_aborted_group_waits_with_or_without_its_tokens(keep_partial: bool) -> None:
     buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
     start(buffer, range(2))
     partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
@@ -99,7 +97,7 @@ def test_what_was_cut_off_waits_with_or_without_its_tokens(keep_partial: bool) -
     assert again.samples == (partial.samples if keep_partial else ())
 
 
-def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> None:
+def test_groups_in_training_stay_in_the_backlog_until_they_are_trained() -> None:
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9))
     start(buffer, range(2))
     for prompt_id in range(2):
@@ -113,9 +111,7 @@ def test_what_is_lent_for_training_is_in_the_backlog_until_it_is_trained() -> No
     assert buffer.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
 
 
-def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_what_the_preemption_did_is_not() -> (
-    None
-):
+def test_counts_survive_a_preemption_and_do_not_include_its_own_aborts() -> None:
     undisturbed = opened(Rules(batch_size=2, start_size=2, num_steps=9))
     start(undisturbed, range(2))
     undisturbed.finished(group(0, 0), wanted=False)
@@ -140,15 +136,13 @@ def test_what_was_counted_before_a_preemption_is_in_the_line_of_its_step_and_wha
     assert undisturbed.counts() == resumed.counts()
 
 
-def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to_the_next_one() -> (
-    None
-):
+def test_counts_for_the_next_batch_stay_with_it_when_the_current_batch_is_returned() -> None:
     buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9))
     start(buffer, range(2))
     buffer.finished(group(0, 0), wanted=False)
     buffer.finished(group(1, 0), wanted=True)
     buffer.take()
-    start(buffer, range(2, 4))  # for the next batch, in training
+    start(buffer, range(2, 4))  # for the next batch, while this one is in training
     buffer.finished(group(2, 0), wanted=False)
     again = opened(buffer.rules, opened(buffer.rules, buffer.backlog()).backlog())
     assert again.take() == [group(1, 0)] and again.counts() == buffer.counts()
@@ -158,9 +152,7 @@ def test_a_batch_that_was_given_back_leaves_what_was_counted_for_the_next_one_to
     assert again.take() == [group(3, 0)] and again.counts()["rollout/num_filtered"] == 1
 
 
-def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyond_the_last_step() -> (
-    None
-):
+def test_no_more_groups_are_in_flight_than_can_be_trained_in_time_or_before_the_last_step() -> None:
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=3, max_staleness=1))
     assert buffer.capacity() == 4
     start(buffer, range(4))
@@ -168,7 +160,7 @@ def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyon
         buffer.finished(group(prompt_id, 0), wanted=True)
     assert buffer.take() is not None and buffer.capacity() == 0
     buffer.trained()
-    assert buffer.capacity() == 0  # the weights are still the old ones
+    assert buffer.capacity() == 0  # the engines still have the old weights
     buffer.version = 1
     assert buffer.capacity() == 2
     start(buffer, range(4, 6))
@@ -180,9 +172,10 @@ def test_no_more_groups_are_under_way_than_can_be_trained_in_time_and_none_beyon
     assert buffer.capacity() == 0
 
 
-def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> None:
-    """Without it the batch would be there, but group 2 began with version 0 and may be trained at
-    version 1 at last.
+def test_a_batch_waits_for_a_straggler_that_would_become_too_old() -> None:
+    """Group 2 began with version 0, so it must be trained at version 1, in this batch.
+
+    Otherwise the groups that are already finished would make the batch.
     """
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
     start(buffer, range(4))
@@ -199,7 +192,7 @@ def test_a_batch_waits_for_a_straggler_that_would_be_too_old_afterwards() -> Non
     assert [g.prompt_id for g in buffer.take() or ()] == [2, 3]
 
 
-def test_after_a_resume_with_a_stricter_bound_what_is_too_old_is_not_trained() -> None:
+def test_after_a_resume_with_a_stricter_bound_stale_groups_are_not_trained() -> None:
     held = Backlog(
         (group(0, 1), group(1, 4)), (Unfinished(prompt(2), (answer(2, 1, cut=True),)),), 3, 0, 0, 2
     )
@@ -226,7 +219,7 @@ def test_a_tally_that_does_not_add_up_is_refused(broken: Backlog) -> None:
         Tally(broken)
 
 
-def test_a_prompt_that_is_fetched_again_is_refused() -> None:
+def test_a_prompt_that_is_fetched_twice_is_refused() -> None:
     buffer = RolloutBuffer(Rules(1, 1, 1), Backlog(), step=0)
     buffer.fetched([prompt(0)])
     with pytest.raises(AssertionError, match="fetched twice"):
@@ -234,9 +227,7 @@ def test_a_prompt_that_is_fetched_again_is_refused() -> None:
 
 
 class World:
-    """Engines, a trainer and a preemption that draw what happens next; it writes down what became
-    of each prompt.
-    """
+    """Engines, a trainer and preemptions with random events; records the fate of each prompt."""
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -299,12 +290,12 @@ class World:
         self.trained += [each.prompt_id for each in groups]
         self.buffer.trained()
         if self.draw.random() < 0.1:
-            self.resume()  # trained, and the engines start with the new weights
+            self.resume()  # after the step was trained, so the engines start with the new weights
         self.buffer.version = self.buffer.step
         return True
 
     def resume(self) -> None:
-        """All that is known is what a checkpoint holds."""
+        """Resume from the content of a checkpoint alone."""
         self.running = {}
         state = RunState(self.buffer.step).holding({}, self.buffer.backlog())
         state = RunState.from_json(state.to_json())
@@ -321,7 +312,7 @@ class World:
 def test_every_prompt_is_trained_filtered_or_held_once(
     batch: int, more: int, staleness: int | None, partial: bool, seed: int
 ) -> None:
-    """Whatever is dropped, cut off, saved and resumed; and never too old where there is a bound."""
+    """This holds for any mix of drops, aborts, saves and resumes, within the staleness bound."""
     world = World(Rules(batch, batch + more, 8, staleness, partial), seed)
     world.run()
     held = world.buffer.backlog()
@@ -333,7 +324,7 @@ def test_every_prompt_is_trained_filtered_or_held_once(
 
 
 class Counted:
-    """Has of a group what the buffer needs, and counts how often it is asked for its age."""
+    """A minimal group that counts how often the buffer reads its age."""
 
     num_tokens = 1
 
@@ -347,8 +338,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("max_staleness", [None, 100])
-def test_what_happens_to_one_group_looks_at_no_other(max_staleness: int | None) -> None:
-    """With 100,000 groups in the backlog a look at all of them for each event takes hours."""
+def test_an_event_of_one_group_reads_no_other_group(max_staleness: int | None) -> None:
+    """With 100,000 groups in the backlog, reading all of them for each event takes hours."""
     count = 300
     buffer = opened(
         Rules(batch_size=10, start_size=count, num_steps=count, max_staleness=max_staleness)
@@ -366,15 +357,13 @@ def test_what_happens_to_one_group_looks_at_no_other(max_staleness: int | None) 
 
 
 @given(st.lists(st.integers(0, 4), min_size=8, max_size=24), st.integers(0, 4), st.integers(0, 6))
-def test_the_oldest_groups_come_first_and_of_equal_age_the_first_to_be_complete(
+def test_the_oldest_groups_come_first_and_ties_are_in_order_of_completion(
     versions: list[int], max_staleness: int, num_running: int
 ) -> None:
-    """The batch, and whether there is one, against the definition: sort all, then check every
-    deadline.
-    """
+    """Compare with the definition of a batch: sort all groups, then check every deadline."""
     size, step = 4, 4
     buffer = RolloutBuffer(Rules(size, size, 100, max_staleness), NOTHING, step=step)
-    start(buffer, range(len(versions) + num_running))  # all of these began at version ``step``
+    start(buffer, range(len(versions) + num_running))  # running groups began at version ``step``
     for prompt_id in random.Random(len(versions)).sample(range(len(versions)), len(versions)):
         buffer.finished(group(prompt_id, versions[prompt_id]), wanted=True)
     kept = [
@@ -392,7 +381,7 @@ def test_the_oldest_groups_come_first_and_of_equal_age_the_first_to_be_complete(
     assert (None if taken is None else [each.prompt_id for each in taken]) == expected
 
 
-def test_the_longest_waiting_are_the_first_of_the_waiting() -> None:
+def test_the_longest_waiting_groups_are_the_first_of_the_waiting_ones() -> None:
     buffer = opened(Rules(batch_size=4, start_size=6, num_steps=9))
     buffer.fetched([prompt(prompt_id) for prompt_id in range(6)])
     buffer.started(1)

@@ -1,4 +1,4 @@
-"""Every failure of a control request names engine, path, status and body; secrets stay inside."""
+"""Failed control requests name engine, path, status and body, and reveal no secrets."""
 
 import asyncio
 import time
@@ -31,12 +31,12 @@ def test_a_wrong_key_is_refused_and_not_shown() -> None:
     assert "another" not in str(error.value)
 
 
-def test_nobody_there_is_an_engine_that_died() -> None:
+def test_an_unreachable_engine_has_died() -> None:
     with pytest.raises(EngineDied, match=r"http://127\.0\.0\.1:9: POST /flush_cache failed"):
         asyncio.run(EngineClient("http://127.0.0.1:9", KEY).flush_cache())
 
 
-def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> None:
+def test_a_hanging_engine_has_died_and_the_deadline_is_named() -> None:
     async def late() -> None:
         engine = FakeEngine(holds=asyncio.Event())
         async with serving(engine) as (url,):
@@ -51,9 +51,7 @@ def test_an_engine_that_hangs_is_one_that_died_and_the_deadline_is_named() -> No
 def test_an_engine_that_no_longer_listens_and_never_answers_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As SGLang does when it gets TERM while its scheduler owes it an answer; one that is slow is
-    waited for.
-    """
+    """SGLang stops listening on TERM while it waits for its scheduler; a slow engine is awaited."""
     monkeypatch.setattr(client, "LISTENING_POLL_S", 0.05)
 
     async def asked() -> tuple[bool, float]:
@@ -62,7 +60,7 @@ def test_an_engine_that_no_longer_listens_and_never_answers_has_died(
         async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if await reader.read(9):
                 asked.set()
-                await asyncio.Event().wait()  # the connection stays
+                await asyncio.Event().wait()  # the connection stays open
                 writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
@@ -89,12 +87,12 @@ def test_keys_are_neither_printed_nor_returned() -> None:
     assert info == {"tp_size": 1, "internal_states": [{"tp_size": 1}]}
 
 
-def test_checksums_come_one_mapping_a_rank() -> None:
+def test_checksums_are_one_mapping_per_rank() -> None:
     assert asyncio.run(ask(FakeEngine(), lambda client: client.checksum())) == [{"w": "0a"}]
 
 
 class Names(tuple):
-    """Names of weights that count how often they are written out."""
+    """Names of weights that count how often they are iterated."""
 
     times = 0
 
@@ -103,8 +101,8 @@ class Names(tuple):
         return super().__iter__()
 
 
-def test_a_bucket_is_described_once_for_all_engines() -> None:
-    """With many experts a request names hundreds of weights; 512 engines get the same one."""
+def test_a_bucket_is_serialised_once_for_all_engines() -> None:
+    """With many experts, a request names hundreds of weights, and 512 engines get the same one."""
     engines = [FakeEngine() for _ in range(4)]
     bucket = Bucket(Names(("a.weight", "b.weight")), ((8, 4), (2,)), ("bfloat16", "float32"))
     Names.times = 0

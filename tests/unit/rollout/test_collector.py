@@ -1,6 +1,4 @@
-"""The real collector, writer and connection, engines that only talk: filters, surplus, partial
-answers, stops.
-"""
+"""Filters, surplus groups, partial answers and stops with a real collector and fake engines."""
 
 from __future__ import annotations
 
@@ -55,11 +53,9 @@ class Counter:
 
 
 class LongTail(FakeEngine):
-    """Prompts of ``slow`` are written a token a tick until they are aborted; all others are
-    answered at once.
+    """An engine that generates prompts of ``slow`` until they are aborted, and the rest at once.
 
-    The token of a slow answer is the number of tokens before it, so that a gap or a repetition
-    shows.
+    A token of a slow answer is the number of tokens before it, which reveals gaps and repetitions.
     """
 
     def __init__(self, slow: Callable[[int], bool], **fields: Any) -> None:
@@ -99,7 +95,7 @@ async def collecting(
     backlog: Backlog = NOTHING,
     **more: Any,
 ) -> Any:
-    """Run ``work`` with a collector whose cursor stands behind the backlog."""
+    """Run ``work`` with a collector whose cursor is after the backlog."""
     n, stop = more.pop("n", 2), more.pop("stop_requested", lambda: False)
     async with (
         serving(engine),
@@ -125,8 +121,8 @@ def ids(groups: list[SampleGroup]) -> list[int]:
     return [group.prompt_id for group in groups]
 
 
-def test_groups_that_are_not_wanted_are_replaced_until_the_batch_is_full() -> None:
-    """Prompts 0..5 are answered rightly by one of two samples only where the id is odd."""
+def test_unwanted_groups_are_replaced_until_the_batch_is_full() -> None:
+    """Only for odd ids is exactly one of the two samples right, so only these groups are kept."""
     turn = iter(range(10**6))
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
@@ -144,19 +140,19 @@ def test_groups_that_are_not_wanted_are_replaced_until_the_batch_is_full() -> No
 
 
 class LosingGrader(InlineGrader):
-    """Never grades prompt 1, and of prompt 2 all answers but the first."""
+    """A grader that loses prompt 1 entirely, and the first answer of prompt 2."""
 
     async def grade(self, prompt: Prompt, samples: Any) -> list[float | None]:
         is_lost = {1: {0, 1, 2}, 2: {0}}.get(prompt.prompt_id, set())
         return [None if sample.index in is_lost else float(sample.index) for sample in samples]
 
 
-def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_crash(
+def test_a_prompt_whose_gradings_are_lost_is_replaced_even_after_a_crash(
     tmp_path: Any,
 ) -> None:
     """Prompt 1 is given up; one answer of prompt 2 is left out.
 
-    The journal gives the same batch and counts again.
+    The journal replays the same batch and counts.
     """
 
     async def batch(grader: Any) -> tuple[list[SampleGroup], Any, int]:
@@ -186,7 +182,7 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_c
         (2, (1.0, 2.0)),
         (3, (0.0, 1.0, 2.0)),
     ]
-    again = MAX_GENERATIONS  # times that the answers to prompt 1 were thrown away
+    again = MAX_GENERATIONS  # times that the answers to prompt 1 were discarded
     assert (
         counts["rollout/num_regenerated"] == again and counts["rollout/wasted_tokens"] == again * 6
     )
@@ -194,7 +190,9 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_by_the_next_also_after_a_c
     assert asyncio.run(batch(None)) == (groups, counts, 0)
 
 
-def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_filter_that_drops_nearly_everything_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert ids(await collector.batch()) == [40]
 
@@ -209,7 +207,7 @@ def test_a_filter_that_drops_nearly_everything_is_said(caplog: pytest.LogCapture
     assert [int(line.split(" groups")[0].split()[-1]) for line in said] == [8, 16, 32]
 
 
-def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_again() -> None:
+def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 2
         collector.trained()
@@ -232,7 +230,7 @@ def test_surplus_groups_are_trained_in_the_next_step_without_being_generated_aga
     ],
     ids=["twice", "another"],
 )
-def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -> None:
+def test_a_buffer_filter_that_returns_groups_that_do_not_wait_is_named(choose: Any) -> None:
     held = Backlog(
         unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1
     )
@@ -247,10 +245,8 @@ def test_a_buffer_filter_that_returns_what_does_not_wait_is_named(choose: Any) -
 
 
 @pytest.mark.parametrize("keep_partial", [True, False])
-def test_an_answer_that_was_cut_off_goes_on_where_it_was_or_begins_anew(keep_partial: bool) -> None:
-    """Prompt 0 is slow: cut off in step 0 after 3 tokens, gone on with by version 1 up to the limit
-    of 8.
-    """
+def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> None:
+    """Prompt 0 is slow: aborted in step 0 after 3 tokens, resumed by version 1 up to 8 tokens."""
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         assert ids(await collector.batch()) == [1, 2]
@@ -303,10 +299,8 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     assert [scored.sample.mask for scored in group.samples] == [(0, 0, 0, 1, 1)] * 2
 
 
-def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
-    """An abort that nobody here asked for: the answer is gone on with at once, in spans of
-    versions.
-    """
+def test_an_abort_by_an_engine_for_new_weights_does_not_end_an_answer() -> None:
+    """An unexpected abort: the answer is resumed immediately and has one span per version."""
     first = {"at": True}
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
@@ -325,7 +319,7 @@ def test_an_engine_that_pauses_for_new_weights_does_not_end_an_answer() -> None:
     assert scored.sample.version_spans == ((3, 2), (4, 2))
 
 
-def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None:
+def test_a_stop_keeps_finished_groups_and_a_resume_continues_from_them() -> None:
     stop = asyncio.Event()
 
     async def preempted(collector: Collector, buffer: RolloutBuffer) -> Backlog:
@@ -352,7 +346,7 @@ def test_a_stop_keeps_what_is_finished_and_a_resume_goes_on_from_there() -> None
     assert again.log.count("generate") == 2
 
 
-def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(
+def test_a_preempted_run_does_not_wait_for_a_hanging_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
@@ -373,7 +367,7 @@ def test_a_run_that_has_to_leave_does_not_wait_for_an_engine_that_hangs(
     assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
 
 
-def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(
+def test_a_run_preempted_while_surplus_is_aborted_does_not_wait_for_a_hanging_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
@@ -400,7 +394,7 @@ def test_nor_when_the_stop_comes_while_what_is_left_over_is_cut_off(
     assert [entry.prompt.prompt_id for entry in backlog.unfinished] == [0]
 
 
-def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_now() -> None:
+def test_a_resume_with_a_stricter_bound_replaces_groups_that_are_too_old() -> None:
     async def surplus(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         await collector.batch()
         collector.trained()
@@ -421,7 +415,7 @@ def test_a_resume_with_a_stricter_bound_generates_in_place_of_what_is_too_old_no
 
 
 def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
-    """An engine that hangs then would never let go; whoever looks after it ends it."""
+    """An engine that hangs then would never finish its requests; health checks end it."""
     seen = []
 
     async def watched(generating: Awaitable[None]) -> None:
@@ -436,10 +430,10 @@ def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
     assert seen == [0]
 
 
-def test_generation_goes_on_while_nobody_waits_when_it_never_rests() -> None:
+def test_in_asynchronous_mode_generation_continues_while_no_batch_is_awaited() -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 2
-        while buffer.num_finished < 4:  # training would run here
+        while buffer.num_finished < 4:  # training would run during this time
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         assert engine.log.count("generate") == 2 * 6
@@ -449,7 +443,7 @@ def test_generation_goes_on_while_nobody_waits_when_it_never_rests() -> None:
     asyncio.run(collecting(engine, work, Rules(2, 2, 9, max_staleness=2)))
 
 
-def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() -> None:
+def test_a_failure_ends_all_requests_and_is_raised_by_the_awaited_batch() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         return generated([1], version="bad" if body["input_ids"][0] == 1 else "0")
 
@@ -462,7 +456,7 @@ def test_a_failure_ends_everything_and_is_raised_where_the_batch_is_awaited() ->
     assert engine.log[-1] == "abort_request" and engine.under_way == 0
 
 
-def test_the_paths_of_other_trainers_name_our_filters() -> None:
+def test_paths_of_slimes_filters_name_ours() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert group_filter(path) is check_reward_nonzero_std
     assert group_filter(f"{path}_with_fallback") is check_reward_nonzero_std_with_fallback
@@ -478,7 +472,7 @@ OF_SLIME = SlimeFilter(
 def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
     start_size: int, num_dropped: int, wanted: Callable[[SampleGroup], bool]
 ) -> None:
-    """All groups have equal rewards; no more of them are dropped than are left over."""
+    """All groups have equal rewards; only surplus groups are dropped."""
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 3

@@ -1,4 +1,4 @@
-"""Requests to the router and to engines of a fleet: each key stays with its server."""
+"""Requests to the router and to fleet engines; each server gets only its own key."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ FLEET_KEY = "key of the fleet"
 
 
 class Recording(FakeEngine):
-    """Keeps every Authorization header and lets all of them in."""
+    """An engine that records every Authorization header and accepts any key."""
 
     async def handle(self, request: web.Request) -> web.Response:
         self.keys = [*getattr(self, "keys", []), request.headers.get("Authorization")]
@@ -51,7 +51,7 @@ def test_a_fleet_engine_gets_requests_and_aborts_with_its_key_alone():
     asyncio.run(scenario())
 
 
-def test_the_requests_of_an_engine_that_is_killed_are_answered_once_by_others():
+def test_requests_of_a_killed_engine_are_answered_once_by_others():
     async def scenario():
         own, fleet = Recording(), Recording()
         fleet.holds = asyncio.Event()
@@ -66,7 +66,7 @@ def test_the_requests_of_an_engine_that_is_killed_are_answered_once_by_others():
                 async with asyncio.timeout(5):
                     while not fleet.under_way:
                         await asyncio.sleep(0.01)
-            async with asyncio.timeout(20):  # the fleet's engine is dead, and still in the list
+            async with asyncio.timeout(20):  # the fleet's engine is dead, but still in the list
                 answers = await asyncio.gather(*asking)
             await connection.__aexit__(None, None, None)
         assert [list(one.token_ids) for one in answers] == [[n, 1] for n in range(4)]
@@ -75,7 +75,7 @@ def test_the_requests_of_an_engine_that_is_killed_are_answered_once_by_others():
     asyncio.run(scenario())
 
 
-def test_without_engines_of_its_own_a_run_waits_for_the_fleet():
+def test_without_its_own_engines_a_run_waits_for_the_fleet():
     async def scenario():
         own, fleet = Recording(), Recording()
         fleet.answer = lambda body: generated([7], version="3")
@@ -137,7 +137,7 @@ def test_a_request_that_every_engine_refuses_is_an_error(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_request_to_an_engine_that_hangs_is_sent_again_once_it_is_lost():
+def test_a_request_to_a_hanging_engine_is_resent_when_the_engine_is_lost():
     async def scenario():
         own, fleet = Recording(), Recording()
         fleet.holds, own.holds = asyncio.Event(), asyncio.Event()
@@ -162,7 +162,7 @@ def test_a_request_to_an_engine_that_hangs_is_sent_again_once_it_is_lost():
     asyncio.run(scenario())
 
 
-def test_halting_ends_requests_that_wait_for_an_engine():
+def test_a_halt_ends_requests_that_wait_for_an_engine():
     async def scenario():
         own = Recording()
         async with serving(own):

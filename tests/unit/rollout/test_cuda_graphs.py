@@ -1,8 +1,7 @@
-"""Colocated engines give up the memory of their CUDA graphs; a value of the user's stays, a
-contradiction is refused.
+"""Colocated engines release the memory of CUDA graphs; user settings win, conflicts are refused.
 
-The last part holds the facts of the installed SGLang that this rests on: an upgrade that changes
-one fails by its name.
+The last part checks the facts of the installed SGLang that this relies on. An upgrade that changes
+a fact fails the test with its name.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from rlpost.rollout.server_args import server_arg_names
 KNOWN = frozenset({PREFILL, "enable_memory_saver"})
 SAVER = {"enable_memory_saver": True}
 DEFAULTS: dict[str, Any] = {"api_key": None, "enable_lora": False}
-"""Those of SGLang that ``run_engine`` reads."""
+"""Server arguments of SGLang that ``run_engine`` reads, with their defaults."""
 
 
 def started_with(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Environment and ServerArgs of an engine on CUDA, up to the point where SGLang takes over."""
+    """Return environment and ServerArgs with which an engine on CUDA launches SGLang."""
     import os
 
     import torch
@@ -70,18 +69,18 @@ def started_with(
     return seen["environment"], seen["server_args"]
 
 
-def test_an_engine_that_offloads_captures_in_memory_that_the_tag_releases(monkeypatch):
+def test_an_engine_that_offloads_captures_graphs_in_releasable_memory(monkeypatch):
     environment, server_args = started_with(monkeypatch, {**SAVER, "tp_size": 2})
     assert environment[VARIABLE] == "1"
     assert server_args == {**SAVER, "tp_size": 2, PREFILL: "disabled"}
 
 
-def test_an_engine_with_gpus_of_its_own_is_left_alone(monkeypatch):
+def test_an_engine_with_exclusive_gpus_is_not_changed(monkeypatch):
     environment, server_args = started_with(monkeypatch, {"tp_size": 2})
     assert VARIABLE not in environment and server_args == {"tp_size": 2}
 
 
-def test_a_user_who_turns_it_off_keeps_graphs_for_prefill(monkeypatch):
+def test_a_user_who_turns_it_off_keeps_prefill_graphs(monkeypatch):
     monkeypatch.setenv(VARIABLE, "0")
     environment, server_args = started_with(monkeypatch, SAVER)
     assert environment[VARIABLE] == "0" and server_args == SAVER
@@ -98,7 +97,7 @@ def test_a_user_who_turns_it_off_keeps_graphs_for_prefill(monkeypatch):
         {"debug_cuda_graph": True},
     ],
 )
-def test_a_user_who_chooses_a_backend_that_cannot_gets_it_and_its_memory_stays(given):
+def test_a_backend_of_the_users_whose_graphs_cannot_be_released_is_kept_with_its_memory(given):
     assert graph_settings(SAVER | given, {}, known=KNOWN) == GraphSettings()
 
 
@@ -112,7 +111,7 @@ def test_a_user_who_chooses_a_backend_that_cannot_gets_it_and_its_memory_stays(g
         {"cuda_graph_config": {"prefill": {"backend": "full"}}, PREFILL: "breakable"},
     ],
 )
-def test_a_backend_of_the_user_s_whose_graphs_can_be_released_is_kept(given):
+def test_a_backend_of_the_users_whose_graphs_can_be_released_is_kept(given):
     made = graph_settings(SAVER | given, {}, known=KNOWN)
     assert made.environment == {VARIABLE: "1"} and not made.server_args
 
@@ -124,8 +123,8 @@ def test_sizes_alone_choose_no_backend():
     assert made.server_args == {PREFILL: "disabled"}
 
 
-def test_an_sglang_without_the_setting_is_left_alone():
-    """The variable alone would make it raise where prefill's backend cannot be chosen."""
+def test_an_sglang_without_the_setting_is_not_changed():
+    """With the variable alone, SGLang raises if the prefill backend cannot be chosen."""
     assert graph_settings(SAVER, {}, known=KNOWN - {PREFILL}) == GraphSettings()
     assert graph_settings(SAVER, {}, known=None).server_args == {PREFILL: "disabled"}
 
@@ -155,7 +154,7 @@ def test_a_contradiction_is_refused_on_the_login_node(flags, words):
     assert all(word in line for word in words), line
 
 
-def test_what_does_not_contradict_passes():
+def test_settings_that_do_not_conflict_are_accepted():
     prefill = {PREFILL: "breakable"}
     assert graph_problems(prefill, {}, offloads=True) == []
     assert graph_problems(prefill, {VARIABLE: "0"}, offloads=True) == []
@@ -163,7 +162,7 @@ def test_what_does_not_contradict_passes():
     assert graph_problems({PREFILL: "full"}, {VARIABLE: "1"}, offloads=True) == []
 
 
-def test_a_word_that_sglang_would_take_for_no_is_named():
+def test_a_value_that_sglang_reads_as_false_is_named():
     (problem,) = graph_problems({}, {VARIABLE: "yes"}, offloads=True)
     assert f"{VARIABLE}=yes" in problem and "use 1 or 0" in problem
 
@@ -196,9 +195,7 @@ def init_of(path: str, name: str) -> ast.FunctionDef:
 
 
 def takes_the_variable(function: ast.FunctionDef) -> bool:
-    """Whether the memory saver is created with ``enable_memory_saver and
-    get_bool_env_var(VARIABLE)``.
-    """
+    """Whether the memory saver is enabled by ``enable_memory_saver`` and the variable together."""
     conditions = [
         ast.unparse(keyword.value)
         for node in ast.walk(function)
@@ -248,7 +245,7 @@ def test_fact_prefill_is_breakable_on_cuda_by_default():
 
 
 @needs_sglang
-def test_fact_prefill_s_graphs_can_be_disabled_by_a_setting():
+def test_fact_prefill_graphs_can_be_disabled_by_a_setting():
     assert PREFILL in (server_arg_names() or ())
     annotations = [
         ast.unparse(node.annotation)
@@ -260,7 +257,7 @@ def test_fact_prefill_s_graphs_can_be_disabled_by_a_setting():
 
 @needs_sglang
 def test_fact_the_tag_releases_what_the_memory_saver_holds():
-    """``cuda_graph`` is the tag of release and of the region in which full graphs are captured."""
+    """``cuda_graph`` is the tag of the release and of the region that captures full graphs."""
     constants = ast.unparse(source("constants.py"))
     assert "GPU_MEMORY_TYPE_CUDA_GRAPH = 'cuda_graph'" in constants
     updater = ast.unparse(source("managers/scheduler_components/weight_updater.py"))

@@ -1,4 +1,4 @@
-"""The plugin with which SGLang serves linear attention on a CPU, against transformers' Qwen3-Next."""
+"""The plugin for linear attention on a CPU, compared with transformers' Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlpost.rollout.server import STAND_INS
 NAME = "rlpost_delta_net_on_cpu"
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 8, 12
 LENGTHS, SLOTS = (7, 4), (3, 1)
-"""Of two requests in a memory of five slots."""
+"""Lengths and state slots of two requests; there are five slots."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def plugin() -> ModuleType:
 
 
 def inputs(length: int) -> dict[str, torch.Tensor]:
-    """Of one request: what the projections of a layer give."""
+    """Random outputs of a layer's projections for one request."""
     return {
         "q": torch.randn(1, length, KEY_HEADS, KEY),
         "k": torch.randn(1, length, KEY_HEADS, KEY),
@@ -41,7 +41,7 @@ def inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 def packed(requests: list[dict[str, torch.Tensor]], rows: list[slice]) -> dict[str, torch.Tensor]:
-    """These rows of each request, one after the other."""
+    """Concatenate these rows of each request."""
     return {
         name: torch.cat(
             [one[name].select(0, 0)[at] if name in "qkv" else one[name][at] for one, at in pairs]
@@ -52,7 +52,7 @@ def packed(requests: list[dict[str, torch.Tensor]], rows: list[slice]) -> dict[s
 
 
 def expected(request: dict[str, torch.Tensor], a_log: torch.Tensor, bias: torch.Tensor):
-    """Outputs of the whole request, and its last state [heads, key width, value width]."""
+    """Return outputs of a whole request and its final state [heads, key width, value width]."""
     decay = -a_log.exp() * softplus(request["a"] + bias)
     query, key = (request[name].repeat_interleave(HEADS // KEY_HEADS, 2) for name in "qk")
     output, state = reference.torch_chunk_gated_delta_rule(
@@ -68,8 +68,8 @@ def expected(request: dict[str, torch.Tensor], a_log: torch.Tensor, bias: torch.
     return output[0], state[0]
 
 
-def test_prompts_in_pieces_and_single_tokens_are_one_sequence(plugin):
-    """A prompt, the rest of it from its slot, then a token each; other slots stay as they are."""
+def test_chunked_prompts_and_single_tokens_are_one_sequence(plugin):
+    """Prompts in two chunks, then one token each, continue from their slots; others are kept."""
     torch.manual_seed(1)
     a_log, bias = torch.randn(HEADS), torch.randn(HEADS)
     requests = [inputs(length) for length in LENGTHS]
@@ -111,7 +111,7 @@ def test_prompts_in_pieces_and_single_tokens_are_one_sequence(plugin):
     assert (states[[0, 2, 4]] == 7.0).all()
 
 
-def test_the_convolution_goes_on_where_a_request_stopped(plugin):
+def test_the_convolution_continues_where_a_request_stopped(plugin):
     torch.manual_seed(2)
     channels, taps = 6, 4
     weight = torch.randn(channels, taps)
@@ -186,7 +186,7 @@ def test_projections_are_split_in_their_order(plugin):
 
 
 def test_sglang_imports_the_kernels_by_name(plugin, monkeypatch):
-    """``from sgl_kernel.mamba import ...`` finds those of the plugin."""
+    """``from sgl_kernel.mamba import ...`` finds the plugin's kernels."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     for name in ("sgl_kernel", "sgl_kernel.mamba", NAME):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -196,7 +196,7 @@ def test_sglang_imports_the_kernels_by_name(plugin, monkeypatch):
 
 
 def test_sglang_finds_the_plugin_by_its_entry_point():
-    """As its loader looks for it: in the folder of stand-ins on the import path."""
+    """SGLang's loader searches the import path, which contains the folder of stand-ins."""
     (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
     (entry,) = found.entry_points
     assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")

@@ -1,6 +1,4 @@
-"""An engine's server binds itself to the CPUs of its GPUs before SGLang starts; the switch turns
-that off.
-"""
+"""An engine's server binds itself to the CPUs of its GPUs before SGLang starts, if enabled."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def test_a_server_binds_itself_first(kind, gpus_per_node, bound, monkeypatch):
     assert calls == [("4,5", 8)] * bound + ["run"]
 
 
-def test_the_server_is_told_over_its_standard_input(monkeypatch, tmp_path):
+def test_the_server_gets_gpus_per_node_over_its_standard_input(monkeypatch, tmp_path):
     told = {}
 
     class Server:

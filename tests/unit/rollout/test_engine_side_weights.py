@@ -1,4 +1,4 @@
-"""Engines change their weights together, while paused, or stay paused."""
+"""Engines change their weights together while paused, or stay paused."""
 
 import asyncio
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_the_order_is_pause_begin_receive_end_flush_check_resume() -> None:
 
 
 def test_an_engine_without_sessions_is_updated_without_them() -> None:
-    """SGLang up to 0.5.20 answers 404; both kinds may serve side by side."""
+    """SGLang up to 0.5.20 answers 404; old and new servers may be mixed."""
     old, new = FakeEngine(has_sessions=False), FakeEngine()
     asyncio.run(update([old, new]))
     assert "end_weight_update" not in old.log
@@ -67,8 +67,8 @@ def test_an_engine_without_sessions_is_updated_without_them() -> None:
     assert old.log[-1] == new.log[-1] == "continue_generation"
 
 
-def test_a_session_that_a_failed_update_left_open_is_closed_before_the_next_one() -> None:
-    """The other engine died while both were asked to open one."""
+def test_a_session_left_open_by_a_failed_update_is_closed_before_the_next_one() -> None:
+    """Such a session is left when another engine dies while all are opening theirs."""
     engine = FakeEngine(in_session=True)
     asyncio.run(update([engine]))
     begin = "begin_weight_update"
@@ -88,7 +88,7 @@ def test_an_engine_that_refuses_is_named_and_none_resumes(path: str) -> None:
     assert "continue_generation" not in good.log + bad.log
 
 
-def test_a_refusal_ends_the_wait_for_a_broadcast_that_cannot_complete() -> None:
+def test_a_refusal_ends_the_wait_for_an_incomplete_broadcast() -> None:
     ended = []
 
     async def never(index: int) -> None:
@@ -114,7 +114,7 @@ def test_a_sender_that_fails_leaves_the_engines_paused() -> None:
     assert "continue_generation" not in engine.log
 
 
-def test_an_engine_of_another_version_is_named_and_none_resumes() -> None:
+def test_an_engine_with_another_version_is_named_and_none_resumes() -> None:
     good, bad = FakeEngine(), FakeEngine(ignores_version=True)
     with pytest.raises(SyncError) as error:
         asyncio.run(update([good, bad]))
@@ -210,8 +210,8 @@ def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
         assert [body["weight_version"] for body in taken] == [None, "3"]
 
 
-def test_a_bucket_is_gathered_while_the_engines_load_the_one_before_it_and_none_earlier() -> None:
-    """Its memory is that of the bucket before the last, which all engines have loaded by then."""
+def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_earlier() -> None:
+    """It reuses the memory of the bucket before the last, which all engines have loaded by then."""
     happened: list[str] = []
 
     class Receiving(EngineClient):
@@ -242,7 +242,7 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_one_before_it_and_none_
     ]
 
 
-def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None:
+def test_with_files_no_session_is_opened_and_the_version_is_sent() -> None:
     async def write(version: int) -> list[str]:
         return [f"/shared/version-{version}"]
 
@@ -266,9 +266,7 @@ def test_through_files_no_session_is_opened_and_the_version_goes_along() -> None
 
 @pytest.fixture
 def changes():
-    """A mover with two copies, what it wrote, and the problems that the copies will have, one an
-    attempt.
-    """
+    """A mover, the list of its writes, and the problems of the second copy, one per attempt."""
     written, problems = [], []
 
     async def write(version: int, whole: bool) -> None:
@@ -310,7 +308,7 @@ def test_a_copy_that_cannot_take_a_change_gets_all_weights_before_any_engine_rea
 
 
 def test_a_copy_that_cannot_take_all_weights_either_ends_the_update(changes) -> None:
-    """The next update begins with all weights again."""
+    """The next update starts with all weights again."""
     mover, written, problems = changes
     engine = FakeEngine()
     problems += [None, "of another base", "no space left"]
@@ -321,7 +319,7 @@ def test_a_copy_that_cannot_take_all_weights_either_ends_the_update(changes) -> 
     assert written[-1] == (3, True)
 
 
-def test_an_engine_that_cannot_read_is_given_all_weights_next(changes) -> None:
+def test_an_engine_that_cannot_read_gets_all_weights_next(changes) -> None:
     mover, written, _ = changes
     asyncio.run(go_to(FakeEngine(), mover, 1))
     with pytest.raises(SyncError, match="read the weights from disk"):
@@ -330,10 +328,8 @@ def test_an_engine_that_cannot_read_is_given_all_weights_next(changes) -> None:
     assert written == [(1, True), (2, False), (3, True)]
 
 
-def test_requests_under_way_may_wait_out_an_update() -> None:
-    """Retracted requests are computed anew with the new weights; what follows the weights comes
-    before the resume.
-    """
+def test_requests_in_flight_may_wait_during_an_update() -> None:
+    """Retracted requests are recomputed with the new weights; ``ready`` runs before the resume."""
     order = []
 
     async def ready() -> None:

@@ -1,6 +1,4 @@
-"""Servers too old for a run are named with what they lack; what can be done without is found
-out.
-"""
+"""Servers that are too old are named with what they lack; optional features are detected."""
 
 import logging
 
@@ -21,11 +19,11 @@ from rlpost.rollout.features import FEATURES, NEWEST, OLDEST, check_servers, has
         ("None", None),
     ],
 )
-def test_versions_are_read_as_packages_write_them(text, version):
+def test_versions_are_parsed_as_packages_write_them(text, version):
     assert parse_version(text) == version
 
 
-def test_a_server_has_what_came_with_its_version_and_before():
+def test_a_server_has_the_features_of_its_version_and_earlier_ones():
     assert not has("0.5.22", "checksum without CUDA") and has("0.5.23", "checksum without CUDA")
     assert not has("0.5.20", "update sessions") and has("0.5.21", "update sessions")
     assert has("0.6.0", "update sessions")
@@ -45,7 +43,7 @@ def test_every_server_that_is_too_old_is_named_with_what_is_missing():
     assert second.endswith("from 0.5.21 on")
 
 
-def test_what_is_newer_than_all_that_was_tried_serves_with_a_warning(caplog):
+def test_an_untested_newer_version_is_used_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         check_servers(
             {"http://a": "0.7.0", "http://b": "main", "http://c": "0.5.21"},

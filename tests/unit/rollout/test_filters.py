@@ -1,4 +1,4 @@
-"""Filters of the user's own: ours, slime's form, and names that stand for ours."""
+"""User-defined filters with our interface or slime's."""
 
 import statistics
 from argparse import Namespace
@@ -20,7 +20,7 @@ def group(*rewards):
 
 
 def of_the_guide(args, samples, **kwargs):
-    """As the dynamic sampling guide of slime has it, but for torch."""
+    """The filter of slime's dynamic sampling guide, without torch."""
     rewards = [sample.reward for sample in samples]
     return statistics.pstdev(rewards) > 0.0
 
@@ -46,17 +46,17 @@ def named(function):
     return f"{__name__}.{function.__name__}"
 
 
-def test_a_filter_may_have_the_form_of_slime():
+def test_a_filter_may_have_slimes_interface():
     wanted = group_filter(named(of_the_guide), Arguments(SETTINGS))
     assert wanted(group(0.0, 1.0)) is True and wanted(group(1.0, 1.0)) is False
 
 
-def test_it_has_the_settings_as_args_and_may_return_an_object():
+def test_a_filter_of_slime_gets_the_settings_as_args_and_may_return_an_object():
     wanted = group_filter(named(of_newer_slime), Arguments(SETTINGS))
     assert wanted(group(1.0, 0.0)) is True and wanted(group(0.1, 0.0)) is False
 
 
-def test_one_of_ours_is_called_with_the_group_alone():
+def test_a_filter_of_ours_is_called_with_the_group_alone():
     assert group_filter(named(ours))(group(1.0)) is True
 
 
@@ -76,9 +76,7 @@ def test_one_of_ours_is_called_with_the_group_alone():
         ),
     ],
 )
-def test_a_function_that_cannot_be_called_so_is_refused_before_anything_starts(
-    load, function, words
-):
-    """Not when the first group is there, as an error that looks as if a retry could mend it."""
+def test_a_function_with_another_interface_is_refused_before_anything_starts(load, function, words):
+    """It is not raised with the first group, as an error that seems worth a retry."""
     with pytest.raises(ConfigError, match=words):
         load(named(function))

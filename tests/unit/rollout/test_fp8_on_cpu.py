@@ -1,6 +1,4 @@
-"""The plugin that lets SGLang compute in FP8 on a CPU, against the weights that the blocks stand
-for.
-"""
+"""The plugin for FP8 on a CPU, compared with the dequantised weights."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def never(*_args: object) -> torch.Tensor:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA SGLang's own kernels are used")
-def test_a_matrix_in_blocks_is_multiplied_as_the_weight_that_it_stands_for(plugin):
-    """Blocks at the edges are smaller: 40 x 24 in blocks of 16."""
+def test_a_matrix_in_blocks_is_multiplied_as_its_dequantised_weight(plugin):
+    """A matrix of 40 x 24 in blocks of 16 has smaller blocks at its edges."""
     torch.manual_seed(0)
     values, scales = quantise(torch.randn(40, 24), BLOCK)
     x, bias = torch.randn(3, 5, 24), torch.randn(40)
@@ -39,7 +37,7 @@ def test_a_matrix_in_blocks_is_multiplied_as_the_weight_that_it_stands_for(plugi
     plugin.keep_as_loaded(never, method, layer)
 
 
-def test_what_is_not_in_blocks_is_left_to_sglang(plugin):
+def test_weights_that_are_not_in_blocks_are_left_to_sglang(plugin):
     method = SimpleNamespace(block_quant=False)
     assert plugin.multiply(lambda *_: "its own", method, None, None) == "its own"
 
@@ -48,7 +46,7 @@ def test_activations_may_be_float32(plugin):
     assert plugin.with_float32([torch.bfloat16]) == [torch.bfloat16, torch.float32]
 
 
-def test_without_cuda_an_engine_shares_its_work_by_tensor_parallelism_alone():
+def test_without_cuda_an_engine_uses_tensor_parallelism_alone():
     given = {
         "tp_size": 2,
         "enable_dp_attention": True,

@@ -1,4 +1,4 @@
-"""Groups come complete, in order and scored; a stop leaves nothing running."""
+"""Groups are complete, ordered and scored; a stop leaves no request running."""
 
 import asyncio
 import gc
@@ -65,7 +65,7 @@ def test_groups_are_complete_ordered_and_scored() -> None:
     assert body["sampling_params"]["stop_token_ids"] == [1]
 
 
-def test_no_more_requests_are_under_way_than_allowed() -> None:
+def test_no_more_requests_are_in_flight_than_allowed() -> None:
     engine = FakeEngine()
     asyncio.run(run(engine, prompts(*range(20)), n=4, concurrency=5))
     assert engine.log.count("generate") == 80
@@ -85,8 +85,8 @@ def test_a_stop_aborts_everything_and_is_preempted() -> None:
     assert engine.under_way == 0
 
 
-def test_a_stop_that_ends_the_last_gradings_first_is_preempted_as_well() -> None:
-    """Whoever grades looks for the request, too, and may see it before those who wait."""
+def test_a_stop_that_the_grader_notices_first_is_a_preemption_as_well() -> None:
+    """The grader polls for the stop request too, and may notice it before the waiting caller."""
 
     class Stopped(InlineGrader):
         async def grade(self, prompt: Prompt, samples: Any) -> list[float]:
@@ -106,7 +106,7 @@ def test_a_stop_before_the_start_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("status", [503, 499], ids=["no engine", "aborted before it began"])
-def test_a_request_that_nobody_began_is_made_again(
+def test_a_request_that_no_engine_started_is_retried(
     monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
@@ -115,7 +115,7 @@ def test_a_request_that_nobody_began_is_made_again(
     assert engine.log.count("generate") == 4
 
 
-def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
     engine = FakeEngine(unavailable=10**6)
     with pytest.raises(RolloutError, match=r"prompt 4, .*503"):
@@ -123,23 +123,23 @@ def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.log.count("generate") > 3
 
 
-def test_the_time_that_an_engine_took_to_write_is_not_taken_off_the_patience(
+def test_generation_time_does_not_count_against_the_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A long answer whose engine dies is asked for again as patiently as a short one."""
+    """A long answer whose engine dies is retried as patiently as a short one."""
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.01)
 
     class DiesLate(FakeEngine):
         async def generate(self, body: dict[str, Any]) -> Any:
             if self.unavailable:
-                await asyncio.sleep(0.7)  # more than all patience
+                await asyncio.sleep(0.7)  # longer than ``patience_s``
             return await super().generate(body)
 
     groups = asyncio.run(run(DiesLate(unavailable=1), prompts(1), n=1))
     assert len(groups[0].samples) == 1
 
 
-def test_nobody_there_is_said_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_router_is_finally_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.001)
     nowhere = RouterAddress("http://127.0.0.1:9", KEY, (), 4, patience_s=0.05)
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9: prompt 1, .*does not answer"):
@@ -173,7 +173,7 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/json"])
-def test_an_answer_of_somebody_else_is_named(kind: str) -> None:
+def test_an_answer_of_another_server_is_reported(kind: str) -> None:
     class Proxy(FakeEngine):
         async def generate(self, body: dict[str, Any]) -> Any:
             return web.Response(text="<html>", content_type=kind)
@@ -195,10 +195,10 @@ def test_one_failure_aborts_the_others() -> None:
     assert engine.log.count("generate") < 50
 
 
-def test_nothing_is_left_for_the_event_loop_to_complain_about(
+def test_no_unretrieved_exceptions_are_left_in_the_event_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither a stop nor many failures at once leave an error that nobody asked for."""
+    """Neither a stop nor several failures at once leave an unretrieved exception."""
 
     async def stopped() -> None:
         engine = FakeEngine(holds=asyncio.Event())
@@ -246,7 +246,7 @@ def test_evaluation_is_the_mean_over_all_samples() -> None:
 
 
 class Losing:
-    """Grades 1, and loses the grading of the answers whose turn it is."""
+    """A grader that returns 1 and loses the gradings chosen by ``lost``."""
 
     def __init__(self, lost: Callable[[int, Sample], bool]) -> None:
         self.lost, self.turn = lost, 0
@@ -265,7 +265,7 @@ class Losing:
 def written(
     lost: Callable[[int, Sample], bool], *, n: int
 ) -> tuple[Any, list[Mapping[str, float]], int]:
-    """One group, what its writer counted when it was asked twice, and the requests it took."""
+    """Return a group, its writer's counters read twice, and the number of requests."""
 
     async def work() -> tuple[Any, list[Mapping[str, float]], int]:
         engine = FakeEngine()
@@ -289,7 +289,7 @@ def test_an_answer_whose_grading_was_lost_is_left_out_of_its_group() -> None:
 def test_a_group_with_fewer_than_two_answers_left_is_generated_again(
     n: int, num_lost: int, again: int
 ) -> None:
-    """A group of one never had more."""
+    """A group of size one is complete with one answer."""
     found = written(lambda turn, sample: turn == 0 and sample.index < num_lost, n=n)
     group, (counted, after), num_requests = found
     assert len(group.samples) == (n if again else n - num_lost) and num_requests == n * (1 + again)
@@ -299,14 +299,12 @@ def test_a_group_with_fewer_than_two_answers_left_is_generated_again(
 
 
 def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
-    """Its own metadata may be what the server fails on; the run goes on with other prompts."""
+    """The server may fail on this prompt's metadata; the run continues with other prompts."""
     group, _, num_requests = written(lambda turn, sample: True, n=2)
     assert group == SampleGroup(7, ()) and num_requests == 2 * MAX_GENERATIONS
 
 
-def test_what_training_needs_besides_is_added_to_graded_answers_and_one_without_it_is_left_out() -> (
-    None
-):
+def test_finish_adds_to_graded_answers_and_leaves_out_those_that_it_drops() -> None:
     async def finish(graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
         return tuple(
             replace(each, sample=replace(each.sample, teacher_logprobs=(-0.5, -0.25, 0.0)))
@@ -327,9 +325,7 @@ def test_what_training_needs_besides_is_added_to_graded_answers_and_one_without_
 
 
 def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:
-    """A group of a function whose sandbox is gone in some of its calls, by index and by the number
-    of the call.
-    """
+    """Return a group and its counters; ``is_lost``: (index, number of the call) -> sandbox lost."""
     calls = itertools.count()
 
     async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
@@ -348,7 +344,7 @@ def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, M
     return asyncio.run(work())
 
 
-def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
+def test_an_answer_whose_sandbox_is_lost_is_left_out_too() -> None:
     group, counted = with_sandbox(lambda index, call: index == 1, n=3)
     assert [scored.sample.index for scored in group.samples] == [0, 2]
     assert counted["rollout/answers_lost"] == 1 and counted["rollout/num_regenerated"] == 0
@@ -357,7 +353,7 @@ def test_an_answer_whose_sandbox_is_gone_is_left_out_too() -> None:
     assert counted["rollout/answers_lost"] == 3 and counted["rollout/num_regenerated"] == 1
 
 
-def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_lost_sandboxes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "MAX_LOST_IN_A_ROW", 5)
     with pytest.raises(
         RolloutError, match="5 consecutive answers were lost; the last: the sandbox is gone"
@@ -365,7 +361,7 @@ def test_sandboxes_that_are_all_gone_end_the_run(monkeypatch: pytest.MonkeyPatch
         with_sandbox(lambda index, call: True, n=4)
 
 
-def test_evaluation_leaves_out_what_was_not_graded() -> None:
+def test_evaluation_leaves_out_answers_that_were_not_graded() -> None:
     async def evaluated(lost: Callable[[int, Sample], bool]) -> dict[str, float]:
         engine = FakeEngine()
         async with serving(engine), Connection(router(engine)) as connection:
@@ -382,8 +378,8 @@ def test_evaluation_leaves_out_what_was_not_graded() -> None:
         asyncio.run(evaluated(lambda turn, sample: True))
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
-    """Against all subsets, written out."""
+def test_pass_at_k_is_the_fraction_of_draws_with_a_right_answer() -> None:
+    """Compare with an enumeration of all subsets."""
     for num_samples, num_right, k in [
         (5, 2, 1),
         (5, 2, 2),
@@ -400,10 +396,8 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
         )
 
 
-def test_groups_that_start_together_do_not_hold_the_event_loop() -> None:
-    """1,024 groups of 8 began in one turn of the loop, which took 4 s: nothing else ran
-    meanwhile.
-    """
+def test_groups_that_start_together_do_not_block_the_event_loop() -> None:
+    """1,024 groups of 8 used to start in one iteration of the event loop and blocked it for 4 s."""
     begun, most_in_a_turn = 0, 0
 
     async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:

@@ -1,6 +1,4 @@
-"""The journal's files: what is written reads back equal, whatever is cut off, damaged, shared or
-full.
-"""
+"""The journal's files: exact round trips, truncation, damage, several attempts, failing storage."""
 
 import asyncio
 import errno
@@ -61,7 +59,7 @@ def resumed(folder, base=0, step=0, settings="s", **named):
 
 
 def begin(journal, step):
-    """Start a segment for a state of ``step`` steps."""
+    """Begin a segment for the state after ``step`` steps."""
     return asyncio.run(journal.begin(step))
 
 
@@ -70,7 +68,7 @@ def durable(journal):
 
 
 def replayed(journal):
-    """What again() gives until nothing is left, as (kind, what it is about)."""
+    """Drain ``again()``; return its records as (kind, prompt id or prompt ids)."""
     found = []
     while records := list(journal.again()):
         found += [
@@ -111,7 +109,7 @@ def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, mas
     assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
 
 
-def test_what_happened_after_a_state_is_given_again_in_order_and_once(tmp_path):
+def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
     journal = resumed(tmp_path)
     for prompt_id in (2, 0, 1):
         journal.finished(group(prompt_id, 3, 4), wanted=prompt_id != 0)
@@ -137,16 +135,16 @@ def test_what_happened_after_a_state_is_given_again_in_order_and_once(tmp_path):
     assert replayed(journal) == []
 
 
-def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_not_trained(tmp_path):
+def test_a_state_begins_a_segment_with_pending_records_and_the_untrained_batch(tmp_path):
     journal = resumed(tmp_path)
     for step in range(3):
         journal.finished(group(step), wanted=True)
         journal.batch(step, [group(step)], {})
     journal.close()
     journal = resumed(tmp_path)
-    list(journal.again())  # the first step is trained again
+    list(journal.again())  # replays the first step
     number = begin(journal, 1)
-    list(journal.again())  # the batch of the second is taken, and a stop comes before it is trained
+    list(journal.again())  # takes the batch of the second step; a stop comes before its training
     later = begin(journal, 1)
     journal.finished(group(9), wanted=True)
     journal.close()
@@ -165,7 +163,7 @@ def test_a_state_begins_a_segment_with_what_still_waits_and_the_batch_that_is_no
     ]
 
 
-def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
+def test_an_uncommitted_state_leaves_no_gap(tmp_path):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     begin(journal, 1)
@@ -174,7 +172,7 @@ def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
     journal.finished(group(2), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
-    # also from what the first one wrote
+    # also with the segment that the first resume wrote
     assert replayed(resumed(tmp_path)) == [
         (GROUP, 0),
         (GROUP, 1),
@@ -182,7 +180,7 @@ def test_a_state_that_was_not_committed_in_the_end_leaves_no_gap(tmp_path):
     ]
 
 
-def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
+def test_compaction_removes_segments_that_no_kept_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
     numbers = [begin(journal, step) for step in (10, 20, 30)]
     journal.compact(20)
@@ -192,7 +190,7 @@ def test_with_a_commit_all_segments_go_that_no_kept_checkpoint_needs(tmp_path):
 
 
 @pytest.mark.parametrize("cut", ["in the frame", "in the body", "a flipped bit"])
-def test_a_torn_tail_is_cut_off_and_said(tmp_path, caplog, cut):
+def test_a_torn_tail_is_ignored_and_reported(tmp_path, caplog, cut):
     journal = resumed(tmp_path)
     journal.finished(group(0, 5), wanted=True)
     journal.finished(group(1, 5), wanted=True)
@@ -210,7 +208,7 @@ def test_a_torn_tail_is_cut_off_and_said(tmp_path, caplog, cut):
     assert replayed(journal) == [(GROUP, 0)]
 
 
-def test_what_follows_on_a_damaged_segment_is_left_out_and_named(tmp_path, caplog):
+def test_segments_after_a_damaged_one_are_ignored_and_named(tmp_path, caplog):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     begin(journal, 1)
@@ -222,7 +220,7 @@ def test_what_follows_on_a_damaged_segment_is_left_out_and_named(tmp_path, caplo
     assert "0000001.log: follows records that are lost" in caplog.text
 
 
-def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
+def test_with_other_settings_nothing_is_resumed(tmp_path, caplog):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     journal.close()
@@ -230,7 +228,7 @@ def test_with_other_settings_nothing_is_gone_on_with(tmp_path, caplog):
     assert "settings that decide what is generated have changed" in caplog.text
 
 
-def test_the_journal_of_a_program_without_a_setting_is_that_of_its_default(monkeypatch):
+def test_the_journal_of_a_version_without_a_setting_is_that_of_its_default(monkeypatch):
     now = Config()
     dumped, added = Config.model_dump, list(journal_module._ADDED)
 
@@ -260,11 +258,11 @@ def test_the_gpus_of_a_critic_may_change():
 
 
 def owning(save, number):
-    """The journal of a newer attempt, which claims the folder first."""
+    """Return the journal of a newer attempt, which claims the folder first."""
     return resumed(save / "journal", check=claim(save, f"{number} of run").check)
 
 
-def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_state(tmp_path):
+def test_an_older_attempt_that_is_still_alive_is_harmless_and_ends_at_its_next_state(tmp_path):
     old = owning(tmp_path, 0)
     old.finished(group(0), wanted=True)
     durable(old)
@@ -282,11 +280,12 @@ def test_an_attempt_that_is_still_alive_disturbs_nobody_and_ends_at_its_next_sta
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_an_older_attempt_that_takes_the_next_number_costs_its_owner_nothing(
+def test_an_older_attempt_that_takes_the_next_number_loses_no_records_of_the_owner(
     tmp_path, monkeypatch, has_links
 ):
-    """Between listing and creation, in the resume of the newer attempt; what the older one writes
-    there is not used.
+    """The older attempt creates it between listing and creation in the newer one's resume.
+
+    Its records are not used.
     """
     real = segment_writer.create
     if not has_links:
@@ -321,7 +320,7 @@ def no_hard_links(source, target):
     raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(source), None, str(target))
 
 
-def test_a_state_takes_the_next_free_number_and_names_it(tmp_path):
+def test_a_state_takes_and_returns_the_next_free_number(tmp_path):
     journal = owning(tmp_path, 0)
     journal.finished(group(0), wanted=True)
     (tmp_path / "journal/0000001.log").write_bytes(b"")
@@ -333,7 +332,7 @@ def test_a_state_takes_the_next_free_number_and_names_it(tmp_path):
     assert replayed(resumed(tmp_path / "journal")) == [(GROUP, 0), (GROUP, 1)]
 
 
-def test_when_every_number_is_taken_the_run_goes_on_without_a_journal_until_the_next_state(
+def test_when_every_number_is_taken_the_run_continues_without_a_journal_until_the_next_state(
     tmp_path, monkeypatch, caplog
 ):
     def taken(path, frames):
@@ -355,9 +354,7 @@ def test_when_every_number_is_taken_the_run_goes_on_without_a_journal_until_the_
 
 @pytest.fixture
 def held(monkeypatch):
-    """Calls of a function of ``os`` that do not return before the end of the test, or before
-    ``go_on``.
-    """
+    """Block calls of a function of ``os`` until ``go_on`` is set or the test ends."""
 
     class Held:
         def __init__(self):
@@ -380,7 +377,7 @@ def held(monkeypatch):
 
 
 async def ticks(coroutine):
-    """How often the event loop turned until a coroutine was done."""
+    """Return how often a 10 ms timer fired until a coroutine was done."""
     task, count = asyncio.create_task(coroutine), 0
     while not task.done():
         await asyncio.sleep(0.01)
@@ -389,10 +386,10 @@ async def ticks(coroutine):
     return count
 
 
-def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(
+def test_a_hanging_write_blocks_only_its_waiters_and_not_the_event_loop(
     tmp_path, monkeypatch, held, caplog
 ):
-    """What a crash takes from the queue then has not happened for the next attempt."""
+    """Records that a crash loses from the queue do not exist for the next attempt."""
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
@@ -411,7 +408,7 @@ def test_a_write_that_hangs_holds_what_waits_for_it_and_not_the_event_loop(
     asyncio.run(run())
     assert not journal.is_written and "an fsync took more than 0 s" in caplog.text
     held.go_on.set()
-    written = [(GROUP, 0), (GROUP, 1)]  # the write that hung
+    written = [(GROUP, 0), (GROUP, 1)]  # the last one is the write that hung
     assert replayed(resumed(tmp_path)) in (written, written[:1])
 
 
@@ -435,7 +432,7 @@ def test_the_records_that_wait_for_a_write_are_bounded_in_memory(
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1)]
 
 
-def test_an_end_of_the_replay_is_written_off_the_event_loop(tmp_path, held):
+def test_the_end_of_a_replay_is_written_off_the_event_loop(tmp_path, held):
     journal = resumed(tmp_path)
     for number in range(3):
         journal.finished(group(number), wanted=True)
@@ -460,7 +457,7 @@ def test_an_end_of_the_replay_is_written_off_the_event_loop(tmp_path, held):
 
 
 @pytest.mark.parametrize("call", ["mkdir", "listdir", "stat", "link", "fsync"])
-def test_a_start_on_storage_that_hangs_ends_within_a_deadline_and_says_where(
+def test_startup_on_hanging_storage_ends_at_a_deadline_and_names_the_folder(
     tmp_path, monkeypatch, held, call
 ):
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
@@ -503,9 +500,7 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
-    """The limit of a file's size stands for the disk's: the kernel refuses a write in the middle of
-    a record.
-    """
+    """A file size limit simulates a full disk: the kernel refuses a write within a record."""
     journal = resumed(tmp_path)
     journal.finished(group(0, 50), wanted=True)
     durable(journal)
@@ -528,11 +523,11 @@ def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_p
     journal.finished(group(3), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 3)]
-    # the state of number 1 may not have been committed
+    # also if the state of the new segment was not committed
     assert replayed(resumed(tmp_path)) == [(GROUP, 0)]
 
 
-def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch):
+def test_one_fsync_covers_all_records_appended_before_it(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file)))
@@ -549,7 +544,7 @@ def test_one_fsync_serves_all_that_was_appended_before_it(tmp_path, monkeypatch)
     assert len(synced) == 1
 
 
-def test_a_new_segment_waits_only_for_what_is_not_on_disk_yet(tmp_path, monkeypatch):
+def test_a_new_segment_waits_only_for_records_that_are_not_on_disk_yet(tmp_path, monkeypatch):
     first, synced, real = str(tmp_path / "0000000.log"), [], os.fsync
     journal = resumed(tmp_path)
     monkeypatch.setattr(
@@ -572,15 +567,15 @@ def test_files_are_private(tmp_path):
     assert (folder / "0000000.log").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_journal_of_another_step_is_not_that_of_this_state(tmp_path):
+def test_the_journal_of_another_step_is_not_used(tmp_path):
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
     journal.close()
     assert follow(read_folder(tmp_path)[0], 0, 20).records == ()
 
 
-def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monkeypatch):
-    """The state does not have it: it was taken before."""
+def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp_path, monkeypatch):
+    """The state was taken earlier and does not contain it."""
     journal, fsync, begun, go_on = resumed(tmp_path), os.fsync, threading.Event(), threading.Event()
 
     def slow(descriptor):
@@ -605,7 +600,7 @@ def test_what_finishes_while_a_segment_is_made_is_in_that_segment(tmp_path, monk
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
 
 
-def test_a_segment_whose_storage_hangs_ends_the_journal_until_the_next_one_and_no_event_loop(
+def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_not_the_event_loop(
     tmp_path, monkeypatch, caplog
 ):
     journal, fsync, answers = resumed(tmp_path), os.fsync, threading.Event()

@@ -1,6 +1,4 @@
-"""What is used of a journal is exactly what provably follows, whatever a run did and whichever file
-is damaged.
-"""
+"""Only records that provably follow are used, for any history of a run and any damaged file."""
 
 import errno
 import io
@@ -32,9 +30,7 @@ DAMAGE = ["flip", "cut", "empty", "delete", "duplicate", "swap"]
 
 
 class Life:
-    """A run and its crashes; each state of it with the events that have to be found again after
-    it.
-    """
+    """A run with crashes; ``states`` has each state with the events to be replayed after it."""
 
     def __init__(self, folder):
         self.folder, self.num_groups, self.step, self.in_training = folder, 0, 0, None
@@ -67,16 +63,17 @@ class Life:
         self.happened(self.in_training)
 
     def begin(self, choice):
-        """A state is going to be saved, sometimes while the newest batch is not trained."""
+        """Save a state, sometimes while the newest batch is not trained yet."""
         if choice:
-            self.in_training = None  # it is trained
+            self.in_training = None  # the newest batch is trained
         owed = [] if self.in_training is None else [self.in_training]
         step, events = self.step - len(owed), owed + waiting(self.journal)
         self.states.append((begin(self.journal, step), step, events))
 
     def crash(self, choice):
-        """And a resume, sometimes from the state before, because the newest was not committed or is
-        damaged.
+        """Crash and resume, sometimes from the second newest state.
+
+        The newest one may not have been committed, or may be damaged.
         """
         self.journal.close()
         if choice == 0 and len(self.states) > 1:
@@ -121,7 +118,9 @@ def damage(folder, kind, number, at):
 
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS, st.sampled_from(DAMAGE), st.integers(0, 99), st.integers(0, 9999))
-def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations, kind, number, at):
+def test_the_used_records_are_a_prefix_of_what_happened(
+    tmp_path_factory, operations, kind, number, at
+):
     folder = tmp_path_factory.mktemp("life")
     life = Life(folder)
     for name, choice in operations:
@@ -140,14 +139,14 @@ def test_what_is_used_is_a_prefix_of_what_happened(tmp_path_factory, operations,
         for record in journal.waiting:
             if record.kind == GROUP:
                 assert record.group() == group(record.meta["prompt_id"], 2)
-        # and from here on the run continues, also after another crash
+        # the run continues from here, even after another crash
         journal.finished(group(10**6, 1), wanted=True)
         journal.close()
         assert waiting(resumed(copy, base, step)) == [*used, (GROUP, 10**6)]
 
 
 def four_segments(folder):
-    """Of a run whose states were never committed; a group in each, and a batch of it."""
+    """Write a journal of uncommitted states with one group and one batch per segment."""
     journal = resumed(folder)
     for step in range(4):
         journal.finished(group(step, 3), wanted=True)
@@ -158,10 +157,8 @@ def four_segments(folder):
     return [(kind, event) for step in range(4) for kind, event in ((GROUP, step), (BATCH, [step]))]
 
 
-def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path):
-    """The newer checkpoint is damaged only afterwards: a resume from it had continued the journal
-    by then.
-    """
+def test_an_older_checkpoint_uses_records_of_a_resume_from_a_newer_one(tmp_path):
+    """The newer checkpoint is damaged only after a resume from it has continued the journal."""
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
     number = begin(first, 1)
@@ -176,7 +173,7 @@ def test_an_older_checkpoint_finds_what_a_resume_from_a_newer_one_wrote(tmp_path
 
 
 def as_format_1(folder):
-    """The same journal as the program before format 2 wrote it."""
+    """Rewrite a journal in format 1."""
     for segment in read_folder(folder)[0]:
         contents = [bytes([HEADER]) + json.dumps(old_header(segment.header)).encode()]
         contents += [record.content() for record in segment.records]
@@ -203,7 +200,7 @@ def test_a_journal_of_format_1_is_resumed_and_continued_in_the_new_format(tmp_pa
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_in_format_1_what_follows_on_a_damaged_record_is_not_used(tmp_path, number, caplog):
+def test_in_format_1_segments_after_a_damaged_record_are_not_used(tmp_path, number, caplog):
     events = four_segments(tmp_path)
     as_format_1(tmp_path)
     path = tmp_path / f"{number:07d}.log"
@@ -214,9 +211,7 @@ def test_in_format_1_what_follows_on_a_damaged_record_is_not_used(tmp_path, numb
 
 
 def test_a_record_is_valid_only_in_its_place(tmp_path):
-    """Both are as they were written, with their lengths and checksums; only their order has
-    changed.
-    """
+    """Both records keep their lengths and checksums; only their order is changed."""
     journal = resumed(tmp_path)
     for prompt_id in range(3):
         journal.finished(group(prompt_id, 4), wanted=True)
@@ -232,7 +227,7 @@ def test_a_record_is_valid_only_in_its_place(tmp_path):
     assert waiting(resumed(tmp_path)) == []
 
 
-def test_a_segment_of_a_newer_program_is_named_and_not_used(tmp_path, monkeypatch, caplog):
+def test_a_segment_of_a_newer_version_is_named_and_not_used(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr("rlpost.rollout.journal.FORMAT", FORMAT + 1)
         four_segments(tmp_path)
@@ -240,7 +235,7 @@ def test_a_segment_of_a_newer_program_is_named_and_not_used(tmp_path, monkeypatc
     assert "0000000.log: it was written by a newer version" in caplog.text
 
 
-def test_with_other_prompt_data_nothing_is_used_and_its_cost_is_said(tmp_path, caplog):
+def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_path, caplog):
     journal = resumed(tmp_path, data="11 rows")
     journal.finished(group(0, 3, 4), wanted=True)
     journal.close()
@@ -254,9 +249,10 @@ def test_with_other_prompt_data_nothing_is_used_and_its_cost_is_said(tmp_path, c
     assert waiting(resumed(tmp_path, data="13 rows")) == []
 
 
-def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
-    """The run went on with others from its second state; a fallback to its first state uses what
-    came before.
+def test_records_after_a_change_of_settings_are_not_used(tmp_path):
+    """A fallback to the first state uses only records from before the settings changed.
+
+    The run continued from its second state with other settings.
     """
     first = resumed(tmp_path)
     first.finished(group(0), wanted=True)
@@ -268,11 +264,11 @@ def test_settings_that_changed_in_between_end_what_is_used(tmp_path):
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
 
 
-# Storage that fails while reading.
+# Storage that fails when it is read.
 
 
 class Failing(io.BufferedReader):
-    """Of a file whose reads behind ``offset`` fail."""
+    """A reader of a file whose reads beyond ``offset`` fail."""
 
     def __init__(self, path, offset, error):
         super().__init__(io.FileIO(path))
@@ -286,7 +282,7 @@ class Failing(io.BufferedReader):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Make reads of a file fail, a number of times or for ever, from an offset on."""
+    """Make reads of a file fail from an offset on, for a number of opens or always."""
 
     def fail(path, offset, error=errno.EIO, times=10**9):
         left = [times]
@@ -312,7 +308,7 @@ def test_a_read_that_fails_once_is_repeated(tmp_path, failing, error, caplog):
 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("where", ["header", "last record"])
-def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, number, where, caplog):
+def test_records_after_an_unreadable_place_are_not_used(tmp_path, failing, number, where, caplog):
     events = four_segments(tmp_path)
     path = tmp_path / f"{number:07d}.log"
     failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
@@ -324,7 +320,7 @@ def test_a_segment_that_cannot_be_read_ends_what_is_used(tmp_path, failing, numb
     )
 
 
-def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the_next_one_returns(
+def test_a_record_that_becomes_unreadable_ends_the_attempt_with_a_message_and_the_next_one_resumes(
     tmp_path, failing
 ):
     events = four_segments(tmp_path)
@@ -340,7 +336,7 @@ def test_a_record_that_cannot_be_read_any_more_ends_the_attempt_in_words_and_the
     assert waiting(resumed(tmp_path)) == events[:2]
 
 
-def test_a_record_that_was_damaged_since_the_run_began_is_not_used(tmp_path):
+def test_a_record_damaged_since_startup_is_not_used(tmp_path):
     four_segments(tmp_path)
     journal = resumed(tmp_path)
     path = tmp_path / "0000004.log"
@@ -360,13 +356,13 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         resumed(tmp_path)
 
 
-# File systems without hard links, and with answers that get lost.
+# File systems without hard links, and file systems that lose replies.
 
 
-def test_a_link_that_was_made_though_its_answer_says_that_the_file_is_there_is_ones_own(
+def test_a_link_that_succeeded_despite_an_error_that_the_file_exists_is_recognised(
     tmp_path, monkeypatch
 ):
-    """NFS repeats a request whose answer was lost; the server has done it by then."""
+    """NFS repeats a request whose reply was lost, although the server has carried it out."""
     real = os.link
 
     def repeated(source, target):
@@ -405,7 +401,7 @@ def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_path, monkeypatch):
+def test_without_hard_links_a_crash_between_name_and_content_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(segment_file.os, "link", no_hard_links)
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
@@ -420,8 +416,8 @@ def test_a_crash_without_hard_links_between_name_and_content_costs_nothing(tmp_p
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
 
 
-def test_files_that_are_being_made_have_names_of_their_process_alone(tmp_path, monkeypatch):
-    """Two hosts of a shared file system have the same process ids."""
+def test_temporary_files_have_names_unique_to_their_process(tmp_path, monkeypatch):
+    """Hosts of a shared file system may have equal process ids."""
     names, real = [], os.link
     monkeypatch.setattr(
         segment_file.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b))
@@ -434,7 +430,7 @@ def test_files_that_are_being_made_have_names_of_their_process_alone(tmp_path, m
     assert "first-host" in names[0] and "second" in names[1]
 
 
-def test_the_folder_itself_outlives_the_machine(tmp_path, monkeypatch):
+def test_the_folder_itself_survives_a_power_loss(tmp_path, monkeypatch):
     synced, real = [], os.fsync
 
     def spied(file):
@@ -447,7 +443,7 @@ def test_the_folder_itself_outlives_the_machine(tmp_path, monkeypatch):
     assert synced.index(str(tmp_path / "save")) < synced.index(str(tmp_path / "save/journal"))
 
 
-def test_damaged_segments_go_with_those_that_no_checkpoint_needs(tmp_path):
+def test_compaction_removes_damaged_segments_too(tmp_path):
     journal = resumed(tmp_path)
     begin(journal, 10)
     (tmp_path / "0000000.log").write_bytes(b"")
@@ -456,7 +452,7 @@ def test_damaged_segments_go_with_those_that_no_checkpoint_needs(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0000002.log"]
 
 
-def test_a_resume_of_a_kept_checkpoint_stays_though_the_segment_of_its_state_is_damaged(tmp_path):
+def test_a_segment_resumed_from_a_kept_checkpoint_is_kept_although_its_base_is_damaged(tmp_path):
     journal = resumed(tmp_path)
     number = begin(journal, 10)
     journal.finished(group(0), wanted=True)

@@ -1,4 +1,4 @@
-"""The plugin that lets SGLang serve latent attention without CUDA."""
+"""The plugin for latent attention without CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "rlpost_latent_attention_on_cpu"
 
 
 class Method(enum.Enum):
-    """As SGLang's AttnForwardMethod names them."""
+    """The names of SGLang's AttnForwardMethod."""
 
     MHA = enum.auto()
     MLA = enum.auto()
@@ -28,7 +28,7 @@ class Method(enum.Enum):
         (True, "torch_native", Method.MHA),
     ],
 )
-def test_prompts_take_the_absorbed_form_on_the_attention_of_a_cpu(
+def test_prompts_use_the_absorbed_form_with_attention_on_a_cpu(
     monkeypatch, has_cuda, backend, expected
 ):
     plugin = load_plugin(NAME)

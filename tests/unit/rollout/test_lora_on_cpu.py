@@ -1,4 +1,4 @@
-"""The plugin that lets SGLang use adapters without CUDA."""
+"""The plugin for LoRA adapters without CUDA."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def plugin() -> ModuleType:
 
 
 def pinned(values):
-    """As SGLang's backend allocates: by an argument, and by a method."""
+    """Allocate pinned memory as SGLang's backend does: with an argument, and with a method."""
     by_argument = torch.tensor(values, dtype=torch.int32, pin_memory=True, device="cpu")
     return by_argument, torch.zeros(2).add(1).pin_memory()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
-def test_memory_is_ordinary_where_none_can_be_pinned(plugin):
+def test_memory_is_not_pinned_where_it_cannot_be(plugin):
     with pytest.raises(RuntimeError):
         pinned([1, 2])
     first, second = plugin.without_pinning(pinned, [1, 2])

@@ -1,4 +1,4 @@
-"""Requests go where capacity is free; engines that serve them come and go."""
+"""Requests go to engines with free capacity, while engines join and leave."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ async def request(places, log, release):
         await release.wait()
 
 
-def test_the_place_with_the_largest_free_share_is_taken():
+def test_the_place_with_the_largest_free_fraction_is_taken():
     async def scenario():
         places, log, release = Places([OWN]), [], asyncio.Event()
         places.set_others([FLEET])
@@ -46,7 +46,7 @@ def test_the_place_with_the_largest_free_share_is_taken():
     asyncio.run(scenario())
 
 
-def test_waiting_requests_go_to_an_engine_that_joins_and_none_goes_to_one_that_left():
+def test_waiting_requests_go_to_an_engine_that_joins_and_never_to_one_that_left():
     async def scenario():
         places, log, release = Places([OWN]), [], asyncio.Event()
         tasks = [asyncio.create_task(request(places, log, release)) for _ in range(9)]
@@ -77,7 +77,7 @@ def test_without_any_place_requests_wait_for_the_first_engine():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_failed_is_avoided_for_a_while():
+def test_a_failed_engine_is_avoided_for_a_while():
     async def scenario():
         clock, log, release = Clock(), [], asyncio.Event()
         places = Places([OWN], clock=clock)
@@ -85,7 +85,7 @@ def test_an_engine_that_failed_is_avoided_for_a_while():
         places.failed(FLEET)
         tasks = [asyncio.create_task(request(places, log, release)) for _ in range(3)]
         await settle()
-        assert log == ["http://own", "http://own"]  # the third waits for one that works
+        assert log == ["http://own", "http://own"]  # the third waits for the engine that works
         release.set()
         await asyncio.gather(*tasks)
         assert log == ["http://own"] * 3
@@ -101,7 +101,7 @@ def test_an_engine_that_failed_is_avoided_for_a_while():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_comes_back_is_not_avoided():
+def test_an_engine_that_rejoins_is_not_avoided():
     async def scenario():
         places, log, release = Places([OWN], clock=Clock()), [], asyncio.Event()
         release.set()
@@ -117,7 +117,7 @@ def test_an_engine_that_comes_back_is_not_avoided():
 
 
 @pytest.mark.parametrize("is_woken", [False, True])
-def test_a_request_that_is_cancelled_while_it_waits_takes_nothing(is_woken):
+def test_a_request_cancelled_while_it_waits_takes_no_capacity(is_woken):
     async def scenario():
         places, log, release = Places([Place("http://own", "k", 1)]), [], asyncio.Event()
         first = asyncio.create_task(request(places, log, release))
@@ -168,7 +168,7 @@ def test_every_connection_follows_the_engines_that_join_until_it_is_closed():
     assert first.all() == (OWN, FLEET) and second.all() == ()
 
 
-def test_an_engine_that_failed_is_taken_if_it_is_the_only_place():
+def test_a_failed_engine_is_used_if_it_is_the_only_place():
     async def scenario():
         places, log, release = Places([]), [], asyncio.Event()
         release.set()
@@ -180,7 +180,7 @@ def test_an_engine_that_failed_is_taken_if_it_is_the_only_place():
     asyncio.run(scenario())
 
 
-def test_a_request_that_waits_for_an_engine_that_failed_is_woken_after_a_while(monkeypatch):
+def test_a_request_that_waits_for_a_failed_engine_is_woken_after_a_while(monkeypatch):
     async def scenario():
         monkeypatch.setattr(module, "AVOID_S", 0.05)
         places, log, release = Places([Place("http://own", "k", 1)]), [], asyncio.Event()
@@ -188,7 +188,7 @@ def test_a_request_that_waits_for_an_engine_that_failed_is_woken_after_a_while(m
         places.failed(FLEET)
         tasks = [asyncio.create_task(request(places, log, release)) for _ in range(2)]
         async with asyncio.timeout(2):
-            while len(log) < 2:  # the own engine answers nothing meanwhile
+            while len(log) < 2:  # the run's own engine is busy all the time
                 await asyncio.sleep(0.01)
         release.set()
         await asyncio.gather(*tasks)
@@ -196,7 +196,7 @@ def test_a_request_that_waits_for_an_engine_that_failed_is_woken_after_a_while(m
     asyncio.run(scenario())
 
 
-def test_no_later_request_takes_the_place_of_one_that_waits():
+def test_no_later_request_overtakes_a_waiting_one():
     async def scenario():
         places, order = Places([Place("http://own", "k", 1)]), []
 
@@ -217,7 +217,7 @@ def test_no_later_request_takes_the_place_of_one_that_waits():
     asyncio.run(scenario())
 
 
-def test_a_request_in_flight_to_a_lost_engine_is_given_up_and_its_capacity_returns():
+def test_a_request_in_flight_to_a_lost_engine_is_given_up_and_its_capacity_is_freed():
     async def scenario():
         places, release, ends = Places([]), asyncio.Event(), []
         places.set_others([FLEET])
@@ -253,7 +253,7 @@ def test_requests_that_an_engine_still_holds_after_it_left_are_given_up(monkeypa
         held = asyncio.create_task(request(places, log, release))
         await settle()
         places.set_others([])
-        if comes_back:  # with new weights; the request waits in its server
+        if comes_back:  # readmitted with new weights, while the request waits in its server
             places.set_others([FLEET])
         await asyncio.sleep(0.15)
         assert held.done() != comes_back
@@ -264,7 +264,7 @@ def test_requests_that_an_engine_still_holds_after_it_left_are_given_up(monkeypa
     asyncio.run(scenario())
 
 
-def test_thousands_of_waiting_requests_are_cancelled_and_turned_away_quickly():
+def test_thousands_of_waiting_requests_are_cancelled_quickly():
     async def scenario():
         places, log, release = Places([Place("http://own", "k", 1)]), [], asyncio.Event()
         first = asyncio.create_task(request(places, log, release))
@@ -282,7 +282,7 @@ def test_thousands_of_waiting_requests_are_cancelled_and_turned_away_quickly():
     asyncio.run(scenario())
 
 
-def test_requests_that_wait_are_turned_away_together():
+def test_waiting_requests_fail_together():
     async def scenario():
         places, log, release = Places([]), [], asyncio.Event()
         waiting = [asyncio.create_task(request(places, log, release)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Every plugin for SGLang on a CPU is found by its loader."""
+"""SGLang's loader finds every plugin for a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = sorted(folder.name for folder in STAND_INS.glob("rlpost_*_on_cpu") if fo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sglang_finds_a_plugin_by_its_entry_point(name: str) -> None:
-    """As its loader looks for it: in the folder of stand-ins on the import path."""
+    """SGLang's loader searches the import path, which contains the folder of stand-ins."""
     (found,) = importlib.metadata.distributions(name=name, path=[str(STAND_INS)])
     (entry,) = found.entry_points
     assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{name}:register")

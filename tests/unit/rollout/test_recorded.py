@@ -1,4 +1,4 @@
-"""Recorded groups read back as they were written, or the broken line is named."""
+"""Recorded groups survive a round trip; broken lines are named."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def group(prompt_id: int, text: str = TEXT) -> SampleGroup:
     return SampleGroup(prompt_id, tuple(ScoredSample(sample, 1 / 3) for sample in samples))
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_groups_survive_a_round_trip(tmp_path: Path) -> None:
     template = str(tmp_path / "new" / "step_{rollout_id}.jsonl")
     groups = [group(0), group(1)]
     path = write_groups(template, 12, groups)

@@ -1,6 +1,4 @@
-"""What an answer holds after turns of the model, tools between them, cuts and new weights: one
-entry a token each.
-"""
+"""Answers over several turns with tools, aborts and new weights have one entry per token."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SAMPLING = SamplingParams(max_new_tokens=20, stop=("!",), stop_token_ids=(1,))
 
 
 class Bytes:
-    """One id a byte of UTF-8."""
+    """A codec with one id per UTF-8 byte."""
 
     def encode(self, text: str) -> Sequence[int]:
         return list(text.encode())
@@ -59,8 +57,9 @@ def drafting(
 
 
 def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers in turn: (text, reason, what it stopped at); a string that it stopped at is in the
-    ids, not the text.
+    """Return a reply function that gives answers (text, finish reason, matched stop) in order.
+
+    A matched stop string is part of the ids, but not of the text.
     """
     left = list(answers)
 
@@ -76,7 +75,7 @@ def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str,
     return answer
 
 
-def test_the_calculator_answers_and_its_digits_are_left_out_of_the_loss() -> None:
+def test_the_calculators_digits_are_left_out_of_the_loss() -> None:
     async def work(builder: ResponseBuilder) -> Sample:
         return await generate(builder, PROMPT, SAMPLING)
 
@@ -108,7 +107,7 @@ def test_the_calculator_reads_the_expression_at_the_end(text: str, value: str) -
     assert result(text) == value
 
 
-def test_a_tool_that_says_more_than_there_is_room_for_ends_the_answer() -> None:
+def test_a_tool_output_beyond_the_remaining_tokens_ends_the_answer() -> None:
     async def work(builder: ResponseBuilder) -> Sample:
         await builder.write()
         builder.insert("x" * 100)
@@ -129,8 +128,8 @@ def test_prompt_and_answer_together_have_a_limit_too() -> None:
     assert engine.bodies[0]["sampling_params"]["max_new_tokens"] == 5
 
 
-def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
-    """Two answers of an engine, between them a cut through the two bytes of a letter."""
+def test_an_answer_aborted_within_a_character_has_its_text() -> None:
+    """The abort is between the two bytes of a letter."""
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
@@ -152,10 +151,10 @@ def test_an_answer_cut_in_the_middle_of_a_character_has_its_text() -> None:
     ("rest", "reason"),
     [("op>cd", "length"), ("op>cd</st", "abort"), ("op>cd</stop>", "stop"), ("op>", "length")],
 )
-def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ended(
+def test_a_stop_string_split_by_an_abort_ends_the_answer_as_without_the_abort(
     rest: str, reason: str
 ) -> None:
-    """No engine sees such a one: each looks at what it wrote itself."""
+    """No engine detects such a stop, because each one searches only its own output."""
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
@@ -182,7 +181,7 @@ def test_a_stop_that_a_cut_went_through_ends_the_answer_where_it_would_have_ende
     assert sample.version_spans == ((2, 6), (3, 3)) and len(engine.bodies) == 2
 
 
-def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
+def test_a_stop_string_after_an_abort_is_detected_by_the_engine() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
             return generated(list(b"ab"), version="2", text="ab", reason="abort")
@@ -203,7 +202,7 @@ def test_a_stop_behind_a_cut_is_the_engine_s_own() -> None:
     )
 
 
-def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() -> None:
+def test_a_full_answer_that_was_aborted_is_not_requested_again() -> None:
     so_far = Sample(3, 0, PROMPT.token_ids, (1,) * 20, (-0.5,) * 20, "x", "abort", 2)
 
     async def work(builder: ResponseBuilder) -> Sample:
@@ -219,7 +218,7 @@ def test_an_answer_that_was_full_when_it_was_cut_off_is_not_asked_for_again() ->
     )
 
 
-def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
+def test_versions_are_read_from_spans_or_from_the_final_version() -> None:
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 7}]
     assert version_spans({"weight_versions": spans, "weight_version": "5"}, 7) == ((4, 2), (5, 5))
     assert version_spans({"weight_version": "5"}, 7) == ((5, 7),)
@@ -227,10 +226,8 @@ def test_versions_are_told_by_spans_or_by_the_one_at_the_end() -> None:
         version_spans({"weight_version": "default"}, 7)
 
 
-def test_a_tool_that_speaks_first_has_the_version_of_the_model_s_first_word() -> None:
-    """Else the answer would count as older than anything, and be thrown away where age is
-    bounded.
-    """
+def test_a_tool_output_before_the_first_turn_has_the_version_of_the_first_sampled_token() -> None:
+    """Otherwise the answer would count as older than any other and exceed a staleness bound."""
 
     async def work(builder: ResponseBuilder) -> Sample:
         builder.insert("xy")
@@ -241,7 +238,7 @@ def test_a_tool_that_speaks_first_has_the_version_of_the_model_s_first_word() ->
     assert (sample.mask, sample.oldest_version, sample.policy_version) == ((0, 0, 1, 1, 1), 2, 2)
 
 
-def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
+def test_a_request_aborted_in_the_queue_has_no_tokens() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
             reason = {"type": "abort", "message": "Abort in waiting queue"}
@@ -256,7 +253,7 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing_in_it() -> None:
     assert drafting(engine, work).response_ids == (97,)
 
 
-def test_the_tokens_of_a_tool_stay_out_when_those_of_older_weights_leave() -> None:
+def test_tool_tokens_stay_masked_when_tokens_of_older_weights_are_masked() -> None:
     sample = Sample(
         0, 0, (1,), (5, 6, 7, 8), (-0.1,) * 4, "", "stop", 3, None, (1, 0, 1, 0), ((2, 2), (3, 2))
     )
@@ -277,7 +274,7 @@ def test_a_function_that_does_not_return_an_answer_is_named(returned: Any) -> No
         asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
-def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_over_it() -> None:
+def test_a_function_that_generates_nothing_is_named_before_training() -> None:
     async def says_nothing(
         builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
     ) -> Sample:
@@ -290,7 +287,7 @@ def test_a_function_that_writes_nothing_is_named_before_the_trainer_stumbles_ove
         asyncio.run(writer.write(Unfinished(PROMPT)))
 
 
-def test_a_function_may_make_several_samples_of_one_call() -> None:
+def test_a_function_may_return_several_samples_per_call() -> None:
     async def two(
         builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
     ) -> list[Sample]:
@@ -313,7 +310,7 @@ def test_a_function_may_make_several_samples_of_one_call() -> None:
 
 
 def masked(ids: list[int], sets: list[list[int]] | None, reason: str = "stop") -> dict[str, Any]:
-    """As an engine answers a request with ``return_sampling_mask``."""
+    """Return an engine's answer to a request with ``return_sampling_mask``."""
     made = generated(ids, version="2", text=bytes(ids).decode(), reason=reason)
     if sets is not None:
         made["meta_info"]["output_token_sampling_mask"] = sets
@@ -329,7 +326,7 @@ async def in_two_turns(builder: ResponseBuilder) -> Sample:
     return builder.sample()
 
 
-def test_sampling_masks_are_collected_over_aborts_and_tools_with_log_probs_over_them() -> None:
+def test_sampling_masks_and_their_log_probs_are_collected_across_aborts_and_tools() -> None:
     answers = [
         masked([97], [[97, 5]], "abort"),
         masked([98], [[98]]),
@@ -354,7 +351,7 @@ def test_sampling_masks_are_collected_over_aborts_and_tools_with_log_probs_over_
     assert list(longer.sampling_mask) == [*sample.sampling_mask, (101, 7)]
 
 
-def test_masks_are_not_asked_for_without_the_setting_and_missing_ones_are_an_error() -> None:
+def test_masks_are_not_requested_without_the_setting_and_missing_ones_are_an_error() -> None:
     engine = FakeEngine(answer=lambda body: masked([97], None))
     assert drafting(engine, in_two_turns).sampling_mask is None
     assert all("custom_labels" not in body for body in engine.bodies)
@@ -362,7 +359,7 @@ def test_masks_are_not_asked_for_without_the_setting_and_missing_ones_are_an_err
         drafting(engine, in_two_turns, returns_mask=True)
 
 
-def test_a_mask_of_another_number_of_tokens_is_no_answer() -> None:
+def test_a_mask_of_another_number_of_tokens_is_refused() -> None:
     made = masked([97, 98], [[97]])
     with pytest.raises(ValueError, match="sampling masks of 1 tokens for 2 tokens"):
         parse(orjson.dumps(made))

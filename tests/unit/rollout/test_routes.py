@@ -1,4 +1,4 @@
-"""The routes of an answer: each token has those of the request that first read it."""
+"""Routes of answers: each token has those of the request that first read it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNKNOWN = 255
 
 
 class Bytes:
-    """One id a byte of UTF-8."""
+    """A codec with one id per UTF-8 byte."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -38,12 +38,12 @@ class Bytes:
 
 
 def route(version: int, position: int) -> int:
-    """The first expert to which an engine with these weights sends the token at a position."""
+    """The expert that identifies the weight version and position of a routed token."""
     return (7 * version + position) % 38
 
 
 def encoded(version: int, positions: range, form: RouteFormat = FORM) -> str:
-    """What an engine returns: dense layers too, as int32 in base64."""
+    """Encode routes as an engine does: all layers, dense ones included, as int32 in base64."""
 
     def chosen(layer: int, at: int) -> list[int]:
         return [route(version, at) + 1, route(version, at)] if layer in form.layers else [0, 0]
@@ -53,8 +53,9 @@ def encoded(version: int, positions: range, form: RouteFormat = FORM) -> str:
 
 
 class Mixture(FakeEngine):
-    """Answers in turn with (text, reason, version), and with the routes that its present weights
-    give all tokens.
+    """An engine with prepared answers (text, finish reason, version).
+
+    Each answer has the routes that its version's weights give all tokens.
     """
 
     def __init__(self, *answers: tuple[str, str, int], knows_start: bool = True) -> None:
@@ -93,7 +94,7 @@ def writing(
 
 
 def versions(sample: Sample) -> list[int | None]:
-    """The version whose routes each token has; None for a token that the trainer routes itself."""
+    """Return the version whose routes each token has; None if the trainer routes the token."""
     assert sample.routes is not None
     found: list[int | None] = []
     for position, experts in enumerate(sample.routes.array[:, :, 1].tolist()):
@@ -115,8 +116,10 @@ def test_an_answer_has_the_routes_of_all_tokens_but_the_last() -> None:
 
 
 @pytest.mark.parametrize("knows_start", [True, False])
-def test_an_answer_cut_by_new_weights_keeps_the_routes_of_the_old_ones(knows_start: bool) -> None:
-    """The engine returns the routes of the first tokens again, as the new weights give them."""
+def test_an_answer_aborted_for_new_weights_keeps_the_routes_of_the_old_ones(
+    knows_start: bool,
+) -> None:
+    """The engine returns new routes for the first tokens too, computed with the new weights."""
     engine = Mixture(
         ("hel", "abort", 1), ("lo!", "abort", 2), ("end", "stop", 3), knows_start=knows_start
     )
@@ -126,7 +129,7 @@ def test_an_answer_cut_by_new_weights_keeps_the_routes_of_the_old_ones(knows_sta
     assert [body["custom_labels"][ROUTES_FROM] for body in engine.bodies] == ["0", "5", "8"]
 
 
-def test_a_partial_answer_goes_on_after_a_restart_with_its_routes() -> None:
+def test_a_partial_answer_resumes_after_a_restart_with_its_routes() -> None:
     async def until_halted(builder: ResponseBuilder) -> None:
         made = engine.next_answer
 
@@ -152,7 +155,7 @@ def test_a_partial_answer_without_routes_is_routed_by_the_trainer() -> None:
     )
 
 
-def test_the_words_of_a_tool_are_routed_by_the_trainer() -> None:
+def test_tool_outputs_are_routed_by_the_trainer() -> None:
     async def work(builder: ResponseBuilder) -> None:
         await builder.write()
         builder.insert("42")
@@ -161,7 +164,7 @@ def test_the_words_of_a_tool_are_routed_by_the_trainer() -> None:
 
     sample = writing(Mixture(("a=", "stop", 1), ("so", "stop", 2)), work)
     assert bytes(sample.response_ids) == b"a=42so9"
-    # "=" was first read by the second request
+    # the second request was the first to read "="
     assert versions(sample) == [1] * 4 + [
         2,
         None,
@@ -170,7 +173,7 @@ def test_the_words_of_a_tool_are_routed_by_the_trainer() -> None:
     ]
 
 
-def test_a_tool_that_speaks_before_the_model_has_no_routes() -> None:
+def test_a_tool_output_before_the_first_turn_has_no_routes() -> None:
     async def work(builder: ResponseBuilder) -> None:
         builder.insert("42")
         await builder.write()
@@ -178,7 +181,7 @@ def test_a_tool_that_speaks_before_the_model_has_no_routes() -> None:
     assert versions(writing(Mixture(("so", "stop", 1)), work)) == [1, 1, 1, None, None, 1]
 
 
-def test_a_stop_that_spans_an_abort_truncates_the_routes() -> None:
+def test_a_stop_string_that_spans_an_abort_truncates_the_routes() -> None:
     async def work(builder: ResponseBuilder) -> None:
         await builder.write(stop=("ll",))
 
@@ -187,10 +190,8 @@ def test_a_stop_that_spans_an_abort_truncates_the_routes() -> None:
     assert versions(sample) == [1] * 5 + [2] * 2
 
 
-def test_an_answer_that_an_engine_wrote_with_two_versions_has_lost_the_routes_of_the_first() -> (
-    None
-):
-    """SGLang recomputes what it retracts, and with it the routes."""
+def test_an_answer_generated_with_two_versions_loses_the_routes_of_the_first() -> None:
+    """SGLang recomputes retracted tokens and their routes."""
     engine = Mixture(("hello", "stop", 2))
     made = engine.next_answer
 
@@ -206,8 +207,8 @@ def test_an_answer_that_an_engine_wrote_with_two_versions_has_lost_the_routes_of
     assert versions(sample) == [None] * 5 + [2] * 2
 
 
-def test_an_answer_that_was_aborted_in_the_queue_with_tokens_has_no_routes_for_them() -> None:
-    """Retracted for lack of memory, and aborted before it went on."""
+def test_a_retracted_answer_that_is_aborted_in_the_queue_has_no_routes() -> None:
+    """The request was retracted for lack of memory, and aborted before it was resumed."""
     engine = Mixture(("hel", "abort", 1), ("lo", "stop", 2))
     made = engine.next_answer
 
@@ -221,7 +222,7 @@ def test_an_answer_that_was_aborted_in_the_queue_with_tokens_has_no_routes_for_t
     assert versions(writing(engine, write)) == [None] * 5 + [2] * 2
 
 
-def test_without_a_format_nothing_is_asked_for() -> None:
+def test_without_a_format_no_routes_are_requested() -> None:
     engine = Mixture(("hello", "stop", 1))
     assert writing(engine, write, routes=None).routes is None
     assert "custom_labels" not in engine.bodies[0]
@@ -251,7 +252,7 @@ def test_without_a_format_nothing_is_asked_for() -> None:
         ),
     ],
 )
-def test_routes_that_cannot_be_those_of_the_answer_are_refused(
+def test_routes_that_do_not_match_the_answer_are_refused(
     change: Callable[[Any], Any], words: str
 ) -> None:
     engine = Mixture(("hello", "stop", 1))
@@ -267,7 +268,7 @@ def test_routes_that_cannot_be_those_of_the_answer_are_refused(
         writing(engine, write)
 
 
-def test_layers_that_are_not_neighbours_and_many_experts() -> None:
+def test_routes_of_nonadjacent_layers_with_many_experts() -> None:
     form = RouteFormat(layers=(0, 2, 3), num_layers=4, num_experts=256, topk=2)
     routes = form.decode(encoded(2, range(4), form))
     assert routes.array.dtype == np.uint16
@@ -279,7 +280,7 @@ def test_layers_that_are_not_neighbours_and_many_experts() -> None:
     assert shown[0, 1].tolist() == [0, 0]
 
 
-def test_glm_4_5_takes_712_bytes_a_token() -> None:
+def test_routes_of_glm_4_5_take_712_bytes_per_token() -> None:
     form = RouteFormat(layers=tuple(range(3, 92)), num_layers=92, num_experts=160, topk=8)
     assert form.unknown(1).array.nbytes == 712
 
@@ -328,7 +329,7 @@ def test_the_server_reads_a_label_as_the_field_that_the_router_drops() -> None:
     assert seen == ["http.request", "http.disconnect"]
 
 
-def test_other_requests_reach_the_server_as_they_are() -> None:
+def test_other_requests_reach_the_server_unchanged() -> None:
     labelled = json.dumps({"custom_labels": {ROUTES_FROM: "17"}}).encode()
     plain = json.dumps({"input_ids": [1]}).encode()
     assert received_by_the_server([plain])[0] == plain
@@ -337,7 +338,7 @@ def test_other_requests_reach_the_server_as_they_are() -> None:
 
 
 def answered(body: bytes, request: bytes) -> tuple[bytes, dict[bytes, bytes]]:
-    """What a client gets of an application that answers a request with ``body`` in two pieces."""
+    """Return body and headers that a client gets if the application sends ``body`` in two parts."""
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -360,7 +361,7 @@ def answered(body: bytes, request: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     return b"".join(message.get("body", b"") for message in sent[1:]), headers
 
 
-def test_an_answer_has_one_byte_for_each_expert_on_its_way_to_the_driver() -> None:
+def test_an_answer_is_sent_to_the_driver_with_one_byte_per_expert() -> None:
     answer = generated([5, 6], text='"routed_experts":"', version="2")
     answer["meta_info"]["routed_experts"] = encoded(2, range(4))
     body = json.dumps(answer, separators=(",", ":")).encode()
@@ -373,7 +374,7 @@ def test_an_answer_has_one_byte_for_each_expert_on_its_way_to_the_driver() -> No
     assert answered(body, b"{}")[0] == body, "who asks in another way gets SGLang's own answer"
 
 
-def test_an_answer_whose_experts_do_not_fit_into_a_byte_stays_as_it_is() -> None:
+def test_an_answer_whose_experts_do_not_fit_into_a_byte_is_not_changed() -> None:
     for experts in ([256, 1], [-1, 1], []):
         text = base64.b64encode(np.array(experts, dtype=np.int32).tobytes())
         body = b'{"meta_info":{"routed_experts":"%b"}}' % text

@@ -1,4 +1,4 @@
-"""The plugin that lets SGLang record routes of experts without CUDA."""
+"""The plugin for recording expert routes without CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plugin() -> ModuleType:
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
-def test_memory_is_registered_with_cuda_where_there_is_one(plugin, monkeypatch, has_cuda):
+def test_memory_is_registered_only_with_cuda(plugin, monkeypatch, has_cuda):
     registered = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     plugin.leave_unregistered(lambda *given: registered.append(given), "buffer", 4096)

@@ -1,4 +1,4 @@
-"""Evaluation inherits from the rollout what it does not set itself."""
+"""Evaluation inherits settings from the rollout that it does not set itself."""
 
 from rlpost.config.eval_sets import EvalSet
 from rlpost.config.groups.eval import EvalConfig
@@ -20,7 +20,7 @@ def test_the_end_tokens_of_the_model_always_stop() -> None:
 
 
 def test_evaluation_sets_or_inherits_each_value() -> None:
-    """A set goes before [eval], which goes before the rollout."""
+    """An evaluation set overrides [eval], which overrides the rollout."""
     plain = EvalSet(name="a", path="b")
     inherited = rollout_sampling(ROLLOUT, (1,))
     assert eval_sampling(plain, EvalConfig(), ROLLOUT, (1,)) == inherited
@@ -49,6 +49,6 @@ def test_a_lower_bound_of_evaluation_is_sent_and_training_has_none() -> None:
     assert "min_new_tokens" not in rollout_sampling(ROLLOUT, ()).to_sglang()
 
 
-def test_nothing_is_sent_for_no_stops() -> None:
+def test_without_stops_null_is_sent() -> None:
     sent = SamplingParams(max_new_tokens=3).to_sglang()
     assert (sent["stop"], sent["stop_token_ids"], sent["max_new_tokens"]) == (None, None, 3)

@@ -1,6 +1,4 @@
-"""Servers: settings are checked by name, the key stays out of sight, nothing outlives its
-parent.
-"""
+"""Servers: settings are checked by name, keys stay secret, and no server outlives its parent."""
 
 import contextlib
 import http.server
@@ -31,7 +29,7 @@ from tests.ports import free_port, free_ports
 KEY = "k-5f0e9a"
 
 
-def test_what_the_caller_sets_wins_over_what_a_cpu_needs() -> None:
+def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
     given = {"model_path": "m", "max_running_requests": 3}
     without = server.engine_arguments(given, has_cuda=False)
     assert without["device"] == "cpu"
@@ -62,7 +60,7 @@ def test_a_wrong_setting_is_named(name: str, wanted: str) -> None:
         check_server_args({"mem_fraction_static": 0.5, name: 1})
 
 
-def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_is_redacted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     make = logging.getLogRecordFactory()
     try:
         server.redact(KEY)
@@ -79,7 +77,7 @@ def test_the_key_is_blotted_out_of_the_log(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     log = tmp_path / "router.log"
     router = Router(policy="no_such_policy", api_key=KEY, log_path=log, metrics_port=free_port())
     with pytest.raises(EngineDied) as error:
@@ -119,7 +117,7 @@ def test_a_router_starts_stops_and_names_engines_it_cannot_reach(tmp_path: Path)
 
 
 class Anything(http.server.BaseHTTPRequestHandler):
-    """Healthy, and a model."""
+    """Answers every request as a healthy engine with a model does."""
 
     def do_GET(self) -> None:
         body = json.dumps(
@@ -132,23 +130,23 @@ class Anything(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *words: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
-def test_adapters_that_the_user_passes_are_left_to_sglang() -> None:
+def test_user_provided_adapters_are_left_to_sglang() -> None:
     own = SimpleNamespace(enable_lora=True, lora_paths=["math=/adapters/math"])
     assert server.manager_options(own) == {}
     assert server.manager_options(SimpleNamespace(enable_lora=None, lora_paths=None)) == {}
 
 
 class OnIpv6(http.server.ThreadingHTTPServer):
-    """A server at an IPv6 address."""
+    """An HTTP server at an IPv6 address."""
 
     address_family = socket.AF_INET6
 
 
 def test_a_router_and_an_engine_work_at_ipv6_addresses(tmp_path: Path) -> None:
-    """The router takes an IPv6 address only in brackets, and a URL has them."""
+    """The router accepts an IPv6 address only in brackets, as in a URL."""
     try:
         engine = OnIpv6(("::1", 0), Anything)
     except OSError as error:
@@ -173,10 +171,10 @@ def test_a_router_and_an_engine_work_at_ipv6_addresses(tmp_path: Path) -> None:
             engine.shutdown()
 
 
-def test_engines_are_reached_past_the_proxy_of_a_site(
+def test_requests_to_engines_bypass_a_site_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands in the environment of users, for downloads, and knows no node of the cluster."""
+    """Users have it in their environment for downloads; it cannot reach nodes of the cluster."""
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     router = Router(
@@ -219,10 +217,8 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
     assert not child.is_running()
 
 
-def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
-    """``--sglang-cuda-graph-bs`` of published recipes; and a single value where SGLang wants a
-    list.
-    """
+def test_settings_of_older_recipes_are_renamed_for_the_installed_sglang():
+    """Recipes may use ``--sglang-cuda-graph-bs``, and single values where SGLang wants lists."""
     check_server_args({"cuda_graph_bs": [1, 2, 4]})
     assert to_server_args({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {
         "cuda_graph_bs_decode": [1, 2, 4],
@@ -235,8 +231,8 @@ def test_settings_of_older_recipes_reach_the_installed_sglang_under_its_names():
     )
 
 
-def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
-    """That is an error of the HTTP client, not of the operating system."""
+def test_a_router_that_breaks_off_an_answer_is_reported() -> None:
+    """It raises an error of the HTTP client, not an OSError."""
 
     def half(listening: socket.socket) -> None:
         connection, _ = listening.accept()
@@ -254,7 +250,7 @@ def test_a_router_that_is_cut_off_in_an_answer_does_not_answer() -> None:
         answering.join()
 
 
-def test_a_process_that_not_even_a_kill_ends_is_named_after_a_while(
+def test_a_process_that_survives_a_kill_is_named_after_a_deadline(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     server_process = process.ServerProcess("router", "router x", tmp_path / "log")
@@ -287,7 +283,7 @@ server.main(["engine"])
 
 
 @pytest.mark.parametrize("ignores_term", [True, False])
-def test_term_to_every_process_of_a_step_does_not_end_a_server_that_still_answers(ignores_term):
+def test_term_to_every_process_of_a_step_does_not_end_a_server_that_ignores_it(ignores_term):
     ours, theirs = os.pipe()
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
@@ -305,13 +301,13 @@ def test_term_to_every_process_of_a_step_does_not_end_a_server_that_still_answer
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(0.5)
         os.kill(scheduler, 0)
-        server.stdin.close()  # its agent ends: nothing of it is left
+        server.stdin.close()  # as when its agent ends; the server must end too
     assert server.wait(10) != 0
     os.close(ours)
 
 
 def test_two_threads_may_stop_a_process_at_once(tmp_path: Path, monkeypatch: Any) -> None:
-    """The thread that waits for the start sees the end of the process, and stops it too."""
+    """The thread that waits for startup notices the end of the process, and stops it as well."""
     server_process = process.ServerProcess("router", "router x", tmp_path / "log")
     server_process.spawn({})
     both, wait_exit = threading.Barrier(2), server_process.wait_exit

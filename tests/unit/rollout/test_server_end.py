@@ -1,11 +1,11 @@
-"""A server ends with the process that started it, also after a signal to everything of a job."""
+"""A server ends with its parent, even after a signal to all processes of a job."""
 
 import os
 import signal
 import subprocess
 import sys
 
-# A server that is slow to end at TERM, as SGLang is.
+# A server that does not end at TERM immediately, like SGLang.
 SERVER = """
 import signal, sys, time
 from rlpost.rollout.server import end_with_parent

@@ -1,4 +1,4 @@
-"""A client gives its key and its prompts only to a server that knows the key."""
+"""A client sends its key and prompts only to a server that knows the key."""
 
 import asyncio
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 
 class Stranger(FakeEngine):
-    """Another user's server: keeps what it gets, and forwards challenges to a real engine."""
+    """Another user's server, which records headers and may forward challenges to a real engine."""
 
     real: FakeEngine | None = None
 
@@ -39,7 +39,7 @@ def test_an_engine_that_knows_the_key_is_accepted():
 
 
 @pytest.mark.parametrize("forwards", [False, True])
-def test_a_stranger_on_the_port_does_not_get_the_key(forwards):
+def test_another_users_server_on_the_port_does_not_get_the_key(forwards):
     async def scenario():
         engine, stranger = FakeEngine(), Stranger()
         async with serving(engine, stranger):
@@ -51,7 +51,7 @@ def test_a_stranger_on_the_port_does_not_get_the_key(forwards):
     asyncio.run(scenario())
 
 
-def test_a_server_with_another_key_and_one_that_is_not_there_are_refused():
+def test_a_server_with_another_key_and_an_unreachable_one_are_refused():
     async def scenario():
         engine = FakeEngine(knows="another key")
         async with serving(engine):
@@ -64,7 +64,7 @@ def test_a_server_with_another_key_and_one_that_is_not_there_are_refused():
 
 
 def asked(path, query):
-    """What the middleware answers, None where it passes the request on."""
+    """Return the messages that the middleware sends; None means that it passed the request on."""
     sent = []
 
     async def app(_scope, _receive, _send):
@@ -91,6 +91,6 @@ def test_the_server_answers_challenges_and_passes_everything_else_on():
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "n1", "fd00::1"])
-def test_addresses_are_those_of_urls(host):
+def test_addresses_are_parsed_from_urls(host):
     url = http_url(host, 30000)
     assert (urlsplit(url).hostname, urlsplit(url).port) == (host, 30000)

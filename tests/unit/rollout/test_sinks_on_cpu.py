@@ -1,4 +1,4 @@
-"""The plugin with which SGLang serves attention sinks on a CPU without AMX."""
+"""The plugin for attention sinks on a CPU without AMX."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plugin() -> ModuleType:
 
 
 def of_transformers(query, key, value, sinks, *, scale, before):
-    """``eager_attention_forward`` of gpt-oss for the last tokens of one sequence."""
+    """Apply ``eager_attention_forward`` of gpt-oss to the last tokens of one sequence."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     module = SimpleNamespace(
@@ -44,7 +44,7 @@ def of_transformers(query, key, value, sinks, *, scale, before):
 @pytest.mark.parametrize("before", [-1, 3])
 @pytest.mark.parametrize("num_tokens", [9, 4, 1])
 def test_attention_is_that_of_transformers(plugin, before, num_tokens):
-    """A prompt, the rest of one whose start is cached, and one token."""
+    """The cases are a whole prompt, the rest of a prompt with a cached prefix, and one token."""
     torch.manual_seed(1)
     query = torch.randn(num_tokens, HEADS, WIDTH)
     key, value = torch.randn(2, 9, GROUPS, WIDTH)
@@ -72,7 +72,7 @@ def test_sinks_are_stored_in_the_precision_of_the_weights(plugin):
 
 
 def test_sglang_finds_the_plugin_by_its_entry_point():
-    """As its loader looks for it: in the folder of stand-ins on the import path."""
+    """SGLang's loader searches the import path, which contains the folder of stand-ins."""
     (found,) = importlib.metadata.distributions(name=NAME, path=[str(STAND_INS)])
     (entry,) = found.entry_points
     assert (entry.group, entry.value) == ("sglang.srt.plugins", f"{NAME}:register")

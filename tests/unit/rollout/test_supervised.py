@@ -1,4 +1,4 @@
-"""Batches of supervised examples go on where they stopped and hold every prompt once."""
+"""Batches of supervised examples resume where they stopped and have every prompt once."""
 
 import asyncio
 
@@ -34,12 +34,12 @@ def source(cursor, backlog, step=0):
     )
 
 
-def test_a_source_that_is_stopped_anywhere_goes_on_with_the_next_prompts():
+def test_a_stopped_source_resumes_with_the_next_prompts():
     seen, cursor = [], Cursor()
     rollouts = source(cursor, RunState().backlog)
     for step in range(4):
         batch = asyncio.run(rollouts.batch())
-        if step == 1:  # fetched and not trained: the same batch once more
+        if step == 1:  # the batch is fetched and not trained, so a resume returns it again
             state, backlog = rollouts.pending()
             rollouts = source(Cursor(state["position"]), backlog, step=step)
             again = asyncio.run(rollouts.batch())

@@ -1,4 +1,4 @@
-"""Tests of a teacher on a server, against a real HTTP server with SGLang's answers."""
+"""A teacher on a server, tested with an HTTP server that answers as SGLang does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encode(text: str) -> list[int]:
 
 
 class Server:
-    """Answers /generate; a token's log-prob is -(its id) / 10. Counts its requests."""
+    """Answers /generate and records its requests; a token's log-prob is -(its id) / 10."""
 
     def __init__(
         self, *, shift: int = 0, statuses: tuple[int, ...] = (), drops: int = 0, misses: int = 0
@@ -41,7 +41,7 @@ class Server:
         entries = [[None, kept[0], None]] + [[-each / 10, each, None] for each in kept[1:]]
         entries = entries[: len(entries) - self.drops]
         meta: dict[str, Any] = {"input_token_logprobs": entries}
-        if count := body.get("top_logprobs_num"):  # tokens id, id + 1, ... at each given token
+        if count := body.get("top_logprobs_num"):  # the top tokens are id, id + 1, ...
             meta["input_top_logprobs"] = [None] + [
                 [[-each / 20 - place, each + place, None] for place in range(count - self.misses)]
                 for each in kept[1:]
@@ -89,7 +89,7 @@ def test_a_response_gets_the_log_prob_of_each_of_its_tokens():
     assert request["sampling_params"] == {"temperature": 1.0, "max_new_tokens": 0}
 
 
-def test_the_most_likely_tokens_at_each_token_of_a_response_are_asked_for_and_kept():
+def test_the_most_likely_tokens_at_each_token_of_a_response_are_requested_and_kept():
     server = Server()
     (found,) = with_server(server, lambda teacher: teacher.scored([scored()]), top_k=3)
     assert server.requests[0]["top_logprobs_num"] == 3
@@ -108,14 +108,14 @@ def test_an_empty_response_gets_no_log_probs(top_k):
     assert list(found.teacher_logprobs) == []
 
 
-def test_a_busy_server_is_asked_again(monkeypatch):
+def test_requests_to_a_busy_server_are_retried(monkeypatch):
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
     server = Server(statuses=(503, 429))
     (found,) = with_server(server, lambda teacher: teacher.scored([scored()]))
     assert len(server.requests) == 3 and found.sample.teacher_logprobs is not None
 
 
-def test_a_response_that_cannot_be_scored_is_left_out_and_many_in_a_row_are_an_error(monkeypatch):
+def test_an_unscored_response_is_left_out_and_many_in_a_row_are_an_error(monkeypatch):
     monkeypatch.setattr(module, "MAX_LOST_IN_A_ROW", 2)
 
     async def act(teacher: TeacherServer) -> None:
@@ -133,7 +133,7 @@ def test_a_response_that_cannot_be_scored_is_left_out_and_many_in_a_row_are_an_e
         (Server(drops=1), "log-probs that are not those of the 2 tokens"),
     ],
 )
-def test_a_server_that_refuses_or_answers_with_something_else_is_an_error(server, message):
+def test_a_refusal_or_a_mismatched_answer_is_an_error(server, message):
     with pytest.raises(RolloutError, match=message):
         with_server(server, lambda teacher: teacher.scored([scored()]))
 

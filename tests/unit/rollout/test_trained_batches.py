@@ -1,4 +1,4 @@
-"""The batches since a checkpoint are read again from disk, while the journal is written."""
+"""Batches since a checkpoint are read from disk while the journal is being written."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def read(journal, base, step, until, backlog=()):
     return asyncio.run(run())
 
 
-def test_the_batches_after_a_state_are_read_beside_the_writer_in_the_order_of_training(tmp_path):
+def test_batches_after_a_state_are_read_in_training_order_while_the_journal_is_open(tmp_path):
     journal = resumed(tmp_path)
     groups = [group(number, 3, 2) for number in range(6)]
     trained(journal, 0, groups[1], groups[0])
@@ -55,7 +55,7 @@ def test_groups_that_the_checkpoint_holds_are_taken_from_its_backlog(tmp_path):
 
 
 def test_steps_that_were_themselves_replayed_are_read_again(tmp_path):
-    """The second attempt of a run trains batches of the first, and its own; then a rank dies."""
+    """The second attempt trains batches of the first and its own batches before a rank dies."""
     groups = [group(number, 2) for number in range(4)]
     first = resumed(tmp_path)
     trained(first, 0, groups[0])
@@ -69,7 +69,7 @@ def test_steps_that_were_themselves_replayed_are_read_again(tmp_path):
     second.close()
 
 
-def test_states_in_between_that_were_not_committed_leave_no_gap(tmp_path):
+def test_uncommitted_states_in_between_leave_no_gap(tmp_path):
     journal = resumed(tmp_path)
     groups = [group(number, 2) for number in range(3)]
     for step, one in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The plugin that replaces Triton kernels of SGLang without CUDA."""
+"""The plugin that replaces SGLang's Triton kernels without CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refused(*_args: object, **_kwargs: object) -> None:
 
 @pytest.mark.parametrize("do_add", [True, False])
 def test_the_shared_expert_is_gated_as_in_transformers(plugin, monkeypatch, do_add):
-    """``Qwen2MoeSparseMoeBlock.forward``, with a gate of one output."""
+    """Compare with ``Qwen2MoeSparseMoeBlock.forward``, whose gate has one output."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     hidden, shared, output = (torch.randn(5, 8) for _ in range(3))
     gate = torch.nn.Linear(8, 1, bias=False).requires_grad_(False)
@@ -32,7 +32,7 @@ def test_the_shared_expert_is_gated_as_in_transformers(plugin, monkeypatch, do_a
     torch.testing.assert_close(output, expected)
 
 
-def test_norms_over_the_heads_of_two_ranks_are_those_of_torch(plugin, monkeypatch):
+def test_norms_across_two_ranks_are_those_of_torch(plugin, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wholes = torch.randn(3, 16), torch.randn(3, 8)
     weights = torch.randn(16), torch.randn(8)

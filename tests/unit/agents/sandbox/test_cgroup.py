@@ -1,6 +1,6 @@
-"""Cgroups of sandboxes: when one counts as delegated, how it is divided, what a kill for memory is.
+"""Cgroups of sandboxes: delegation, division, and out-of-memory kills.
 
-The control files are files of a folder here; tests/contract/test_sandbox_cgroup.py has a kernel's.
+Control files are plain files here; tests/contract/test_sandbox_cgroup.py uses those of the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMITS = Limits(memory_mib=100, disk_mib=20, processes=30, cores=2)
 
 
 def node(folder: Path, *, own: str = "/run", controllers: str = "cpu memory pids") -> Path:
-    """Write what a process sees of its cgroup; return its folder of /proc."""
+    """Write the files by which a process finds its cgroup; return the folder used as /proc."""
     (folder / "proc").mkdir()
     (folder / "proc/mounts").write_text(f"tmpfs /tmp tmpfs rw\ncgroup2 {folder}/fs cgroup2 rw\n")
     (folder / "proc/cgroup").write_text(f"4:memory:/\n0::{own}\n")
@@ -33,7 +33,7 @@ def node(folder: Path, *, own: str = "/run", controllers: str = "cpu memory pids
     return folder / "proc"
 
 
-def test_a_cgroup_that_a_normal_user_may_write_is_delegated(tmp_path):
+def test_a_cgroup_that_an_unprivileged_user_may_write_is_delegated(tmp_path):
     found = delegated_cgroup(node(tmp_path), user=1000)
     assert found.folder == tmp_path / "fs/run"
 
@@ -104,7 +104,7 @@ def test_cgroups_of_ended_drivers_are_removed_and_others_kept(tmp_path):
 
 
 async def ended_sandbox(folder: Path, kills_before: int, kills_after: int) -> LocalSandbox:
-    """Return a sandbox whose first process is gone; the kernel's counts are of then and now."""
+    """Return a sandbox whose first process exits soon, with the kernel's kill counts given."""
     sandbox = LocalSandbox(LIMITS, 1)
     outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outer.setblocking(False)
@@ -115,7 +115,7 @@ async def ended_sandbox(folder: Path, kills_before: int, kills_after: int) -> Lo
     return sandbox
 
 
-def test_a_sandbox_that_its_own_memory_ended_is_no_loss_and_has_no_result(tmp_path, monkeypatch):
+def test_a_sandbox_killed_for_its_own_memory_is_not_lost_and_has_no_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroup, "REMOVE_S", 0.0)
 
     async def whole() -> None:
@@ -128,8 +128,8 @@ def test_a_sandbox_that_its_own_memory_ended_is_no_loss_and_has_no_result(tmp_pa
     asyncio.run(whole())
 
 
-def test_a_sandbox_that_ends_without_a_kill_for_memory_is_lost(tmp_path, monkeypatch):
-    """Also when the kernel had killed one of its commands before."""
+def test_a_sandbox_that_ends_without_a_memory_kill_is_lost(tmp_path, monkeypatch):
+    """It is lost even if the kernel has killed one of its commands earlier."""
     monkeypatch.setattr(cgroup, "REMOVE_S", 0.0)
 
     async def whole() -> None:

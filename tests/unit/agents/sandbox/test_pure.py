@@ -1,4 +1,4 @@
-"""Parts of sandboxes without namespaces: filter, snapshots, records, choices, settings."""
+"""Sandbox code that needs no namespaces: filter, snapshots, records, scheduling, settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALLOW, KILL = seccomp.ALLOW, seccomp.KILL
 
 
 def judged(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """Interpret the filter on one system call, as the kernel does."""
+    """Run the filter on one system call as the kernel does; return the action."""
     code = seccomp.program(machine)
     arch = seccomp.ARCHITECTURE[machine] if architecture is None else architecture
     values = {0: number, 4: arch} | {16 + 8 * i: value for i, value in enumerate(arguments)}
@@ -90,7 +90,7 @@ def test_the_filter_denies_what_reaches_the_host_and_allows_the_rest(machine):
         Entry("a", "device"),  # type: ignore[arg-type]
     ],
 )
-def test_an_entry_that_leads_outside_is_refused_on_both_ways(entry):
+def test_an_entry_that_leads_outside_is_refused_on_encoding_and_decoding(entry):
     with pytest.raises(SnapshotRefused):
         snapshots.encode([entry])
     head = json.dumps({"path": entry.path, "kind": entry.kind, "size": len(entry.data)}).encode()
@@ -99,7 +99,7 @@ def test_an_entry_that_leads_outside_is_refused_on_both_ways(entry):
         snapshots.decode(stream)
 
 
-def test_snapshots_survive_the_way_and_damaged_ones_are_refused():
+def test_snapshots_survive_a_round_trip_and_truncated_ones_are_refused():
     entries = (Entry("a", "folder"), Entry("a/b", "file", b"\0x", True), Entry("c", "link", b"a/b"))
     stream = snapshots.encode(entries)
     assert snapshots.decode(stream).entries == entries
@@ -108,7 +108,7 @@ def test_snapshots_survive_the_way_and_damaged_ones_are_refused():
             snapshots.decode(stream[:end])
 
 
-def test_only_the_token_scores():
+def test_only_lines_with_the_token_score():
     assert reported(b"tok 1.0\n", "tok") == 1.0
     assert reported(b"noise\ntok 0.25\ntok 0.5\nother 1.0", "tok") == 0.5
     for text in (b"", b"1.0", b"tok", b"tok nan", b"tok inf", b"tok x", b"kot 1.0", b"tok 1 1"):
@@ -223,7 +223,7 @@ def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_sandboxes
     assert not FakeSandbox.existing
 
 
-def test_a_server_ends_with_a_closed_lease_or_one_that_is_not_renewed(tmp_path, monkeypatch):
+def test_a_server_ends_when_its_lease_is_closed_or_not_renewed(tmp_path, monkeypatch):
     registry, now = Registry(tmp_path), [0.0]
     registry.create()
     monkeypatch.setattr("rlpost.agents.sandbox.server.time.monotonic", lambda: now[0])
@@ -288,13 +288,13 @@ def test_enroot_unpacks_an_image_for_the_server_alone(tmp_path, monkeypatch):
         assert folder == str(programs)
 
 
-def test_a_lost_sandbox_is_left_out_as_any_answer_that_could_not_be_graded():
+def test_a_lost_sandbox_counts_as_a_lost_grading():
     assert issubclass(SandboxLost, GradingLost)
     with pytest.raises(ConfigError, match="memory_mib = 0"):
         Limits(memory_mib=0)
 
 
-def test_a_node_without_namespaces_is_a_clear_error_at_the_start():
+def test_a_node_without_namespaces_is_a_clear_error_at_startup():
     async def refused(limits: Limits) -> LocalSandbox:
         raise SandboxLost("unshare: Operation not permitted")
 

@@ -1,4 +1,4 @@
-"""Recipes of FP8."""
+"""FP8 recipes."""
 
 from transformer_engine.common import recipe
 

@@ -2,7 +2,7 @@
 
 
 class DelayedScaling:
-    """Scales from a history of largest values."""
+    """FP8 scales from a history of absolute maxima."""
 
     def __init__(self, **options: object) -> None:
         self.options = options

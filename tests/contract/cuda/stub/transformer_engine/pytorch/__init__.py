@@ -1,4 +1,4 @@
-"""The modules, and the packages beside them that Megatron-core imports from."""
+"""The modules and subpackages that Megatron-core imports."""
 
 from transformer_engine.pytorch import distributed, ops
 from transformer_engine.pytorch.module import (

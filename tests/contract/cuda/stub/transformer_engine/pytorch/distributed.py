@@ -1,4 +1,4 @@
-"""Recomputation and generators of random numbers."""
+"""Activation recomputation and random number generators."""
 
 from transformer_engine.pytorch.kernels import absent
 

@@ -1,7 +1,7 @@
-"""The tensor of FP8 with one scale."""
+"""The FP8 tensor with one scale."""
 
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class Float8Tensor(QuantizedTensor):
-    """None is ever made."""
+    """Never instantiated."""

@@ -1,17 +1,17 @@
-"""The global state of FP8, which is off."""
+"""The global FP8 state; FP8 is always off."""
 
 from contextlib import nullcontext
 
 
 class FP8GlobalStateManager:
-    """Says whether FP8 is on."""
+    """Reports that FP8 is off."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Never."""
+        """Always False."""
         return False
 
 
 def fp8_autocast(**_: object) -> nullcontext:
-    """Changes nothing."""
+    """Return a context manager that does nothing."""
     return nullcontext()

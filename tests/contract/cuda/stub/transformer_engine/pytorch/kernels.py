@@ -1,4 +1,4 @@
-"""What stands for a kernel."""
+"""Placeholders for kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def absent(name: str) -> Callable[..., Any]:
-    """A function that can be imported and raises when it is called."""
+    """Return a function that raises NotImplementedError when it is called."""
 
     def call(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(

@@ -1,11 +1,11 @@
-"""Operations; Megatron-core names these two in annotations."""
+"""Fusible operations; Megatron-core uses these two names in annotations."""
 
 import torch
 
 
 class FusibleOperation(torch.nn.Module):
-    """One."""
+    """One operation."""
 
 
 class Sequential(torch.nn.Module):
-    """Several."""
+    """A sequence of operations."""

@@ -1,4 +1,4 @@
-"""Adam with the arguments of v2.11, over torch's groups; it makes no step."""
+"""Adam with the arguments of v2.11 and torch's parameter groups; ``step`` raises."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedSGD(torch.optim.Optimizer):
-    """Named by Megatron-core, never made."""
+    """Imported by Megatron-core, never instantiated."""

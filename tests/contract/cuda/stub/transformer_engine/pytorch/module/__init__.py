@@ -10,7 +10,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, 
 
 
 class RMSNorm(torch.nn.Module):
-    """An operation (ops/op.py), whose extra state is as that of the other modules."""
+    """An operation (ops/op.py) with the same extra state as the other modules."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Linear(TransformerEngineBaseModule):
 
 
 class LayerNormLinear(Linear):
-    """A linear layer with the norm before it."""
+    """A linear layer preceded by its norm."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Several linear layers of one shape; ``weight0``, ``weight1`` and so on."""
+    """Several linear layers of one shape, with parameters ``weight0``, ``weight1`` and so on."""
 
     def __init__(
         self,
@@ -134,9 +134,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Without parameters, as long as its softmax is the usual one; its extra state may be
-    missing.
-    """
+    """Attention without parameters, as with the vanilla softmax; its extra state may be missing."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -154,4 +152,4 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(torch.nn.Module):
-    """Takes the padding off."""
+    """Removes the padding."""

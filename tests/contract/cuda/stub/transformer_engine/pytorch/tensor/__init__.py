@@ -2,4 +2,4 @@
 
 
 class QuantizedTensor:
-    """None is ever made."""
+    """Never instantiated."""
