@@ -175,7 +175,7 @@ def place_in_layer(name: str) -> int:
 
 
 def mtp_module(name: str) -> str | None:
-    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None without."""
+    """Return the MTP module of a parameter, such as ``mtp.layers.0``; None for others."""
     found = _MTP.match(name)
     return found["module"] if found else None
 
