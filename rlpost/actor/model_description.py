@@ -71,7 +71,7 @@ class ModelDescription:
 
     @property
     def local_rope(self) -> RopeOptions | None:
-        """The options in layers with a window where they have others; None without."""
+        """The options in layers with a window where they have others; None if there is none."""
         return local_rope(self.hf_config)
 
     def num_virtual_stages(self, settings: ActorSettings) -> int | None:

@@ -114,7 +114,7 @@ def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
 
     Args:
         hf: config.json.
-        latent: the supported type in latent attention, which Megatron computes; None without.
+        latent: the supported type in latent attention, which Megatron computes; None if there is none.
     """
     options, local = rope(hf), local_rope(hf)
     kind = rope_type(options)

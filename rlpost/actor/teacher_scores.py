@@ -53,7 +53,7 @@ def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -
 
     Args:
         batch: samples with ``teacher_logprobs``, and with ``top_k`` its most likely tokens.
-        top_k: their number at each token; None without.
+        top_k: their number at each token; None if there is none.
         vocab_size: of the policy.
 
     Raises:

@@ -38,7 +38,7 @@ def attend_windowed(
         bounds: of the sequences.
         scale: factor of the scores.
         window: keys that a query sees, itself included; None for all.
-        sinks: [heads]; None without.
+        sinks: [heads]; None if there is none.
 
     Returns:
         [Tq, heads, head_dim].

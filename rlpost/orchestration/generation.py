@@ -290,7 +290,7 @@ class Generation:
         )
 
     def _teacher_server(self) -> TeacherServer | None:
-        """Return the teacher of --opd-type sglang; None without."""
+        """Return the teacher of --opd-type sglang; None if there is none."""
         given = self._config.distillation
         if not given.use_opd or given.opd_type != "sglang" or given.opd_teacher_url is None:
             return None

@@ -167,7 +167,7 @@ class RunStages(Stages):
 
     @property
     def critic_offload(self) -> CriticOffload | None:
-        """Moves policy and critic that share GPUs; None without."""
+        """Moves policy and critic that share GPUs; None if there is none."""
         actors, critics = self.ranks.actors, self.ranks.critics
         if critics is None or not self.config.offloads_critic:
             return None

@@ -39,7 +39,7 @@ class Weight:
     is_tied_copy: bool
     """Whether it repeats the embedding as the output layer of the last pipeline stage."""
     optimizer: tuple[int, int] | None
-    """The range of the flattened shard whose optimizer state is on this rank; None without."""
+    """The range of the flattened shard whose optimizer state is on this rank; None if there is none."""
 
     @property
     def size(self) -> int:

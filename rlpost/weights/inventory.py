@@ -158,7 +158,7 @@ class Inventory:
         )
 
     def part(self, entry: Entry) -> Held | None:
-        """Return this rank's shard of an entry; None without."""
+        """Return this rank's shard of an entry; None if there is none."""
         rule = entry.rules[self.groups.expert.rank()] if len(entry.rules) > 1 else entry.rules[0]
         return self.held.get(rule.megatron)
 

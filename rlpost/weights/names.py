@@ -194,13 +194,13 @@ _NUMBERS = re.compile(
 
 
 def layer_number(name: str) -> int | None:
-    """Return the number after ``decoder.layers.``; None without."""
+    """Return the number after ``decoder.layers.``; None if there is none."""
     found = _NUMBERS.match(name)
     return int(found["layer"]) if found else None
 
 
 def expert_number(name: str) -> int | None:
-    """Return the number after ``local_experts.``; None without."""
+    """Return the number after ``local_experts.``; None if there is none."""
     found = _NUMBERS.match(name)
     return int(found["expert"]) if found and found["expert"] else None
 

@@ -71,7 +71,7 @@ class RewardPostProcess:
 
 
 def reward_post_process(config: Config) -> RewardPostProcess | None:
-    """Load the function of --custom-reward-post-process-path; None without.
+    """Load the function of --custom-reward-post-process-path; None if there is none.
 
     Raises:
         ConfigError: it cannot be imported, or has another signature.

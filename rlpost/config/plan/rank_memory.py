@@ -72,7 +72,7 @@ def muon_matrices(config: Config, shape: Shape, layout: Layout, stage: int) -> P
 
 
 def frozen_note(config: Config) -> str | None:
-    """A note where weights are frozen by name, which are counted as trained; None without."""
+    """A note where weights are frozen by name, which are counted as trained; None if there is none."""
     given = config.optimizer
     names = ("only_train_params_name_list", "freeze_params_name_list")
     flags = [flag(name) for name in names if getattr(given, name)]

@@ -221,7 +221,7 @@ def latent_of(arguments: ModelArguments) -> Latent | None:
 
 
 def linear_attention(fields: ModelArguments) -> LinearAttention | None:
-    """The linear attention that [model] or a family's fields describe; None without."""
+    """The linear attention that [model] or a family's fields describe; None if there is none."""
     pattern = fields.get("linear_attention_freq")
     if not pattern:
         return None
