@@ -54,7 +54,8 @@ class Sample:
         routes: the experts that the engine chose for the tokens of prompt and response, in order; None if not recorded.
             Tokens at the end may be missing: the last token of an answer is never an engine's input. The version that
             routed a token is that of the next token in the response.
-        teacher_logprobs: log-prob of each response token under a teacher on a server (--opd-type sglang); None if there is none.
+        teacher_logprobs: log-prob of each response token under a teacher on a server (--opd-type sglang),
+            or None.
         teacher_top_ids: the --opd-top-k most likely tokens at each response token under that teacher, one position
             after the other; None if there is none.
         teacher_top_logprobs: their log-probs.
