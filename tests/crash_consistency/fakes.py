@@ -13,8 +13,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,10 +400,9 @@ class EngineHealth:
         self._fleet.weights, self._fleet.version = weights, version
         await ready()
 
-    @asynccontextmanager
-    async def over(self) -> AsyncIterator[None]:
-        """Do nothing: no engine needs repair."""
-        yield
+    async def over(self, generating: Awaitable[Any]) -> Any:
+        """Await ``generating``: no engine needs repair."""
+        return await generating
 
 
 class LoopLag:
