@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.page import make_parser, show, table
 from benchmarks.virtual_time import run_virtually
-from rlpost.fleet.membership import Action, Admit, Dismiss, Limits, Membership, Update
+from rlpost.fleet.membership import Action, Admit, Dismiss, FleetLimits, Membership, Update
 from rlpost.fleet.records import EngineRecord, EngineState
 from rlpost.rollout.connection import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rlpost.rollout.places import GivenUp, JoiningPlaces, Place, Places
@@ -43,7 +43,7 @@ PULL_S, CONTROL_S, DEADLINE_S = 40.0, 0.2, 10.0
 UPDATE_EVERY_S, TRAINER_S = 600.0, 5.0  # between updates; in which no engine generates
 TOKENS, TOKENS_A_S = (500, 16_000), 40.0  # of an answer; of each of an engine's requests
 POLL_S = 10.0
-LIMITS = Limits(lost_after_s=45.0)
+LIMITS = FleetLimits(lost_after_s=45.0)
 
 
 def trace() -> dict[str, list[int]]:

@@ -18,17 +18,17 @@ from pathlib import Path
 from unittest import mock
 
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.messages import Codec, Message
+from bootstrap.agent.messages import Message, MessageCodec
 from bootstrap.agent.options import parse_options
 from bootstrap.preflight.probe import raise_limits
-from bootstrap.simulated.nodes import Node, head_port, host_facts, template_of
+from bootstrap.simulated.nodes import SimulatedNode, head_port, host_facts, template_of
 from common.attempt import SECRET_FILE
 
 
 def counting(counts: Counter[str]) -> mock._patch_default_new:
-    """Return a patch of ``Codec`` that counts messages by kind and direction, and bytes sent."""
+    """Return a patch of ``MessageCodec`` that counts messages by kind and direction, and bytes sent."""
 
-    class Counting(Codec):
+    class Counting(MessageCodec):
         def pack(self, message: Message) -> bytes:
             frame = super().pack(message)
             counts[f"sent {message['kind']}"] += 1
@@ -52,7 +52,9 @@ async def _simulate(num_nodes: int, attempt_dir: Path, out: Path) -> None:
     head = ("127.0.0.1", await head_port(attempt_dir))
     counts: Counter[str] = Counter()
     with counting(counts):
-        nodes = [Node(rank, template, secret, head, attempt_dir) for rank in range(1, num_nodes)]
+        nodes = [
+            SimulatedNode(rank, template, secret, head, attempt_dir) for rank in range(1, num_nodes)
+        ]
         await asyncio.gather(*(node.run() for node in nodes))
     out.write_text(json.dumps(counts))
 

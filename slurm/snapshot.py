@@ -22,7 +22,7 @@ PACKAGES = ("rlpost", "bootstrap", "slurm", "common", "jobs")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CodeSnapshot:
     """Facts about a copy. ``commit`` is None outside git and before the first commit."""
 
     commit: str | None
@@ -30,7 +30,7 @@ class Snapshot:
     num_files: int
 
 
-def snapshot_code(source: Path, target: Path) -> Snapshot:
+def snapshot_code(source: Path, target: Path) -> CodeSnapshot:
     """Replace ``target`` with a copy of the code below ``source``; write its facts to TARGET.json.
 
     Raises:
@@ -41,7 +41,7 @@ def snapshot_code(source: Path, target: Path) -> Snapshot:
     return snapshot
 
 
-def _copy_all(source: Path, target: Path) -> Snapshot:
+def _copy_all(source: Path, target: Path) -> CodeSnapshot:
     source, target = source.resolve(), target.absolute()
     in_git = (source / ".git").exists()
     paths = _git_files(source) if in_git else _package_files(source)
@@ -65,7 +65,9 @@ def _copy_all(source: Path, target: Path) -> Snapshot:
     beside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
     commit = _git_line(source, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
-    return Snapshot(commit, in_git and bool(_git_line(source, "status", "--porcelain")), num_files)
+    return CodeSnapshot(
+        commit, in_git and bool(_git_line(source, "status", "--porcelain")), num_files
+    )
 
 
 def _copy(file: Path, to: Path) -> int:

@@ -63,32 +63,32 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RestartDecision:
     """The decision for the batch script: exit with ``code``, or requeue if ``code`` is None."""
 
     code: int | None
     reason: str
 
 
-def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer:
+def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> RestartDecision:
     """Decide whether to requeue; ``entries`` is the ledger before this ending was recorded."""
     if ending.verdict == "done":
-        return Answer(EXIT_DONE, "the run is done")
+        return RestartDecision(EXIT_DONE, "the run is done")
     if ending.verdict == "config":
-        return Answer(EXIT_CONFIG, "not requeued: a restart would fail in the same way")
+        return RestartDecision(EXIT_CONFIG, "not requeued: a restart would fail in the same way")
     is_preempted = ending.verdict == "requeue"
     code = exit_code(ending)
     if ending.terminated:
-        return Answer(code, "not requeued: the batch script got TERM")
+        return RestartDecision(code, "not requeued: the batch script got TERM")
     if was_cancelled(entries):
-        return Answer(code, "not requeued: the run was cancelled")
+        return RestartDecision(code, "not requeued: the run was cancelled")
     if not ending.may_restart:
-        return Answer(
+        return RestartDecision(
             code, "not requeued: the policy is 'never'; submit the run again with --resume"
         )
     stalled = stalled_attempts(entries)
     if stalled >= budgets.max_stalled_attempts:
-        return Answer(
+        return RestartDecision(
             code, f"not requeued: {stalled} consecutive attempts committed no new checkpoint"
         )
     kind, limit = "failures", budgets.max_failures
@@ -96,9 +96,9 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Answer
         kind, limit = "preemptions", budgets.max_preemptions
     count = count_endings(entries, is_preempted) + 1
     if count > limit:
-        return Answer(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
+        return RestartDecision(code, f"not requeued: {kind}: {count}, and max_{kind} is {limit}")
     what = "a preemption" if is_preempted else "a failure"
-    return Answer(None, f"requeue after {what} ({count} of {limit})")
+    return RestartDecision(None, f"requeue after {what} ({count} of {limit})")
 
 
 def exit_code(ending: Ending) -> int:
@@ -241,7 +241,7 @@ def end(options: argparse.Namespace) -> int:
     if answer.code is None and excluded:
         problem = why_too_few([*static, *excluded], os.environ)
         if problem:
-            answer = Answer(exit_code(ending), f"not requeued: {problem}")
+            answer = RestartDecision(exit_code(ending), f"not requeued: {problem}")
     ledger.append(
         "verdict",
         attempt=options.attempt,

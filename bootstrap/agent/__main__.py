@@ -26,7 +26,7 @@ from bootstrap.agent.node import NodeAgent
 from bootstrap.agent.options import Options, parse_options
 from bootstrap.agent.ports import PortError
 from bootstrap.agent.rendezvous import BringupError
-from bootstrap.agent.verdict import Verdict, write_verdict
+from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from bootstrap.network.here import NetworkError
 from bootstrap.preflight.probe import raise_limits
 from common.attempt import SECRET_FILE, VERDICT_FILE
@@ -91,7 +91,8 @@ def main() -> int:
             return 1
         try:
             write_verdict(
-                options.attempt_dir, Verdict("failed", f"the agent on {host} failed: {error!r}")
+                options.attempt_dir,
+                AttemptVerdict("failed", f"the agent on {host} failed: {error!r}"),
             )
         except OSError:
             return 1

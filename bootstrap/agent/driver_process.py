@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bootstrap.agent.driver_restarts import Death, is_crash, last_step, reason_to_end
+from bootstrap.agent.driver_restarts import DriverDeath, is_crash, last_step, reason_to_end
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.options import Options
 from bootstrap.agent.verdict import describe_exit
@@ -97,7 +97,7 @@ class DriverProcess:
         self._current = first
         self._standby: _Process | None = None
         self._cluster: Cluster | None = None
-        self._deaths: tuple[Death, ...] = ()
+        self._deaths: tuple[DriverDeath, ...] = ()
         self._preparing: asyncio.Task[None] | None = None
         self._following = asyncio.create_task(self._follow())
 
@@ -153,7 +153,7 @@ class DriverProcess:
     async def _reason_to_end(self, code: int) -> str | None:
         # Files are read after a crash only: while storage hangs, a deliberate end is reported.
         step = await self._last_step() if is_crash(code) else -1
-        death = Death(code, time.monotonic(), step)
+        death = DriverDeath(code, time.monotonic(), step)
         reason = reason_to_end(
             death,
             self._deaths,

@@ -31,7 +31,7 @@ CRASHES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class DriverDeath:
     """One death of a driver.
 
     ``code`` is its exit code, negative for a signal. ``at`` is in seconds of a monotonic clock.
@@ -44,7 +44,7 @@ class Death:
 
 
 def reason_to_end(
-    death: Death, earlier: tuple[Death, ...], *, max_restarts: int, is_ending: bool
+    death: DriverDeath, earlier: tuple[DriverDeath, ...], *, max_restarts: int, is_ending: bool
 ) -> str | None:
     """Return why the attempt ends after this death; None to start the driver again.
 

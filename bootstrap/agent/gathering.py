@@ -28,7 +28,7 @@ from bootstrap.preflight.bandwidth import Survey
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.probe import CANARY_DIR, read_host
 from bootstrap.preflight.shared_folder import ANSWER, FolderTest
-from bootstrap.preflight.table import HostFacts, Preflight, Seen, Wanted
+from bootstrap.preflight.table import HeadObservations, HostFacts, Preflight, Requirements
 from common.attempt import PREFLIGHT_JSON
 from common.files import write_atomic
 
@@ -56,7 +56,7 @@ class Gathering:
         self._read_host = read_host or read_this_host
         self._options = options
         self._reception = reception
-        self._wanted = Wanted(options.num_gpus, options.object_store_memory)
+        self._wanted = Requirements(options.num_gpus, options.object_store_memory)
         # conflicts of this host's network; None while no other node has connected
         self.own_conflicts: tuple[str, ...] | None = None
         self._num_needed = options.num_nodes or len(facts.hosts) - options.spare_nodes
@@ -193,7 +193,7 @@ class Gathering:
             if host in arrived_at and found.clock is not None:
                 skew = found.clock - arrived_at[host]
             canary_seen = None if found.canary is None else found.canary in canaries
-            seen = Seen(skew, head_ip, canary_seen, via.get(host, ""))
+            seen = HeadObservations(skew, head_ip, canary_seen, via.get(host, ""))
             checks[host] = [*check_host(found, self._wanted, seen), *checks.get(host, ())]
         absent = self._absent_hosts()
         fit = [

@@ -51,7 +51,7 @@ from bootstrap.agent.rendezvous import (
     installed_versions,
 )
 from bootstrap.agent.replacement import Replacements
-from bootstrap.agent.verdict import Loss, Outcome, Verdict, decide, write_verdict
+from bootstrap.agent.verdict import AttemptOutcome, AttemptVerdict, HostLoss, decide, write_verdict
 from bootstrap.network.here import (
     LOOPBACK_IFNAME,
     LOOPBACK_IP,
@@ -98,7 +98,7 @@ class HeadAgent:
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
         self._reception = Reception(secret, facts.hosts, self._on_joined)
         loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[Loss] = loop.create_future()
+        self._lost: asyncio.Future[HostLoss] = loop.create_future()
         self._stopped_before_loss = False
         self._gathering = Gathering(facts, options, self._reception, read_host=read_host)
         self._replacements = Replacements(
@@ -110,7 +110,7 @@ class HeadAgent:
         self._claim: socket.socket | None = None
         self._ray: LocalRay | None = None
 
-    async def run(self) -> Verdict:
+    async def run(self) -> AttemptVerdict:
         """Run the attempt to its end; the verdict is on disk when this returns."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
@@ -149,7 +149,7 @@ class HeadAgent:
 
     async def _outcome_of_bringup(
         self, driver: DriverProcess, bringup: asyncio.Task[Cluster]
-    ) -> Outcome | None:
+    ) -> AttemptOutcome | None:
         """Outcome of a failed bring-up; None once the driver can have the cluster."""
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(bringup, driver.exited, self._lost, stopped)
@@ -158,21 +158,23 @@ class HeadAgent:
             return self._driver_ended(driver)
         if self._lost.done():
             loss = self._lost.result()
-            return Outcome(bringup_error=loss.cause, exclude=loss.exclude)
+            return AttemptOutcome(bringup_error=loss.cause, exclude=loss.exclude)
         if bringup.done():
             error = bringup.exception()
             if error is None:
                 return None
             if isinstance(error, BringupError):
-                return Outcome(
+                return AttemptOutcome(
                     bringup_error=str(error), bringup_verdict=error.verdict, exclude=error.exclude
                 )
             if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
-            return Outcome(bringup_error=str(error) or repr(error))
-        return Outcome(stop_requested=True)  # nothing has started, so there is nothing to save
+            return AttemptOutcome(bringup_error=str(error) or repr(error))
+        return AttemptOutcome(
+            stop_requested=True
+        )  # nothing has started, so there is nothing to save
 
-    async def _outcome_of_run(self, driver: DriverProcess) -> Outcome:
+    async def _outcome_of_run(self, driver: DriverProcess) -> AttemptOutcome:
         stopped = asyncio.create_task(self._stop.requested.wait())
         await first_of(driver.exited, self._lost, stopped)
         if not driver.exited.done() and not self._lost.done():
@@ -189,16 +191,16 @@ class HeadAgent:
             await first_of(driver.exited, timeout_s=self._options.loss_grace_s)
         return self._driver_ended(driver)
 
-    def _with_excluded(self, verdict: Verdict) -> Verdict:
+    def _with_excluded(self, verdict: AttemptVerdict) -> AttemptVerdict:
         """The verdict, with the hosts that spares have replaced."""
         excluded = dict.fromkeys((*self._replacements.excluded, *verdict.exclude))
         return replace(verdict, exclude=tuple(excluded))
 
-    def _driver_ended(self, driver: DriverProcess) -> Outcome:
+    def _driver_ended(self, driver: DriverProcess) -> AttemptOutcome:
         loss, is_stopped = self._replacements.unsettled, self._stop.requested.is_set()
         if self._lost.done():
             loss, is_stopped = self._lost.result(), self._stopped_before_loss
-        return Outcome(
+        return AttemptOutcome(
             driver_code=driver.exited.result() if driver.exited.done() else None,
             driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
             driver_cause=text_or_empty(self._options.attempt_dir / CAUSE_FILE),
@@ -349,12 +351,12 @@ class HeadAgent:
 
     async def _watch_ray(self, ray: LocalRay) -> None:
         await asyncio.wait([ray.kept.exited])
-        self._lose(Loss(f"{self._facts.host}: {await ray.last_words()}"))
+        self._lose(HostLoss(f"{self._facts.host}: {await ray.last_words()}"))
 
     async def _watch_disks(self, ray_folder: Path) -> None:
         full = await until_full(places_of(ray_folder, self._options.attempt_dir))
         self._lose(
-            Loss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ())
+            HostLoss(f"{self._facts.host}: {full}", (self._facts.host,) if full.node_is_bad else ())
         )
 
     async def _watch_launch(self) -> None:
@@ -374,7 +376,9 @@ class HeadAgent:
                 # As at the deadline: if all but the head failed, suspect the head rather than each
                 # of them.
                 all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
-                self._lose(Loss("\n".join(causes.values()), () if all_others else tuple(causes)))
+                self._lose(
+                    HostLoss("\n".join(causes.values()), () if all_others else tuple(causes))
+                )
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:
         self._gathering.joined(report)
@@ -388,13 +392,15 @@ class HeadAgent:
                 self._gathering.answered(report.host, message)
                 if message["kind"] == "lost":
                     exclude = (report.host,) if message.get("node_is_bad") else ()
-                    loss = Loss(f"{report.host}: {message['cause']}", exclude)
+                    loss = HostLoss(f"{report.host}: {message['cause']}", exclude)
                     self._on_node_end(report.host, loss)
         except LinkLost as error:
             cause = f"{report.host} is gone: {error}"
-            self._on_node_end(report.host, Loss(cause, (report.host,) if error.node_is_bad else ()))
+            self._on_node_end(
+                report.host, HostLoss(cause, (report.host,) if error.node_is_bad else ())
+            )
 
-    def _on_node_end(self, host: str, loss: Loss) -> None:
+    def _on_node_end(self, host: str, loss: HostLoss) -> None:
         self._replacements.lost_spare(host, loss.cause)
         if self._gathering.record_loss(host, loss.cause):
             logger.info("%s; the run continues without it", loss.cause)
@@ -403,7 +409,7 @@ class HeadAgent:
         ):
             self._lose(loss)
 
-    def _lose(self, loss: Loss) -> None:
+    def _lose(self, loss: HostLoss) -> None:
         if not self._ending and not self._lost.done():
             self._stopped_before_loss = self._stop.requested.is_set()
             self._lost.set_result(loss)

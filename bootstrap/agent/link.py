@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from contextlib import suppress
 
-from bootstrap.agent.messages import Codec, Message, MessageError
+from bootstrap.agent.messages import Message, MessageCodec, MessageError
 
 BEAT_S = 2.0
 SILENCE_S = 10.0
@@ -37,7 +37,7 @@ class Link:
     """A message stream to another agent."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: MessageCodec
     ) -> None:
         self._reader = reader
         self._writer = writer

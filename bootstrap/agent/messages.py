@@ -49,7 +49,7 @@ def session_key(secret: bytes, node_nonce: str, head_nonce: str) -> bytes:
     return hmac.digest(secret, f"rlpost session {node_nonce} {head_nonce}".encode(), hashlib.sha256)
 
 
-class Codec:
+class MessageCodec:
     """One side of a link: packs outgoing messages and unpacks incoming frames."""
 
     def __init__(self, key: bytes, side: Side) -> None:

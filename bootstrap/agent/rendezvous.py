@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.agent.messages import Codec, hello_key, new_nonce, session_key
+from bootstrap.agent.messages import MessageCodec, hello_key, new_nonce, session_key
 from bootstrap.agent.packages import fingerprint
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
@@ -150,7 +150,7 @@ class Reception:
     async def _on_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        link = Link(reader, writer, Codec(hello_key(self._secret), "head"))
+        link = Link(reader, writer, MessageCodec(hello_key(self._secret), "head"))
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 report = await self._admit(link)
@@ -331,7 +331,7 @@ async def _connect(ip: str, port: int, secret: bytes, source_ip: str | None) -> 
         reader, writer = await asyncio.open_connection(
             ip, port, local_addr=(source_ip, 0) if source_ip else None
         )
-        link = Link(reader, writer, Codec(hello_key(secret), "node"))
+        link = Link(reader, writer, MessageCodec(hello_key(secret), "node"))
         try:
             nonce = new_nonce()
             await link.send({"kind": "hello", "nonce": nonce})

@@ -29,7 +29,7 @@ from bootstrap.agent.link import LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.messages import Message
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, check_versions
-from bootstrap.agent.verdict import Loss
+from bootstrap.agent.verdict import HostLoss
 from common.attempt import EXCLUDE_FILE
 from common.cluster import Cluster, Node
 from common.files import write_atomic
@@ -67,7 +67,7 @@ class Replacements:
         gathering: Gathering,
         reception: Reception,
         *,
-        give_up: Callable[[Loss], None],
+        give_up: Callable[[HostLoss], None],
     ) -> None:
         """``give_up`` ends the attempt because of a loss."""
         self._attempt_dir = attempt_dir
@@ -81,7 +81,7 @@ class Replacements:
         self._excluded: list[str] = []
         self._failed_spares: dict[str, asyncio.Future[str]] = {}  # those that are joining
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._causes: dict[str, Loss] = {}
+        self._causes: dict[str, HostLoss] = {}
         self._writing = asyncio.Lock()
 
     def begin(self, cluster: Cluster, own: NodeReport, ray: LocalRay, order: Message) -> None:
@@ -97,11 +97,11 @@ class Replacements:
         return tuple(self._excluded)
 
     @property
-    def unsettled(self) -> Loss | None:
+    def unsettled(self) -> HostLoss | None:
         """A loss that is being replaced at this moment."""
         return next((self._causes[host] for host in self._running), None)
 
-    def take(self, host: str, loss: Loss) -> bool:
+    def take(self, host: str, loss: HostLoss) -> bool:
         """Start to replace ``host``; return False if the attempt has to end instead."""
         if host in self._running:
             return True
@@ -123,7 +123,7 @@ class Replacements:
         for task in self._running.values():
             task.cancel()
 
-    async def _replace(self, host: str, loss: Loss) -> None:
+    async def _replace(self, host: str, loss: HostLoss) -> None:
         try:
             await self._replace_or_give_up(host, loss)
         except OSError as error:
@@ -133,7 +133,7 @@ class Replacements:
             logger.exception("%s cannot be replaced", host)
             self._give_up(loss)
 
-    async def _replace_or_give_up(self, host: str, loss: Loss) -> None:
+    async def _replace_or_give_up(self, host: str, loss: HostLoss) -> None:
         assert self._cluster is not None
         began = time.monotonic()
         node = next(node for node in self._cluster.nodes if node.host == host)
@@ -192,7 +192,7 @@ class Replacements:
             await asyncio.wait_for(link.send({"kind": "end", "keep_logs": True}), 1.0)
         link.close()
 
-    async def _record(self, lost: LostNode, state: State, loss: Loss) -> None:
+    async def _record(self, lost: LostNode, state: State, loss: HostLoss) -> None:
         """Write the list for the driver, and the hosts that the next attempt excludes."""
         self._lost[lost.host] = replace(lost, state=state)
         new = [host for host in loss.exclude if host not in self._excluded]

@@ -1,6 +1,6 @@
 """Verdict on an attempt: one word for the batch script and a cause for the user.
 
-Input: an ``Outcome``, everything that the head agent observed. Output: a ``Verdict`` and its files.
+Input: an ``AttemptOutcome``, everything that the head agent observed. Output: a ``AttemptVerdict`` and its files.
 ``decide`` is pure and total: every outcome has a verdict.
 """
 
@@ -20,7 +20,7 @@ Word = Literal["done", "requeue", "failed", "config"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """The events of an attempt that decide its verdict.
 
     ``driver_code``: None if the driver did not exit by itself, negative after a signal.
@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class HostLoss:
     """Loss of a node or of Ray; ``exclude`` names the host if a restart there would fail again."""
 
     cause: str
@@ -46,7 +46,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AttemptVerdict:
     """The verdict, its cause, and the hosts to exclude from the next attempt."""
 
     verdict: Word
@@ -54,34 +54,36 @@ class Verdict:
     exclude: tuple[str, ...] = ()
 
 
-def decide(outcome: Outcome) -> Verdict:
+def decide(outcome: AttemptOutcome) -> AttemptVerdict:
     """Return the verdict on an attempt; the first matching rule applies."""
     code = outcome.driver_code
     if code == EXIT_DONE:
-        return Verdict("done", "the driver ended with 0")
+        return AttemptVerdict("done", "the driver ended with 0")
     if code == EXIT_CONFIG:
-        return Verdict("config", _driver_said(code, outcome.driver_tail))
+        return AttemptVerdict("config", _driver_said(code, outcome.driver_tail))
     if code == EXIT_PREEMPTED and (outcome.stop_requested or outcome.lost is None):
-        return Verdict("requeue", f"the driver committed a consistent state and exited with {code}")
+        return AttemptVerdict(
+            "requeue", f"the driver committed a consistent state and exited with {code}"
+        )
     if outcome.lost is not None:
-        return Verdict("failed", outcome.lost, outcome.exclude)
+        return AttemptVerdict("failed", outcome.lost, outcome.exclude)
     if code is not None and outcome.driver_cause:
-        return Verdict(
+        return AttemptVerdict(
             "failed", f"{outcome.driver_cause}\n{_driver_said(code, outcome.driver_tail)}"
         )
     if code is not None:
-        return Verdict("failed", _driver_said(code, outcome.driver_tail))
+        return AttemptVerdict("failed", _driver_said(code, outcome.driver_tail))
     if outcome.bringup_error is not None:
-        return Verdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
+        return AttemptVerdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
     if outcome.stop_requested:
         # The request was external, and everything committed before it is valid.
-        return Verdict(
+        return AttemptVerdict(
             "requeue", "a stop was requested and the driver did not exit before its deadline"
         )
-    return Verdict("failed", "the agent stopped monitoring without a reason")
+    return AttemptVerdict("failed", "the agent stopped monitoring without a reason")
 
 
-def write_verdict(attempt_dir: Path, verdict: Verdict) -> None:
+def write_verdict(attempt_dir: Path, verdict: AttemptVerdict) -> None:
     """Write ``exclude`` (one host per line), ``verdict.json`` and, last, ``verdict``."""
     if verdict.exclude:
         write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in verdict.exclude))

@@ -20,7 +20,7 @@ _GID_VARIABLES = ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class NetworkSetting:
     """A variable's value and the reason for it."""
 
     value: str
@@ -49,7 +49,7 @@ def conflicts(
     *,
     ifname: str | None,
     rdma: RdmaChoice,
-    wanted: Mapping[str, Setting],
+    wanted: Mapping[str, NetworkSetting],
 ) -> tuple[Conflict, ...]:
     """Conflicts, sorted by variable.
 

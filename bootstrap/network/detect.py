@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bootstrap.network.conflicts import Conflict, Setting, conflicts
+from bootstrap.network.conflicts import Conflict, NetworkSetting, conflicts
 from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network.rdma import RdmaChoice, choose_rdma
 from bootstrap.network.sockets import SocketChoice, choose_socket
@@ -25,7 +25,7 @@ class Detection:
 
     socket: SocketChoice
     rdma: RdmaChoice
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, NetworkSetting]
     conflicts: tuple[Conflict, ...] = ()
 
     @property
@@ -106,12 +106,12 @@ def detect(
     settings = {name: setting for name, setting in wanted.items() if name not in given}
     for name in sorted(given):
         if name.startswith(_FABRIC_PREFIXES):
-            settings[name] = Setting(given[name], "set by the user or the site")
+            settings[name] = NetworkSetting(given[name], "set by the user or the site")
     found = conflicts(given, facts, ifname=sockets.ifname, rdma=rdma, wanted=wanted)
     return Detection(sockets, rdma, settings, found)
 
 
-def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
+def socket_settings(ifname: str | None, ip: str | None) -> dict[str, NetworkSetting]:
     """Variables that make each library use ``ifname``.
 
     Gloo and TensorPipe expect a plain device name. NCCL, and NVSHMEM with the same parser, expect a
@@ -121,27 +121,29 @@ def socket_settings(ifname: str | None, ip: str | None) -> dict[str, Setting]:
     if not ifname:
         return {}
     settings = {
-        "GLOO_SOCKET_IFNAME": Setting(ifname, "Gloo takes one bare name"),
-        "TP_SOCKET_IFNAME": Setting(ifname, "TensorPipe takes one bare name"),
-        "NCCL_SOCKET_IFNAME": Setting(
+        "GLOO_SOCKET_IFNAME": NetworkSetting(ifname, "Gloo takes one bare name"),
+        "TP_SOCKET_IFNAME": NetworkSetting(ifname, "TensorPipe takes one bare name"),
+        "NCCL_SOCKET_IFNAME": NetworkSetting(
             f"={ifname}", "= makes NCCL match the whole name, not a prefix"
         ),
-        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": Setting(
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": NetworkSetting(
             f"={ifname}", "NVSHMEM reads names as NCCL does"
         ),
     }
     if ip and address_of(ip).version == 6:
-        settings["NCCL_SOCKET_FAMILY"] = Setting("AF_INET6", "the node's address is IPv6")
-        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = Setting(
+        settings["NCCL_SOCKET_FAMILY"] = NetworkSetting("AF_INET6", "the node's address is IPv6")
+        settings["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = NetworkSetting(
             "AF_INET6", "the node's address is IPv6"
         )
     return settings
 
 
-def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) -> dict[str, Setting]:
+def _rdma_settings(
+    facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None
+) -> dict[str, NetworkSetting]:
     if rdma.kind in ("efa", "cxi"):
         return {
-            "FI_PROVIDER": Setting(
+            "FI_PROVIDER": NetworkSetting(
                 rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP"
             )
         }
@@ -149,10 +151,12 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
         # Four data NICs mean GPUDirect-TCPX, eight its successor TCPXO (FasTrak).
         is_fastrak = len(rdma.data_ifnames) > 4
         data = "NCCL_FASTRAK_IFNAME" if is_fastrak else "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"
-        settings = {data: Setting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")}
+        settings = {
+            data: NetworkSetting(",".join(rdma.data_ifnames), "NICs for the data of the GPUs")
+        }
         if ifname:
             control = "NCCL_FASTRAK_CTRL_DEV" if is_fastrak else "NCCL_GPUDIRECTTCPX_CTRL_DEV"
-            settings[control] = Setting(ifname, "NIC for control messages")
+            settings[control] = NetworkSetting(ifname, "NIC for control messages")
         return settings
     if rdma.kind not in ("ib", "roce") or not rdma.ports:
         return {}
@@ -161,16 +165,18 @@ def _rdma_settings(facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None) ->
     ports = ",".join(f"{port.name}:{port.port}" for port in rdma.ports)
     if {(port.name, port.port) for port in rdma.ports} != active:
         reason = f"not all active ports: {', '.join(_names(rdma.excluded))} left out"
-        settings["NCCL_IB_HCA"] = Setting(f"={ports}", reason)
-        settings["NVSHMEM_HCA_LIST"] = Setting(ports, reason)
+        settings["NCCL_IB_HCA"] = NetworkSetting(f"={ports}", reason)
+        settings["NVSHMEM_HCA_LIST"] = NetworkSetting(ports, reason)
         # A list without an interface would leave UCX no TCP to fall back to.
-        settings["UCX_NET_DEVICES"] = Setting(f"{ports},{ifname}" if ifname else ports, reason)
+        settings["UCX_NET_DEVICES"] = NetworkSetting(
+            f"{ports},{ifname}" if ifname else ports, reason
+        )
     if rdma.gid_is_seen and rdma.gid_index is not None:
-        settings["NVSHMEM_IB_GID_INDEX"] = Setting(
+        settings["NVSHMEM_IB_GID_INDEX"] = NetworkSetting(
             str(rdma.gid_index), "NVSHMEM takes index 0 by default"
         )
         if not _has_ipv4_gid(rdma):
-            settings["NCCL_IB_GID_INDEX"] = Setting(
+            settings["NCCL_IB_GID_INDEX"] = NetworkSetting(
                 str(rdma.gid_index), "NCCL looks for an IPv4 GID; there is none"
             )
     return settings

@@ -104,7 +104,7 @@ class RdmaPort:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuLocation:
     """Location of a GPU in the machine."""
 
     numa: int | None = None
@@ -128,7 +128,7 @@ class NetworkFacts:
     slurm_addr: str | None = None
     example_peer: str | None = None
     num_gpus: int | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuLocation, ...] = ()
     interfaces_complete: bool = False
 
     def interface(self, name: str | None) -> Interface | None:
@@ -303,7 +303,7 @@ def parse_facts(document: Mapping[str, object]) -> NetworkFacts:
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,
         gpus=tuple(
-            Gpu(_count(row, "numa"), tuple(map(str, _list(row, "pci_path"))))
+            GpuLocation(_count(row, "numa"), tuple(map(str, _list(row, "pci_path"))))
             for row in _list(gpus, "devices")
         ),
     )

@@ -17,7 +17,7 @@ from bootstrap.network.facts import (
     CXI_HINT,
     TCPXO_HINT,
     Gid,
-    Gpu,
+    GpuLocation,
     Interface,
     NetworkFacts,
     RdmaPort,
@@ -369,7 +369,7 @@ def _fits(one: Interface | None, other: Interface | None) -> bool:
     )
 
 
-def _keep_near_gpus(gpus: Sequence[Gpu], ports: Narrowing[RdmaPort]) -> None:
+def _keep_near_gpus(gpus: Sequence[GpuLocation], ports: Narrowing[RdmaPort]) -> None:
     """Keep the ports below the GPUs' PCIe switches, else on the GPUs' NUMA nodes."""
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):

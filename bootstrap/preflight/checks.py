@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from bootstrap.check import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
-from bootstrap.preflight.table import HostFacts, Seen, Wanted
+from bootstrap.preflight.table import HeadObservations, HostFacts, Requirements
 
 # Network file systems by their names in /proc/mounts; on them sockets and memory maps fail.
 _REMOTE_FS = (
@@ -41,7 +41,9 @@ _WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8
 _HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
 
 
-def check_host(facts: HostFacts, wanted: Wanted, seen: Seen | None = None) -> tuple[Check, ...]:
+def check_host(
+    facts: HostFacts, wanted: Requirements, seen: HeadObservations | None = None
+) -> tuple[Check, ...]:
     """Run every check of one host, in the order of the table."""
     return (
         _reach(facts, seen),
@@ -114,7 +116,7 @@ def _describe_rates(rates: tuple[float, ...]) -> str:
     )
 
 
-def _reach(facts: HostFacts, seen: Seen | None) -> Check:
+def _reach(facts: HostFacts, seen: HeadObservations | None) -> Check:
     if facts.problem is not None:
         return Check("reach", "EXCLUDE_NODE", facts.problem)
     if seen is None or not seen.via:
@@ -170,7 +172,7 @@ def _mounts(facts: HostFacts) -> Check:
     return Check("mounts", "OK", "all paths exist")
 
 
-def _gpus(facts: HostFacts, wanted: Wanted) -> Check:
+def _gpus(facts: HostFacts, wanted: Requirements) -> Check:
     reading = facts.gpu_reading
     known: dict[str, int] = {}
     if reading.gpus is not None:
@@ -259,7 +261,7 @@ def _nofile(facts: HostFacts) -> Check:
     )
 
 
-def _shm(facts: HostFacts, wanted: Wanted) -> Check:
+def _shm(facts: HostFacts, wanted: Requirements) -> Check:
     if facts.shm_free is None:
         return Check("shm", "OK", "unknown")
     needed = max(_NEEDED_SHM_BYTES, wanted.object_store_memory or 0)
@@ -301,7 +303,7 @@ def _ports(facts: HostFacts) -> Check:
     )
 
 
-def _folder(facts: HostFacts, seen: Seen | None) -> Check:
+def _folder(facts: HostFacts, seen: HeadObservations | None) -> Check:
     if facts.folder_error is not None:
         return Check(
             "folder", "EXCLUDE_NODE", f"the run folder cannot be written: {facts.folder_error}"
@@ -320,14 +322,14 @@ def _folder(facts: HostFacts, seen: Seen | None) -> Check:
     )
 
 
-def _clock(seen: Seen | None) -> Check:
+def _clock(seen: HeadObservations | None) -> Check:
     if seen is None or seen.skew_s is None:
         return Check("clock", "OK", "not compared")
     level: Level = "WARN" if abs(seen.skew_s) > _MAX_SKEW_S else "OK"
     return Check("clock", level, f"{seen.skew_s:+.1f} s against the head")
 
 
-def _head_name(facts: HostFacts, seen: Seen | None) -> Check:
+def _head_name(facts: HostFacts, seen: HeadObservations | None) -> Check:
     """At most a warning: agents and Ray use addresses, and only other tools use the name."""
     if facts.head_ips is None:
         return Check("names", "WARN", "the head's name does not resolve in 2 s")

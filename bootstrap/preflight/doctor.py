@@ -26,13 +26,13 @@ from bootstrap.network.here import NetworkError
 from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.examination import NoContactError, examine_all, meeting_folder
 from bootstrap.preflight.probe import CANARY_DIR, raise_limits, read_host
-from bootstrap.preflight.table import Preflight, Wanted
+from bootstrap.preflight.table import Preflight, Requirements
 
 
 def examine(
     host: str,
     folder: Path,
-    wanted: Wanted,
+    wanted: Requirements,
     needed_paths: Sequence[Path] = (),
     *,
     sandboxes: bool = False,
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _alone(host: str, options: argparse.Namespace) -> int:
-    wanted = Wanted(options.num_gpus, options.object_store_memory)
+    wanted = Requirements(options.num_gpus, options.object_store_memory)
     with tempfile.TemporaryDirectory() as scratch:
         preflight = examine(
             host,

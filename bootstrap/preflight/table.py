@@ -92,7 +92,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Requirements:
     """Requirements of the job for every host."""
 
     num_gpus: int
@@ -100,7 +100,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class HeadObservations:
     """The head's observations of a host. ``via``: address and interface that the host used."""
 
     skew_s: float | None = None

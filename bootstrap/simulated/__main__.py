@@ -32,7 +32,7 @@ from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options, parse_options
 from bootstrap.network.here import LOOPBACK_IFNAME, LOOPBACK_IP
 from bootstrap.preflight.probe import raise_limits
-from bootstrap.simulated.nodes import Node, head_port, host_facts, host_names, template_of
+from bootstrap.simulated.nodes import SimulatedNode, head_port, host_facts, host_names, template_of
 from common.attempt import SECRET_FILE
 from common.log_format import configure_logging
 
@@ -89,7 +89,7 @@ async def _run_others(facts: Facts, options: Options, secret: bytes, ranks: list
         return
     template = template_of(await host_facts(facts, options), options.num_gpus)
     head = (LOOPBACK_IP, await head_port(options.attempt_dir))
-    nodes = [Node(rank, template, secret, head, options.attempt_dir) for rank in ranks]
+    nodes = [SimulatedNode(rank, template, secret, head, options.attempt_dir) for rank in ranks]
     await asyncio.gather(*(node.run() for node in nodes))
 
 

@@ -37,7 +37,7 @@ def address(rank: int) -> str:
     return "127.0.0.1" if rank == 0 else f"127.1.{rank // 250}.{rank % 250 + 1}"
 
 
-class Node:
+class SimulatedNode:
     """One agent's side of the conversation."""
 
     def __init__(

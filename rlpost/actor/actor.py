@@ -54,7 +54,7 @@ from rlpost.columns import FloatColumn
 from rlpost.metrics.spans import span
 from rlpost.types import StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
-from rlpost.weights.delta import Written
+from rlpost.weights.delta import WrittenUpdate
 from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.sent_weights import LastSent
@@ -316,7 +316,7 @@ class Actor(Rank):
         with self.old_policy.swapped_in():
             return self.write_engine_folder(folder)
 
-    def write_weights(self, folder: str | Path, version: int, whole: bool) -> Written | None:
+    def write_weights(self, folder: str | Path, version: int, whole: bool) -> WrittenUpdate | None:
         """Write a version for engines that read files; see ``weight_files.write_version``."""
         self._finish_param_sync()
         write = partial(weight_files.write_version, self.last_sent, Path(folder), version)

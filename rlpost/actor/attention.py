@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from rlpost.actor import device
 from rlpost.actor.norm import ShardedByHead, mark_sharded
-from rlpost.actor.varlen import Bounds, attend, zigzag
+from rlpost.actor.varlen import SequenceBounds, attend, zigzag
 from rlpost.actor.windowed import attend_windowed
 
 
@@ -68,7 +68,7 @@ class PackedAttention(ShardedByHead, MegatronModule):
         starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         size = self.group.size()
         if size == 1:
-            bounds = Bounds(starts, starts, longest, longest)
+            bounds = SequenceBounds(starts, starts, longest, longest)
         else:
             both = torch.cat([key, value], dim=-1)
             # backward: reduce-scatter

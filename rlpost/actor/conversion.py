@@ -20,7 +20,7 @@ from rlpost.actor.model_description import read_description
 from rlpost.actor.mtp import CHECKPOINT_KEY
 from rlpost.actor.parallel import Rendezvous
 from rlpost.actor.settings import ActorSettings
-from rlpost.actor.torch_dist.reader import Stored
+from rlpost.actor.torch_dist.reader import StoredTensors
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.exporter import Exporter, export_folder
 from rlpost.weights.files import tensor_files
@@ -46,7 +46,7 @@ def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings
         names = tensor_files(Path(source))
         has_layer = any(MTP_MARK in name for name in names)
     else:
-        has_layer = CHECKPOINT_KEY in Stored(folder)
+        has_layer = CHECKPOINT_KEY in StoredTensors(folder)
     return replace(settings, enable_mtp_training=has_layer)
 
 

@@ -43,7 +43,7 @@ class SamplingMasks:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LogitRows:
     """Rows of the logits to evaluate, and parameters."""
 
     index_R: torch.Tensor  # rows of the logits, without repetition
@@ -55,7 +55,7 @@ class Rows:
 
 
 def response_logprobs(
-    logits_TV: torch.Tensor, rows: Rows, *, with_entropy: bool
+    logits_TV: torch.Tensor, rows: LogitRows, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log softmax(logits / temperature)[target] and the entropy in nats, at ``rows``.
 
@@ -72,7 +72,7 @@ def response_logprobs(
 
 @torch.no_grad()
 def top_logprobs(
-    logits_TV: torch.Tensor, rows: Rows, count: int, *, limit: int
+    logits_TV: torch.Tensor, rows: LogitRows, count: int, *, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` most likely tokens at ``rows`` and their log-probs, by falling log-prob.
 
@@ -100,7 +100,7 @@ def top_logprobs(
 
 
 def _chunk_top(
-    logits_TV: torch.Tensor, rows: Rows, part: slice, count: int
+    logits_TV: torch.Tensor, rows: LogitRows, part: slice, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's largest scaled logits and their columns: [r, count], -inf beyond them."""
     values, columns = _scaled(logits_TV, rows, part).topk(min(count, rows.num_valid), dim=1)
@@ -129,7 +129,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits_TV: torch.Tensor, rows: Rows, with_entropy: bool
+        ctx: FunctionCtx, logits_TV: torch.Tensor, rows: LogitRows, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
         log_sum, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -145,7 +145,7 @@ class _VocabParallel(torch.autograd.Function):
         ctx: FunctionCtx, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
         logits_TV, log_sum, entropy = ctx.saved_tensors
-        rows: Rows = ctx.rows
+        rows: LogitRows = ctx.rows
         grad_TV = torch.zeros_like(logits_TV)
         for part in _parts(rows):
             z = _scaled(logits_TV, rows, part)
@@ -171,17 +171,17 @@ class _VocabParallel(torch.autograd.Function):
         return grad_TV, None, None
 
 
-def _parts(rows: Rows) -> list[slice]:
+def _parts(rows: LogitRows) -> list[slice]:
     """Return at least one slice, so that a rank without rows takes part in the collectives."""
     count = max(len(rows.index_R), 1)
     return [slice(start, start + rows.chunk_size) for start in range(0, count, rows.chunk_size)]
 
 
-def _scaled(logits_TV: torch.Tensor, rows: Rows, part: slice) -> torch.Tensor:
+def _scaled(logits_TV: torch.Tensor, rows: LogitRows, part: slice) -> torch.Tensor:
     return logits_TV[rows.index_R[part], : rows.num_valid].float() / rows.temperature
 
 
-def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(rows: LogitRows, part: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the local column of each target (0 if another rank has it) and whether it is local.
 
     All ranks have ``width`` columns. Both are [r, n] for n targets a row.
@@ -193,7 +193,7 @@ def _columns(rows: Rows, part: slice, width: int) -> tuple[torch.Tensor, torch.T
     return column * is_mine, is_mine
 
 
-def _removed(rows: Rows, part: slice, width: int) -> torch.Tensor | None:
+def _removed(rows: LogitRows, part: slice, width: int) -> torch.Tensor | None:
     """Return which columns of this rank the masks remove; None without masks.
 
     The first target is never removed.
@@ -207,7 +207,7 @@ def _removed(rows: Rows, part: slice, width: int) -> torch.Tensor | None:
 
 
 def _chunk_forward(
-    logits_TV: torch.Tensor, rows: Rows, part: slice, with_entropy: bool
+    logits_TV: torch.Tensor, rows: LogitRows, part: slice, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log sum exp [r], log-probs [r, n] and entropy [r] for the rows of one chunk."""
     group = parallel.tensor_parallel_group()

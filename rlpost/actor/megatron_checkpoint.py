@@ -47,7 +47,7 @@ from rlpost.actor.progress import SAVE_GROUP
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.host_stream import HostBuffer, HostStream
 from rlpost.actor.torch_dist.optimizer_state import KEYS, ParameterState
-from rlpost.actor.torch_dist.reader import Stored
+from rlpost.actor.torch_dist.reader import StoredTensors
 from rlpost.actor.torch_dist.shards import Chunk, Shard, chunks_of
 from rlpost.actor.torch_dist.writer import Contents, write
 from rlpost.actor.torch_dist.written import (
@@ -280,7 +280,9 @@ def load(
     optimizer.reload_model_params()
     if common.get("adam_step"):
         _check_kind(folder, optimizer, common.get("uses_muon", False))
-        _read(lambda: _load_optimizer(Stored(folder), optimizer, regions, buffer_bytes), folder)
+        _read(
+            lambda: _load_optimizer(StoredTensors(folder), optimizer, regions, buffer_bytes), folder
+        )
         optimizer_state.set_num_steps(optimizer, common["adam_step"])
     elif "adam_step" not in common:
         logger.warning(
@@ -411,7 +413,7 @@ def _check_adapters(folder: str | Path, stored: object, given: Mapping[str, obje
 
 
 def _load_optimizer(
-    stored: Stored, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int
+    stored: StoredTensors, optimizer: MegatronOptimizer, regions: Regions, buffer_bytes: int
 ) -> None:
     """Load main weights and moments in place.
 
@@ -432,7 +434,7 @@ def _load_optimizer(
 
 
 def _fill(
-    stored: Stored, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int
+    stored: StoredTensors, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int
 ) -> None:
     wanted: list[Chunk] = []
     targets: dict[int, torch.Tensor] = {}
@@ -450,7 +452,7 @@ def _fill(
             state.store(tensors)
 
 
-def _as_stored(chunk: Chunk, stored: Stored) -> Chunk | None:
+def _as_stored(chunk: Chunk, stored: StoredTensors) -> Chunk | None:
     """The chunk under its key in the checkpoint; None for a main weight that is not stored.
 
     For an optimizer that is not distributed, Megatron's own save names main weights ``fp32_param``,

@@ -38,7 +38,7 @@ Choice = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
-class Pass:
+class ReplayPass:
     """A pass over the micro-batches of a rank."""
 
     is_training: bool
@@ -87,7 +87,7 @@ class LayerRouting:
             raise RuntimeError("backward repeats a layer in another order than forward computed it")
         return self.to_repeat.popleft().long()
 
-    def _chosen(self, own: torch.Tensor, current: Pass) -> torch.Tensor:
+    def _chosen(self, own: torch.Tensor, current: ReplayPass) -> torch.Tensor:
         """The given experts where they are known, else ``own``; recorded and counted."""
         assert current.micro_batch is not None and current.index is not None
         routes = current.micro_batch.routes
@@ -138,7 +138,7 @@ class RoutingReplay:
 
         ``fields`` are the family's fields of Megatron's TransformerConfig.
         """
-        self.current: Pass | None = None
+        self.current: ReplayPass | None = None
         self._layout = layout
         self._replays = settings.use_rollout_routing_replay or settings.use_routing_replay
         self._uses_engines = settings.use_rollout_routing_replay
@@ -195,7 +195,9 @@ class RoutingReplay:
             is_training: whether there is a backward pass.
             micro_batches: if given, those whose experts are recorded, in the order of the pass.
         """
-        self.current = Pass(is_training, records=bool(micro_batches) and self._recorded is not None)
+        self.current = ReplayPass(
+            is_training, records=bool(micro_batches) and self._recorded is not None
+        )
         for layer in self._layers:
             layer.to_repeat.clear()
         if is_training:
@@ -220,7 +222,7 @@ class RoutingReplay:
         finally:
             self.current.index = self.current.micro_batch = None
 
-    def record(self, current: Pass, slot: int, experts: torch.Tensor) -> None:
+    def record(self, current: ReplayPass, slot: int, experts: torch.Tensor) -> None:
         """Record the experts [rows, k] of a layer for the current micro-batch."""
         assert current.index is not None
         shape = (len(experts), len(self._layers), self._shape.topk)

@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.actor import parallel
-from rlpost.actor.logprobs import Rows, SamplingMasks, response_logprobs, top_logprobs
+from rlpost.actor.logprobs import LogitRows, SamplingMasks, response_logprobs, top_logprobs
 from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.routing_replay import RoutingReplay
@@ -133,13 +133,13 @@ class MicroBatchLoss:
         logprobs, entropy = response_logprobs(logits[0], rows, with_entropy=True)
         return logprobs[:, 0], entropy, logprobs[:, 1:]
 
-    def _rows(self, packed: PackedMicroBatch) -> Rows:
+    def _rows(self, packed: PackedMicroBatch) -> LogitRows:
         """The rows of the response tokens, with their sampling masks if the settings use them."""
         masks = None
         if self.settings.use_rollout_sampling_mask and packed.mask_sizes is not None:
             assert packed.mask_ids is not None
             masks = SamplingMasks(packed.mask_sizes, packed.mask_ids)
-        return Rows(
+        return LogitRows(
             packed.response_index,
             packed.targets,
             temperature=self.settings.temperature,

@@ -21,7 +21,7 @@ BOTTOM_RIGHT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SequenceBounds:
     """Bounds of S sequences."""
 
     queries: torch.Tensor  # [S + 1] int32, start of each sequence among the queries, then the end
@@ -31,7 +31,12 @@ class Bounds:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, *, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: SequenceBounds,
+    *,
+    scale: float,
 ) -> torch.Tensor:
     """Compute softmax(query key^T scale) value in each sequence.
 
@@ -53,7 +58,11 @@ def attend(
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: SequenceBounds,
+    scale: float,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 
@@ -77,7 +86,11 @@ def _flash(
 
 
 def _memory_efficient(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: SequenceBounds,
+    scale: float,
 ) -> torch.Tensor:
     """The kernel that torch calls for jagged tensors; it does not support grouped queries."""
     if (repeats := query.size(1) // key.size(1)) > 1:
@@ -123,7 +136,7 @@ def _one_sequence(
 
 def zigzag(
     starts: torch.Tensor, *, rank: int, size: int, num_local: int, max_length: int
-) -> tuple[torch.Tensor, Bounds]:
+) -> tuple[torch.Tensor, SequenceBounds]:
     """Find the keys that the chunks of context-parallel rank ``rank`` attend to (see ``packing``).
 
     Does not synchronise with the GPU.
@@ -158,4 +171,4 @@ def zigzag(
     owner = torch.where(is_second, 2 * size - 1 - chunk, chunk)
     rows = owner * num_local + begins[which // 2] + is_second * own_width + place % own_width
     longest = max_length // (2 * size)
-    return rows, Bounds(queries, keys, longest, longest * (2 * size - rank))
+    return rows, SequenceBounds(queries, keys, longest, longest * (2 * size - rank))

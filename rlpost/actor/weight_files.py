@@ -19,7 +19,7 @@ from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import CheckpointError, SyncError
-from rlpost.weights.delta import Written, commit
+from rlpost.weights.delta import WrittenUpdate, commit
 from rlpost.weights.exporter import Exporter, export_folder
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.peft_folder import write_peft_folder
@@ -110,7 +110,7 @@ def write_version(
     settings: ActorSettings,
     *,
     whole: bool,
-) -> Written | None:
+) -> WrittenUpdate | None:
     """Write a version for engines that read files: all weights, or a delta to the last version.
 
     Returns:
@@ -120,7 +120,7 @@ def write_version(
         SyncError: the version cannot be written; raised on every rank.
     """
 
-    def write() -> Written | None:
+    def write() -> WrittenUpdate | None:
         if whole:
             return last_sent.write_whole(folder, version, _export(description, settings))
         return last_sent.write_delta(folder, version)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpost.actor.varlen import Bounds
+from rlpost.actor.varlen import SequenceBounds
 
 BLOCK = 256
 """Queries that are computed at once."""
@@ -23,7 +23,7 @@ def attend_windowed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: Bounds,
+    bounds: SequenceBounds,
     *,
     scale: float,
     window: int | None,

@@ -20,7 +20,7 @@ from rlpost.agents.messages import (
     text_of,
 )
 from rlpost.agents.openai_format import stop_strings, whole_number
-from rlpost.agents.requests import ChatRequest, Choice, Reply
+from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
@@ -176,7 +176,7 @@ def _begun(block: dict[str, object]) -> tuple[dict[str, object], dict[str, objec
     return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
 
 
-def _stop_reason(choice: Choice) -> str:
+def _stop_reason(choice: ChatChoice) -> str:
     if choice.ended_by == "tool_calls":
         return "tool_use"
     if choice.ended_by == "length":

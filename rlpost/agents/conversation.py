@@ -1,7 +1,7 @@
 """Conversations of one episode, kept as tokens. Pure except for the template's tokenizer.
 
 Input: the messages of each request, and the sampled answers. Output: the input of each request to
-an engine as a ``Plan``, and at the end the trajectories.
+an engine as a ``RequestPlan``, and at the end the trajectories.
 
 Messages form a tree: the children of a message are those that followed it in some request. An
 assistant message that was answered here remembers its tokens, as the end of a prefix of a ``Line``.
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.messages import Message, Tool
-from rlpost.agents.trajectory import NO_VERSION, Trajectory, Turn
+from rlpost.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.errors import DataError
 from rlpost.types import Sample
@@ -46,7 +46,7 @@ PROBE = "a-plain-answer"
 class Line:
     """A token sequence with its turns. It grows at its end; earlier positions never change."""
 
-    def __init__(self, sample: Sample, turns: list[Turn], own_from: int) -> None:
+    def __init__(self, sample: Sample, turns: list[AnsweredTurn], own_from: int) -> None:
         """``own_from``: sampled tokens before this position are trained in another line."""
         self.sample, self.turns, self.own_from = sample, turns, own_from
 
@@ -130,15 +130,15 @@ class Answered:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class MessageNode:
     """A message in the tree; the root has none."""
 
     message: Message | None
-    parent: Node | None
+    parent: MessageNode | None
     answered: Answered | None = None
-    children: dict[tuple[object, ...], list[Node]] = field(default_factory=dict)
+    children: dict[tuple[object, ...], list[MessageNode]] = field(default_factory=dict)
 
-    def child(self, message: Message) -> Node:
+    def child(self, message: Message) -> MessageNode:
         """Return the child for a message of a request; create it if there is none.
 
         Several children may have the same key, such as two of the ``n`` answers to one request. Of
@@ -153,16 +153,16 @@ class Node:
                 return node
         return fitting[-1] if fitting else self.added(message)
 
-    def added(self, message: Message, answered: Answered | None = None) -> Node:
+    def added(self, message: Message, answered: Answered | None = None) -> MessageNode:
         """Add a child."""
-        node = Node(message, self, answered)
+        node = MessageNode(message, self, answered)
         self.children.setdefault(message.key, []).append(node)
         return node
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[MessageNode]:
         """Return the nodes from the first message to this one."""
-        nodes: list[Node] = []
-        node: Node = self
+        nodes: list[MessageNode] = []
+        node: MessageNode = self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -170,7 +170,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """The input of one request.
 
     Attributes:
@@ -180,7 +180,7 @@ class Plan:
         new_messages: number of messages at the end that no earlier request had.
     """
 
-    node: Node
+    node: MessageNode
     text: str
     base: Answered | None
     added_ids: IntColumn
@@ -197,17 +197,19 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._roots: dict[str, Node] = {}  # by tools, which are at the beginning of the prompt
+        self._roots: dict[
+            str, MessageNode
+        ] = {}  # by tools, which are at the beginning of the prompt
         self._lines: list[Line] = []
 
-    def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> Plan:
+    def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> RequestPlan:
         """Return the input for a request.
 
         Raises:
             DataError: the template rejects the messages.
         """
         tools_key = json.dumps(tools) if tools else ""
-        node = self._roots.setdefault(tools_key, Node(None, None))
+        node = self._roots.setdefault(tools_key, MessageNode(None, None))
         num_known = 0
         for message in messages:
             siblings = len(node.children.get(message.key, ()))
@@ -222,10 +224,17 @@ class Conversation:
                 continue
             rest = self._rest(base, path, place, text, tools)
             if rest is not None:
-                return Plan(node, text, base, self._encode(rest), len(path) - num_known)
-        return Plan(node, text, None, self._encode(text), len(path) - num_known)
+                return RequestPlan(node, text, base, self._encode(rest), len(path) - num_known)
+        return RequestPlan(node, text, None, self._encode(text), len(path) - num_known)
 
-    def add(self, plan: Plan, message: Message, sample: Sample, turn: Turn, stop_text: str) -> None:
+    def add(
+        self,
+        plan: RequestPlan,
+        message: Message,
+        sample: Sample,
+        turn: AnsweredTurn,
+        stop_text: str,
+    ) -> None:
         """Record an answer.
 
         ``sample`` holds the whole line with the answer at its end, as a response builder returns

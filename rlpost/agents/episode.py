@@ -20,16 +20,16 @@ from typing import Any, Literal, TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, Format, format_of, parse_answer
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.conversation import Conversation, Plan
+from rlpost.agents.conversation import Conversation, RequestPlan
 from rlpost.agents.messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.requests import (
     AnswerEnd,
+    ChatChoice,
     ChatRequest,
-    Choice,
     Completion,
     RequestRecord,
 )
-from rlpost.agents.trajectory import Trajectory, Turn
+from rlpost.agents.trajectory import AnsweredTurn, Trajectory
 from rlpost.errors import DataError, RolloutError
 from rlpost.rollout.connection import Connection, Halted
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -274,8 +274,8 @@ class OpenEpisode:
         return BadRequest(text, code=code or f"episode_{limit}_limit")
 
     async def _write(
-        self, plan: Plan, request: ChatRequest, number: int, limit: int
-    ) -> tuple[Choice, tuple[tuple[int, int], ...]]:
+        self, plan: RequestPlan, request: ChatRequest, number: int, limit: int
+    ) -> tuple[ChatChoice, tuple[tuple[int, int], ...]]:
         """Generate and record one answer; return it with its versions."""
         async with self._parallel:
             began_at = time.time()
@@ -298,7 +298,7 @@ class OpenEpisode:
             if isinstance(stopped_at, str) and stopped_at in text:
                 text = text[: text.rfind(stopped_at)]
         message, ended_by = self._message(text, builder, plan, request)
-        turn = Turn(
+        turn = AnsweredTurn(
             start=start,
             end=start + len(own),
             request=number,
@@ -315,11 +315,11 @@ class OpenEpisode:
             self.num_requests += 1
             self.num_tokens += len(own)
         stop = stopped_at if isinstance(stopped_at, str) else None
-        choice = Choice(message, ended_by, stop, own, own_logprobs)
+        choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
         return choice, sample.versions[start - len(sample.prompt_ids) :].runs
 
     async def _generate(
-        self, plan: Plan, so_far: Sample | None, stop: tuple[str, ...], limit: int
+        self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int
     ) -> ResponseBuilder:
         """Generate one answer in the connection's event loop."""
         prompt_ids = plan.added_ids if so_far is None else so_far.prompt_ids
@@ -368,7 +368,7 @@ class OpenEpisode:
             raise
 
     def _message(
-        self, text: str, builder: ResponseBuilder, plan: Plan, request: ChatRequest
+        self, text: str, builder: ResponseBuilder, plan: RequestPlan, request: ChatRequest
     ) -> tuple[Message, AnswerEnd]:
         """Return the answer as a message, and how it ended."""
         opens_thinking = plan.text.rstrip().endswith(THINK)

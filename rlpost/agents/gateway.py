@@ -30,7 +30,7 @@ from common.addresses import http_url
 from rlpost.agents.answer_parsing import Format
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import Access, EpisodeLimits, Limit, OpenEpisode, Policy
-from rlpost.agents.http_server import Episodes, make_app
+from rlpost.agents.http_server import OpenEpisodes, make_app
 from rlpost.errors import RolloutError
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
@@ -88,7 +88,7 @@ class Gateway:
             context_length=context_length or model_context_length(model_folder),
         )
         self._host, self._port, self._model = host, port, model
-        self._episodes = Episodes()
+        self._episodes = OpenEpisodes()
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._address = ""

@@ -34,7 +34,7 @@ OVERRIDDEN_HEADER = "x-rlpost-overridden"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Episodes:
+class OpenEpisodes:
     """The open episodes by key. Thread-safe: each change is one operation on a dict."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Episodes:
         return episode
 
 
-def make_app(episodes: Episodes) -> web.Application:
+def make_app(episodes: OpenEpisodes) -> web.Application:
     """Return the application."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     routes = _Routes(episodes)
@@ -103,7 +103,7 @@ _MESSAGES = _Api(
 
 
 class _Routes:
-    def __init__(self, episodes: Episodes) -> None:
+    def __init__(self, episodes: OpenEpisodes) -> None:
         self._episodes = episodes
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()

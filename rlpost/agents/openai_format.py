@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rlpost.agents.messages import BadRequest, Tool, constrains_sampling, messages_from_openai
-from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatRequest, Choice, Reply
+from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = (
     "temperature",
@@ -180,7 +180,7 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _logprobs(choice: Choice, reply: Reply) -> dict[str, object] | None:
+def _logprobs(choice: ChatChoice, reply: Reply) -> dict[str, object] | None:
     """Return one entry per sampled token, including reasoning, calls and the stop token.
 
     None unless the request asks for log-probs.

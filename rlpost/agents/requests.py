@@ -37,7 +37,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChatChoice:
     """One answer. ``stop`` is the stop string that ended it."""
 
     message: Message
@@ -52,7 +52,7 @@ class Completion:
     """The answers to a request; ``number`` counts the requests of the episode."""
 
     number: int
-    choices: tuple[Choice, ...]
+    choices: tuple[ChatChoice, ...]
     num_prompt_tokens: int
 
     @property

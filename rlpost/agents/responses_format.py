@@ -22,7 +22,7 @@ from rlpost.agents.messages import (
     text_of,
 )
 from rlpost.agents.openai_format import may_call_tools, whole_number
-from rlpost.agents.requests import ChatRequest, Choice, Reply
+from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = ("temperature", "top_p", "reasoning")
 REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
@@ -143,7 +143,7 @@ def _begun(item: dict[str, object]) -> dict[str, object]:
     return {**begun, "content": []}
 
 
-def _items(choice: Choice, number: int) -> list[dict[str, object]]:
+def _items(choice: ChatChoice, number: int) -> list[dict[str, object]]:
     """Return an answer as items: reasoning, text, calls."""
     message, items = choice.message, list[dict[str, object]]()
     status = "incomplete" if choice.ended_by == "length" else "completed"

@@ -28,7 +28,7 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnsweredTurn:
     """One answer of the policy inside a trajectory.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trajectory:
     loss_mask: RunColumn
     logprobs: FloatColumn
     versions: RunColumn
-    turns: tuple[Turn, ...]
+    turns: tuple[AnsweredTurn, ...]
     routes: RouteColumn | None = None
     sampling_mask: TokenSetColumn | None = None
 
@@ -91,7 +91,7 @@ class Trajectory:
         """How the last turn ended."""
         return self.turns[-1].finish_reason
 
-    def response_range(self, turn: Turn) -> range:
+    def response_range(self, turn: AnsweredTurn) -> range:
         """Return the positions of a trained turn in ``response_ids`` of the sample."""
         assert turn.is_trained, turn
         return range(turn.start - self.prompt_length, turn.end - self.prompt_length)

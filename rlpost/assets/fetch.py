@@ -47,7 +47,7 @@ class Fetcher:
     report: Callable[[str], None]
     advance: Callable[[int], None]
 
-    def fetch(self, asset: Asset, *, compare: bool = False) -> store.Status:
+    def fetch(self, asset: Asset, *, compare: bool = False) -> store.AssetStatus:
         """Complete an asset's folder, or wait for another fetch; ``compare`` checks all digests.
 
         Raises:

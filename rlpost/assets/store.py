@@ -22,7 +22,7 @@ STAGES = ".fetch"
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class AssetStatus:
     """State of an asset.
 
     ``listing`` is None if unknown; ``missing_bytes`` are still to download.
@@ -36,7 +36,7 @@ class Status:
     remark: str = ""
 
 
-def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> Status:
+def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = None) -> AssetStatus:
     """Compare files with the record or, without one, with ``ask``. Raises AssetError."""
     folder = root / asset.folder
     recorded = read_record(folder, asset)
@@ -44,18 +44,20 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
         wrong = damage(folder, recorded.files, deep=False)
         missing = sum(file.size for file in recorded.files if file.path in wrong)
         remark = f"{first(wrong)}: damaged" if wrong else f"commit {recorded.commit[:12]}"
-        return Status(asset, folder, recorded, missing, not wrong, remark)
+        return AssetStatus(asset, folder, recorded, missing, not wrong, remark)
     occupied = is_occupied(folder)
     if ask is None:
         remark = "has no record: not compared with the hub" if occupied else "does not exist"
-        return Status(asset, folder, None, 0, occupied, remark)
+        return AssetStatus(asset, folder, None, 0, occupied, remark)
     listing = ask(asset)
     if occupied:
-        return Status(
+        return AssetStatus(
             asset, folder, listing, 0, False, "has no record: will be compared with the hub"
         )
     staged = staged_bytes(root / STAGES / asset.folder, listing)
-    return Status(asset, folder, listing, listing.size - staged, False, "started" if staged else "")
+    return AssetStatus(
+        asset, folder, listing, listing.size - staged, False, "started" if staged else ""
+    )
 
 
 def is_occupied(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 from rlpost.metrics.pace import PACE_STEPS
 from rlpost.report.compare import compare_page, comparison, figures, labels
-from rlpost.report.gate import Gate, Outcome, outcome, parse_gate
+from rlpost.report.gate import Gate, GateOutcome, outcome, parse_gate
 from rlpost.report.run_facts import RunFacts, read_facts
 
 
@@ -82,7 +82,9 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(one.fails for one in outcomes))
 
 
-def _outcomes(gates: Sequence[Gate], facts: Sequence[RunFacts], num_steps: int) -> list[Outcome]:
+def _outcomes(
+    gates: Sequence[Gate], facts: Sequence[RunFacts], num_steps: int
+) -> list[GateOutcome]:
     """Apply each gate to each run after the first, which is the baseline."""
     names = labels(facts)
     return [

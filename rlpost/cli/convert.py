@@ -34,7 +34,7 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class ConversionRank:
     """The rank of a process in a conversion, and the rendezvous address."""
 
     rank: int
@@ -44,10 +44,10 @@ class Rank:
     master_port: int
 
 
-def place(environ: Mapping[str, str]) -> Rank:
+def place(environ: Mapping[str, str]) -> ConversionRank:
     """Read the rank from the variables of torchrun or srun; without them, rank 0 of 1."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return Rank(
+        return ConversionRank(
             int(environ["RANK"]),
             int(environ["WORLD_SIZE"]),
             int(environ.get("LOCAL_RANK", 0)),
@@ -57,7 +57,7 @@ def place(environ: Mapping[str, str]) -> Rank:
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         nodes = expand(environ["SLURM_STEP_NODELIST"])
         port = FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS
-        return Rank(
+        return ConversionRank(
             int(environ["SLURM_PROCID"]),
             int(environ["SLURM_STEP_NUM_TASKS"]),
             int(environ["SLURM_LOCALID"]),
@@ -66,7 +66,7 @@ def place(environ: Mapping[str, str]) -> Rank:
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+        return ConversionRank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
 
 
 def device_of(environ: Mapping[str, str], local_rank: int) -> str:

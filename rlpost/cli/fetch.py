@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpost.arguments import add_switch
-from rlpost.assets.store import Status, inspect
+from rlpost.assets.store import AssetStatus, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
 from rlpost.cli import command_line as command_line
 from rlpost.cli.scaled import FLAG, add_scale_down
@@ -139,7 +139,7 @@ def _run(
 
 
 def _fetch_all(
-    found: Sequence[Status], root: Path, hub: Hub | None, options: argparse.Namespace
+    found: Sequence[AssetStatus], root: Path, hub: Hub | None, options: argparse.Namespace
 ) -> None:
     """Fetch the assets in order. Raises AssetError, also if disk space is short."""
     from tqdm import tqdm  # comes with huggingface_hub
@@ -221,7 +221,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def table(found: Sequence[Status], root: Path, width: int | None = None) -> str:
+def table(found: Sequence[AssetStatus], root: Path, width: int | None = None) -> str:
     """Format one line per repository, and the free space, for a terminal of ``width`` columns."""
     rows = [("repository", "folder", "files", "size", "to come", "")]
     for one in found:

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.attempt import VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from common.run_folder import RunFolder
-from rlpost.cli.log_lines import DAY, Wanted, merged, prefixed, wall_seconds
+from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
@@ -29,7 +29,7 @@ def follow(
     run: RunFolder,
     job_id: str,
     *,
-    wanted: Wanted | None = None,
+    wanted: LogSelection | None = None,
     started_it: bool = False,
     since: float | None = None,
 ) -> int:
@@ -42,7 +42,7 @@ def follow(
     second Ctrl-C detaches immediately.
     """
     is_over = _watched_end(run, job_id)
-    log = _LogTail(run.attempts, wanted or Wanted(), since)
+    log = _LogTail(run.attempts, wanted or LogSelection(), since)
     interrupted = False
     while True:
         try:
@@ -62,7 +62,7 @@ def follow(
 class _LogTail:
     """Prints new records of the wanted logs of the newest attempt."""
 
-    def __init__(self, attempts: Path, wanted: Wanted, since: float | None = None) -> None:
+    def __init__(self, attempts: Path, wanted: LogSelection, since: float | None = None) -> None:
         self._attempts = attempts
         self._since = since
         self._wanted = wanted

@@ -28,7 +28,7 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogSelection:
     """A selection of logs and records.
 
     Attributes:

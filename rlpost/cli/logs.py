@@ -15,7 +15,7 @@ from rlpost.arguments import Parser
 from rlpost.cli.follow import follow
 from rlpost.cli.log_lines import (
     LEVELS,
-    Wanted,
+    LogSelection,
     first_day,
     merged,
     parse_since,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     run = find_run(options.run, options.runs_dir)
     names = [*options.of, *([f"agent-{options.node}"] if options.node else [])] or ["driver"]
-    wanted = Wanted(names, options.level, options.grep)
+    wanted = LogSelection(names, options.level, options.grep)
     if options.follow:
         return follow(run, current_job(run), wanted=wanted, since=options.since)
     _print(run, run.attempts / options.attempt, wanted, options.tail, options.since)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print(
-    run: RunFolder, attempt: Path, wanted: Wanted, tail: int | None, since: float | None
+    run: RunFolder, attempt: Path, wanted: LogSelection, tail: int | None, since: float | None
 ) -> None:
     logs = {path.stem: path for path in attempt.glob("*.log") if wanted.log(path.stem)}
     if not logs:
@@ -123,7 +123,7 @@ def _pattern(given: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{given!r} is no regular expression: {error}") from None
 
 
-def _what_there_is(run: RunFolder, attempt: Path, wanted: Wanted) -> str:
+def _what_there_is(run: RunFolder, attempt: Path, wanted: LogSelection) -> str:
     if not attempt.is_dir():
         attempts = sorted(
             (path.name for path in run.attempts.glob("[0-9]*")), key=lambda name: (len(name), name)

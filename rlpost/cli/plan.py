@@ -28,8 +28,8 @@ from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
-from rlpost.config.plan.estimate import Estimate, Phase, Sizes, estimate
-from rlpost.config.plan.layouts import Choice, nearest, suggest
+from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
+from rlpost.config.plan.layouts import FittingLayout, nearest, suggest
 from rlpost.config.plan.reference import notes_of
 from rlpost.config.plan.save_interval import (
     WRITE_GBPS,
@@ -39,7 +39,7 @@ from rlpost.config.plan.save_interval import (
     save_interval,
 )
 from rlpost.config.plan.shape import Shape, shape_of
-from rlpost.config.plan.weight_update import WeightUpdate
+from rlpost.config.plan.weight_update import PlannedUpdate
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, WeightError
@@ -209,7 +209,7 @@ def show(
         console.print()
         for note in notes_of(config, shape):
             console.print(f"note: {note}", style="yellow")
-    choices: list[Choice] = []
+    choices: list[FittingLayout] = []
     if wants_suggestions or not fits:
         choices = suggest(config, shape, **sizes)
     for problem in problems:
@@ -256,7 +256,7 @@ def plan_object(
             **estimate_object(made),
         }
         content["save_interval"] = asdict(speed.interval(made))
-    choices: list[Choice] = []
+    choices: list[FittingLayout] = []
     if wants_suggestions or not content["fits"]:
         choices = suggest(config, shape, **sizes)
     if not wants_suggestions:
@@ -343,7 +343,7 @@ def table(made: Estimate, speed: Speed) -> Table:
     again = config.perf.recompute_granularity or "nothing"
     rows = [
         ("model", f"{count_text(parameters.total)} parameters{experts}"),
-        ("trainer", f"{counted(layout.world, 'GPU')}: {Choice(made, 0.0).words}"),
+        ("trainer", f"{counted(layout.world, 'GPU')}: {FittingLayout(made, 0.0).words}"),
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),
@@ -412,7 +412,7 @@ def save_words(made: Estimate, seconds: float) -> str:
     return f"{words};\na step within {seconds * (1 - size / written):.0f} s of a save waits (--save-buffer-gb)"
 
 
-def update_rows(config: Config, update: WeightUpdate) -> list[tuple[str, str]]:
+def update_rows(config: Config, update: PlannedUpdate) -> list[tuple[str, str]]:
     """Bytes and requests of a weight update."""
     engines = f"each of {config.num_engines} engines" if config.num_engines > 1 else "the engine"
     moved = f"{_gb(update.total_bytes)} to {engines} a step"
@@ -449,7 +449,7 @@ def bars(made: Estimate, width: int = WIDTH) -> Text:
     return text
 
 
-def _bar(phase: Phase, gpu_bytes: int, width: int) -> Text:
+def _bar(phase: MemoryPhase, gpu_bytes: int, width: int) -> Text:
     bar, filled, end = Text(), 0.0, 0
     for name, size in phase.parts:
         filled += size / gpu_bytes * width
@@ -461,7 +461,7 @@ def _bar(phase: Phase, gpu_bytes: int, width: int) -> Text:
     return bar
 
 
-def suggestions(choices: Sequence[Choice]) -> Table:
+def suggestions(choices: Sequence[FittingLayout]) -> Table:
     """The best layouts and why."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("layout", no_wrap=True)
@@ -471,7 +471,7 @@ def suggestions(choices: Sequence[Choice]) -> Table:
     return shown
 
 
-def flags_of(choice: Choice, given: Config) -> str:
+def flags_of(choice: FittingLayout, given: Config) -> str:
     """Return the flags that turn the recipe into this layout."""
     changed = []
     for group in ("perf", "cluster", "optimizer"):

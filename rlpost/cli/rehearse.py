@@ -32,7 +32,7 @@ from rlpost.errors import ConfigError
 from rlpost.orchestration.settings_of_actors import actor_settings
 
 if TYPE_CHECKING:
-    from rlpost.rehearsal.result import Result
+    from rlpost.rehearsal.result import RehearsalResult
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,7 +85,7 @@ def rehearsed(
     gpu_bytes: int,
     all_ranks: bool = False,
     micro_batches: int | None = None,
-) -> Result:
+) -> RehearsalResult:
     """Rehearse a configuration; progress goes to standard error.
 
     Raises:
@@ -110,13 +110,13 @@ def rehearsed(
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
-            from rlpost.rehearsal.run import Options, rehearse_run
+            from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
         except ImportError as error:
             raise ConfigError(
                 f"a rehearsal needs the training stack: {error}; install it as in docs/install.md"
             ) from error
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        options = Options(gpu_bytes, all_ranks, micro_batches)
+        options = RehearsalOptions(gpu_bytes, all_ranks, micro_batches)
         found = rehearse_run(config, actor, options, say=_say)
     return replace(found, checks=(*found.checks, nodes_check(config)))
 
@@ -125,7 +125,7 @@ def _say(words: str) -> None:
     print(f"rehearse: {words}", file=sys.stderr, flush=True)
 
 
-def text(result: Result) -> str:
+def text(result: RehearsalResult) -> str:
     """The result for a terminal."""
     from rlpost.rehearsal.result import bars, fullest, gb, shortened
 

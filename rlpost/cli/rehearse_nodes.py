@@ -1,6 +1,6 @@
 """Check where the workers of a recipe are placed at its true number of nodes.
 
-Input: the settings. Output: a ``Check`` of the driver's own placement against the layout. Either
+Input: the settings. Output: a ``RehearsalCheck`` of the driver's own placement against the layout. Either
 the nodes are only counted (``nodes_check``, pure), or the agents of a job meet first, in another
 process on this machine (``agents_check``), and the cluster is the one that they hand to the driver.
 """
@@ -26,7 +26,7 @@ from rlpost.errors import PlacementError
 from rlpost.orchestration.placement import Offer, Placement, place, ports_of_run
 
 if TYPE_CHECKING:
-    from rlpost.rehearsal.result import Check
+    from rlpost.rehearsal.result import RehearsalCheck
 
 AGENTS_S = 60.0
 """Deadline for all agents to meet and for Ray to start. On two cores 1,024 nodes take 6 s."""
@@ -34,9 +34,9 @@ _END_S = 60.0  # the head waits at most 30 s for the ends of nodes
 _ROOT = Path(__file__).parents[2]
 
 
-def nodes_check(config: Config) -> Check:
+def nodes_check(config: Config) -> RehearsalCheck:
     """Whether each trainer rank and each engine is on the node where the layout has it."""
-    from rlpost.rehearsal.result import Check
+    from rlpost.rehearsal.result import RehearsalCheck
 
     per_node, count = config.cluster.num_gpus_per_node, config.num_nodes
     offers = [Offer(f"node {number}", f"node {number}", per_node) for number in range(count)]
@@ -45,7 +45,7 @@ def nodes_check(config: Config) -> Check:
     except PlacementError as error:
         faults = (str(error),)
     extent = f"{counted(count, 'node')}, {_workers(config)}"
-    return Check("nodes: each worker on its GPUs", faults, extent)
+    return RehearsalCheck("nodes: each worker on its GPUs", faults, extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Agents:
 
 def agents_check(
     config: Config, *, deadline_s: float = AGENTS_S, absent: Sequence[str] = ()
-) -> Check:
+) -> RehearsalCheck:
     """Whether the agents of all nodes meet, and each worker is on its GPUs of their cluster.
 
     Args:
@@ -73,12 +73,12 @@ def agents_check(
         deadline_s: seconds in which the agents must meet.
         absent: hosts (``s0001``) whose agent does not start.
     """
-    from rlpost.rehearsal.result import Check
+    from rlpost.rehearsal.result import RehearsalCheck
 
     agents = _met(config, deadline_s, absent)
     faults = tuple(agents_problems(config, agents))
     extent = f"{counted(config.num_nodes, 'node')} in {agents.seconds:.1f} s, {_workers(config)}"
-    return Check("agents: every node joins, each worker on its GPUs", faults, extent)
+    return RehearsalCheck("agents: every node joins, each worker on its GPUs", faults, extent)
 
 
 def agents_problems(config: Config, agents: Agents) -> Iterator[str]:

@@ -25,7 +25,7 @@ from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
 from rlpost.metrics.pace import PACE_STEPS, STEP_S, recent, throughput
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
-from rlpost.report.goodput import Goodput, Layout, end_of, goodput
+from rlpost.report.goodput import Goodput, GpuLayout, end_of, goodput
 from rlpost.report.panels import mean_phases
 from slurm.queue import QueueEntry
 from slurm.states import JobState
@@ -177,7 +177,7 @@ def _progress(
     lines, settings, is_over = read_metrics(run.metrics), settings_of(run), entry.state.is_over
     total = settings.get("rollout", {}).get("num_rollout")
     newest = end_of(events) if entry.is_over else None
-    spent = goodput(events, lines, Layout.of_settings(settings), newest or datetime.now(UTC))
+    spent = goodput(events, lines, GpuLayout.of_settings(settings), newest or datetime.now(UTC))
     if not lines:
         return {"num_steps": total, "goodput": spent}
     step = int(lines[-1]["step"])

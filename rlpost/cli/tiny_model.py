@@ -165,7 +165,7 @@ def warm_up(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """Configuration of a model to create."""
 
     hf: HfConfig
@@ -186,7 +186,7 @@ class Plan:
         return said if self.hf == TINY else said | {"model": self.hf, "in_chat": self.in_chat}
 
 
-def build(folder: Path, data: Path, plan: Plan) -> float:
+def build(folder: Path, data: Path, plan: ModelPlan) -> float:
     """Make everything in ``folder``; return the accuracy on the held-out problems."""
     import torch
 
@@ -337,7 +337,7 @@ def make_scaled(recipe: Path, ranks: int, *, seed: int, num_steps: int) -> None:
     words, fp8 = model_words(config)
     small = scale_down(config, words, ranks=ranks, fp8=fp8).config
     words |= {name: value for name, value in small.model.model_dump().items() if value is not None}
-    plan = Plan(hf_config(words), config.rollout.apply_chat_template, seed, num_steps)
+    plan = ModelPlan(hf_config(words), config.rollout.apply_chat_template, seed, num_steps)
     folder = FOLDER / config.cluster.job_name
     make_problems(folder)
     produce(folder / MODEL, plan.settings, lambda built: build(built, folder, plan))
@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     out, data = arguments.out, arguments.data or arguments.out
     hf = dict(TINY) | {"num_hidden_layers": arguments.layers}
-    plan = Plan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
+    plan = ModelPlan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
     if not is_complete(out, plan.settings):
         make_problems(data)
     produce(out, plan.settings, lambda built: build(built, data, plan))

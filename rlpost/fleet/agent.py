@@ -39,7 +39,14 @@ from rlpost.config.load import parse_dump
 from rlpost.config.tree import Config
 from rlpost.daemon_threads import started
 from rlpost.errors import RlpostError, RolloutError
-from rlpost.fleet.agent_rules import AgentRules, Patience, Seen, Server, Verdict, end_of_run
+from rlpost.fleet.agent_rules import (
+    AgentObservations,
+    AgentRules,
+    EngineVerdict,
+    Patience,
+    ServerState,
+    end_of_run,
+)
 from rlpost.fleet.files import FleetError, FleetFolder, settings_digest
 from rlpost.fleet.records import EngineRecord, EngineState, Lease
 from rlpost.rollout.client import EngineClient
@@ -61,7 +68,7 @@ PREFLIGHT = "bootstrap.preflight.doctor"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineJobOptions:
     """Arguments of the agent."""
 
     run_folder: Path
@@ -100,7 +107,7 @@ class Agent:
 
     def __init__(
         self,
-        options: Options,
+        options: EngineJobOptions,
         folder: FleetFolder,
         notice: StopNotice,
         *,
@@ -138,7 +145,7 @@ class Agent:
         """Report that this node cannot have an engine."""
         self._report(EngineState.GONE, reason, now=True)
 
-    def _serve(self) -> Verdict:
+    def _serve(self) -> EngineVerdict:
         """Run one server; return why it was stopped."""
         run_json = (self._options.run_folder / "run.json").read_text()
         config, incarnation = parse_dump(run_json), secrets.token_hex(8)
@@ -197,18 +204,20 @@ class Agent:
 
     def _seen(
         self, lease: Lease | None, engine: Engine | None, starting: Future[str] | None
-    ) -> Seen:
+    ) -> AgentObservations:
         stop, left_s = self._notice.read()
-        server, end = Server.STARTING, ""
+        server, end = ServerState.STARTING, ""
         if engine is not None and starting is not None and starting.done():
             error = starting.exception()
             if error is not None:
-                server, end = Server.ENDED, str(error)
+                server, end = ServerState.ENDED, str(error)
             elif engine.alive():
-                server = Server.READY
+                server = ServerState.READY
             else:
-                server, end = Server.ENDED, _end_of(engine)
-        return Seen(lease, self._folder.orders(), stop, left_s, server, end, self._end_of_run())
+                server, end = ServerState.ENDED, _end_of(engine)
+        return AgentObservations(
+            lease, self._folder.orders(), stop, left_s, server, end, self._end_of_run()
+        )
 
     def _end_of_run(self) -> str:
         """Return why no further attempt will start; empty if one may, or if there is a driver."""
@@ -293,7 +302,7 @@ def free_port(ports: range = PORTS) -> int:
     raise RlpostError(f"no free port from {ports[0]} to {ports[-1]} in 100 tries")
 
 
-def preflight(options: Options) -> str | None:
+def preflight(options: EngineJobOptions) -> str | None:
     """Check this node as a run's agents do; return the problems, None if it is fit."""
     words = ["--num-gpus", str(options.num_gpus), "--folder", str(options.run_folder)]
     command = [sys.executable, "-m", PREFLIGHT, *words]
@@ -309,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
-    options = Options(**vars(parser.parse_args(argv)))
+    options = EngineJobOptions(**vars(parser.parse_args(argv)))
     configure_logging()
     folder = FleetFolder(options.run_folder)
     notice = StopNotice(options.stop_file)

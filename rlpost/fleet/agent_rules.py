@@ -41,7 +41,7 @@ class Patience:
     margin_s: float = 3.0
 
 
-class Server(Enum):
+class ServerState(Enum):
     """The state of the server's process."""
 
     STARTING = "starting"
@@ -50,7 +50,7 @@ class Server(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AgentObservations:
     """The observations of the agent at a poll.
 
     Attributes:
@@ -65,13 +65,13 @@ class Seen:
     orders: Orders
     stop: str = ""
     stop_in_s: float | None = None
-    server: Server = Server.STARTING
+    server: ServerState = ServerState.STARTING
     end: str = ""
     run_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EngineVerdict:
     """The state to report, and the actions to take.
 
     Attributes:
@@ -105,25 +105,25 @@ class AgentRules:
         self._is_paused = True  # a server starts paused
         self._draining_since: float | None = None
 
-    def step(self, seen: Seen, now: float) -> Verdict:
+    def step(self, seen: AgentObservations, now: float) -> EngineVerdict:
         """Return what follows from ``seen``; ``now`` is monotonic."""
         has_driver = self._renewed(seen.lease, now)
-        if seen.server is Server.ENDED:
-            return Verdict(EngineState.GONE, seen.end, exit_code=EXIT_FAILED)
+        if seen.server is ServerState.ENDED:
+            return EngineVerdict(EngineState.GONE, seen.end, exit_code=EXIT_FAILED)
         if seen.lease is not None and seen.lease.state is LeaseState.ENDED:
-            return Verdict(EngineState.GONE, "the run has ended", exit_code=EXIT_DONE)
+            return EngineVerdict(EngineState.GONE, "the run has ended", exit_code=EXIT_DONE)
         if seen.stop:
             return self._drain(seen, seen.stop, EXIT_PREEMPTED, has_driver, now)
         if seen.orders.says_leave(self._engine):
             return self._drain(seen, "ordered to leave", EXIT_DONE, has_driver, now)
-        state = EngineState.READY if seen.server is Server.READY else EngineState.STARTING
+        state = EngineState.READY if seen.server is ServerState.READY else EngineState.STARTING
         if not has_driver:
             return self._without_driver(state, seen, now)
         assert seen.lease is not None
         if seen.lease.settings not in ("", self._settings):
-            return Verdict(state, "the run has other settings now", restart=True)
+            return EngineVerdict(state, "the run has other settings now", restart=True)
         self._is_paused = False
-        return Verdict(state)
+        return EngineVerdict(state)
 
     def _renewed(self, lease: Lease | None, now: float) -> bool:
         """Record a new beat of the lease; return whether there is a driver."""
@@ -137,20 +137,24 @@ class AgentRules:
                 return True
         return self._beat is not None and now - self._renewed_at <= self._patience.lease_s
 
-    def _without_driver(self, state: EngineState, seen: Seen, now: float) -> Verdict:
+    def _without_driver(
+        self, state: EngineState, seen: AgentObservations, now: float
+    ) -> EngineVerdict:
         waited_s, lease = now - self._renewed_at, seen.lease
         driver = "the run's first start" if lease is None else f"a driver after {lease.attempt}"
         if seen.run_end:
-            return Verdict(EngineState.GONE, seen.run_end, exit_code=EXIT_DONE)
+            return EngineVerdict(EngineState.GONE, seen.run_end, exit_code=EXIT_DONE)
         if waited_s > self._patience.driver_s:
             reason = f"no driver for {waited_s:.0f} s"
-            return Verdict(EngineState.GONE, reason, exit_code=EXIT_DONE)
+            return EngineVerdict(EngineState.GONE, reason, exit_code=EXIT_DONE)
         must_pause = not self._is_paused and state is EngineState.READY
         self._is_paused = self._is_paused or must_pause
         reason = f"waits for {driver}, {waited_s:.0f} s so far"
-        return Verdict(state, reason, pause=must_pause, waits=True)
+        return EngineVerdict(state, reason, pause=must_pause, waits=True)
 
-    def _drain(self, seen: Seen, reason: str, code: int, has_driver: bool, now: float) -> Verdict:
+    def _drain(
+        self, seen: AgentObservations, reason: str, code: int, has_driver: bool, now: float
+    ) -> EngineVerdict:
         """Wait until the driver sends no more requests, at most until the job ends."""
         is_first = self._draining_since is None
         if self._draining_since is None:
@@ -159,8 +163,8 @@ class AgentRules:
         is_late = now - self._draining_since > self._patience.drain_s
         is_late |= seen.stop_in_s is not None and seen.stop_in_s <= self._patience.margin_s
         if is_late or not has_driver or (not in_use and not is_first):
-            return Verdict(EngineState.GONE, reason, exit_code=code)
-        return Verdict(EngineState.DRAINING, reason)
+            return EngineVerdict(EngineState.GONE, reason, exit_code=code)
+        return EngineVerdict(EngineState.DRAINING, reason)
 
 
 def end_of_run(ledger: Sequence[Mapping[str, object]]) -> str:

@@ -34,7 +34,7 @@ NO_ORDERS = Orders()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FleetLimits:
     """Limits of the fleet.
 
     Attributes:
@@ -97,7 +97,7 @@ Action = Update | Admit | Dismiss
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class EngineUsage:
     """Contribution of an engine: seconds in which it served, and these times its GPUs."""
 
     engine_s: float
@@ -132,7 +132,7 @@ class Membership:
     Call ``step`` at every poll and after every ``finished``.
     """
 
-    def __init__(self, limits: Limits, *, settings: str = "") -> None:
+    def __init__(self, limits: FleetLimits, *, settings: str = "") -> None:
         """``settings``: digest that an engine's server must have been started with."""
         self._limits = limits
         self._settings = settings
@@ -143,7 +143,7 @@ class Membership:
         self._num_joined = 0
         self._owners: dict[str, int] = {}
         """By address, the number of the member that joined with it last."""
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, EngineUsage] = {}
         self._weight_bytes = 0
         self._reads_until = -math.inf
         """When the reads that have started would end at the rate of ``pull_bytes_per_s``."""
@@ -264,7 +264,7 @@ class Membership:
         """Return what the driver does with each engine, for the user."""
         return {engine: self._description(member, now) for engine, member in self._members.items()}
 
-    def usage(self, now: float) -> dict[str, Usage]:
+    def usage(self, now: float) -> dict[str, EngineUsage]:
         """Return what each engine has contributed so far; its name holds its job's id."""
         found = dict(self._usage)
         for member in self._members.values():
@@ -456,11 +456,11 @@ class Membership:
         return reason or ("waits for weights" if member.record.url else "starts")
 
 
-def _add(usage: dict[str, Usage], member: _Member, now: float) -> None:
+def _add(usage: dict[str, EngineUsage], member: _Member, now: float) -> None:
     """Add the time since the engine was admitted."""
     seconds = max(0.0, now - member.served_at)
     engine = member.record.engine
-    before = usage.get(engine, Usage(0.0, 0.0))
-    usage[engine] = Usage(
+    before = usage.get(engine, EngineUsage(0.0, 0.0))
+    usage[engine] = EngineUsage(
         before.engine_s + seconds, before.gpu_s + seconds * member.record.num_gpus
     )

@@ -31,7 +31,7 @@ _PACKAGES = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SpanNode:
     """A span in a trace.
 
     Times are nanoseconds since the epoch. ``parent`` is an index, None for a root.
@@ -44,7 +44,7 @@ class Node:
     parent: int | None
 
 
-def nested(spans: Sequence[Span]) -> list[Node]:
+def nested(spans: Sequence[Span]) -> list[SpanNode]:
     """Return spans in order of their beginning, each with the smallest that encloses it.
 
     The first is the root: it encloses all of them, and is the span ``step`` where there is one
@@ -61,14 +61,14 @@ def nested(spans: Sequence[Span]) -> list[Node]:
     ordered = sorted(times, key=lambda one: (one[2], -one[3], one[0] != ROOT))
     if ordered[0][0] != ROOT or ordered[0][2:] != (begin, end):
         ordered.insert(0, (ROOT, ordered[0][1], begin, end))
-    nodes: list[Node] = []
+    nodes: list[SpanNode] = []
     enclosing: list[int] = []
     for number, (name, thread, starts, ends) in enumerate(ordered):
         while enclosing and nodes[enclosing[-1]].end_ns < ends:
             enclosing.pop()
         root = 0 if number else None
         parent = enclosing[-1] if enclosing else root
-        nodes.append(Node(name, thread, starts, ends, parent))
+        nodes.append(SpanNode(name, thread, starts, ends, parent))
         enclosing.append(number)
     return nodes
 

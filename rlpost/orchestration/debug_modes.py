@@ -20,7 +20,7 @@ from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
-from rlpost.orchestration.training import Record
+from rlpost.orchestration.training import RecordEvent
 from rlpost.rollout.client import EngineClient
 from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
@@ -32,7 +32,7 @@ def make_stages(
     *,
     checkpoints: Checkpoints,
     stop: StopRequest,
-    record: Record | None = None,
+    record: RecordEvent | None = None,
 ) -> RunStages:
     """Create the stages: full, rollout-only or train-only. ``record`` writes into the ledger."""
     kind: type[RunStages] = ClusterStages

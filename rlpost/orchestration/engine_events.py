@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rlpost.orchestration.training import Record
+from rlpost.orchestration.training import RecordEvent
 
 Phase = Literal["generate", "sync"]
 
@@ -28,7 +28,7 @@ class EngineEvents:
     """Records each loss once, and each return with the seconds since the loss."""
 
     def __init__(
-        self, record: Record | None, *, clock: Callable[[], float] = time.monotonic
+        self, record: RecordEvent | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:

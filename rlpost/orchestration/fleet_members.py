@@ -28,7 +28,7 @@ from rlpost.bounded import for_each
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Fenced, RlpostError, RolloutError
 from rlpost.fleet.files import FleetFolder
-from rlpost.fleet.membership import Action, Admit, Dismiss, Membership, Update, Usage
+from rlpost.fleet.membership import Action, Admit, Dismiss, EngineUsage, Membership, Update
 from rlpost.fleet.records import EngineRecord, Lease, LeaseState, Orders
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines, FleetServers
 
@@ -150,7 +150,7 @@ class FleetMembers:
         """Return the GPU-seconds that each engine's job has had, over all its starts."""
         return {one.engine: one.alive_s * one.num_gpus for one in self._records}
 
-    def usage(self) -> dict[str, Usage]:
+    def usage(self) -> dict[str, EngineUsage]:
         """Return what each engine has contributed in this attempt."""
         return dict(self._membership.usage(time.monotonic()))
 

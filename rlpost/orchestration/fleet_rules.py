@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
 from rlpost.config.tree import Config
-from rlpost.fleet.membership import Limits
+from rlpost.fleet.membership import FleetLimits
 from rlpost.orchestration.fleet_servers import Deadlines
 from rlpost.orchestration.fleet_sync import FleetRules
 
@@ -24,7 +24,7 @@ def fleet_rules(config: Config, hf: Mapping[str, object]) -> FleetRules:
         wait_s=fleet.engine_wait_s,
         load_adapters=config.sends_adapters,
         refusal=quantised_problem(hf) or engine_size_problem(config),
-        limits=Limits(
+        limits=FleetLimits(
             lost_after_s=fleet.engine_lost_after_s,
             pulls_at_once=fleet.pulls_at_once,
             pull_bytes_per_s=None if rate is None else rate * GB,

@@ -33,7 +33,7 @@ from rlpost.errors import (
     WorkerFailed,
 )
 from rlpost.fleet.files import FleetFolder
-from rlpost.fleet.membership import Limits, Membership
+from rlpost.fleet.membership import FleetLimits, Membership
 from rlpost.fleet.records import EngineRecord, Lease
 from rlpost.orchestration.checkpoints import folder_bytes
 from rlpost.orchestration.fleet_members import FleetMembers
@@ -43,7 +43,7 @@ from rlpost.run_files import LAST_S
 
 logger = logging.getLogger(__name__)
 
-LIMITS = Limits()
+LIMITS = FleetLimits()
 KEPT = 2  # folders of weights to keep: an engine may still read the previous one
 ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
@@ -70,7 +70,7 @@ class FleetRules:
     min_engines: int = 0
     wait_s: float = 3600.0
     refusal: str | None = None
-    limits: Limits = LIMITS
+    limits: FleetLimits = LIMITS
     deadlines: Deadlines = DEADLINES
     load_adapters: bool = False
 

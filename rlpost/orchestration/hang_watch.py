@@ -22,8 +22,15 @@ from typing import Protocol, TypeVar
 
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Hang
-from rlpost.progress.odd_rank import Finding, compare, describe
-from rlpost.progress.overdue import History, Rule, between_examinations_s, hangs, is_valid, limit_s
+from rlpost.progress.odd_rank import OddRanks, compare, describe
+from rlpost.progress.overdue import (
+    CallHistory,
+    OverdueRule,
+    between_examinations_s,
+    hangs,
+    is_valid,
+    limit_s,
+)
 from rlpost.progress.position import Position
 
 logger = logging.getLogger(__name__)
@@ -64,7 +71,7 @@ class HangWatch:
 
     def __init__(
         self,
-        rule: Rule | None,
+        rule: OverdueRule | None,
         folder: Path,
         *,
         hosts: Mapping[str, str],
@@ -86,7 +93,7 @@ class HangWatch:
         self._is_stopping = is_stopping
         self._role = role
         self._clock = clock
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, CallHistory] = {}
 
     async def over(self, call: str, work: Awaitable[T], ranks: Ranks) -> T:
         """Await ``work``, the collective call ``call`` of all ``ranks``.
@@ -96,7 +103,7 @@ class HangWatch:
         """
         if self._rule is None:
             return await work
-        history = self._histories.setdefault(call, History())
+        history = self._histories.setdefault(call, CallHistory())
         task, began = asyncio.ensure_future(work), self._clock()
         try:
             limit = limit_s(history, self._rule)
@@ -180,10 +187,10 @@ class HangWatch:
 
 def _message(
     overdue: _Overdue,
-    rule: Rule,
+    rule: OverdueRule,
     blamed: Sequence[str],
     positions: Sequence[Position | None],
-    finding: Finding,
+    finding: OddRanks,
     path: Path,
 ) -> str:
     text = f"{overdue.call} hangs"
@@ -204,7 +211,7 @@ def _message(
 
 
 def stacks_text(
-    call: str, names: Sequence[str], positions: Sequence[Position | None], finding: Finding
+    call: str, names: Sequence[str], positions: Sequence[Position | None], finding: OddRanks
 ) -> str:
     """Return the text of HANG_FILE: the finding, then counts and stack of every rank. Pure."""
     blamed = ", ".join(names[rank] for rank in finding.ranks) or "no rank"

@@ -29,7 +29,7 @@ from common.lost_nodes import LostNode, read_lost_nodes, write_replaceable
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import PlacementError, SyncError, TrainerDied
 from rlpost.orchestration.placement import Offer, Placement, Slot, replaced
-from rlpost.orchestration.training import Record
+from rlpost.orchestration.training import RecordEvent
 from rlpost.recovery.decision import Death
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class NodeLost(SyncError):
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class NodeLoss:
     """A lost node, and the engines and ranks that had a part on it."""
 
     node: LostNode
@@ -68,7 +68,7 @@ class LostNodes:
         *,
         offer: Callable[[Node], Awaitable[Offer]],
         joined: Callable[[Node], None] | None = None,
-        record: Record | None = None,
+        record: RecordEvent | None = None,
         poll_s: float = POLL_S,
     ) -> None:
         """
@@ -83,7 +83,7 @@ class LostNodes:
         self._poll_s = poll_s
         self._placement: Placement | None = None
         self._keeps_ranks = True
-        self._losses: dict[str, Loss] = {}  # every loss of this attempt, by host
+        self._losses: dict[str, NodeLoss] = {}  # every loss of this attempt, by host
         self._unplaced: list[str] = []  # lost hosts that ``settled`` has not replaced yet
         self._away: dict[str, set[Part]] = {}  # by lost host, the parts that are not back yet
         self._changed = asyncio.Condition()
@@ -269,7 +269,7 @@ class LostNodes:
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    def _with(self, part: Part) -> list[Loss]:
+    def _with(self, part: Part) -> list[NodeLoss]:
         return [self._losses[host] for host, parts in self._away.items() if part in parts]
 
     @property
@@ -302,11 +302,11 @@ class LostNodes:
                 self._losses[node.host] = loss
                 self._changed.notify_all()
 
-    def _loss(self, node: LostNode) -> Loss:
+    def _loss(self, node: LostNode) -> NodeLoss:
         assert self._placement is not None
         engines = enumerate(self._placement.engines)
         ranks = enumerate(self._placement.ranks)
-        return Loss(
+        return NodeLoss(
             node,
             tuple(number for number, parts in engines if _has_slot(parts, node.ip)),
             tuple(rank for rank, slot in ranks if slot.ip == node.ip),

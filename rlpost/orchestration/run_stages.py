@@ -27,7 +27,7 @@ from rlpost.orchestration.offload import SAVED, CriticOffload
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
-from rlpost.orchestration.training import Record
+from rlpost.orchestration.training import RecordEvent
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.rollout.journal import Journal
 
@@ -47,7 +47,7 @@ class RunStages(Stages):
         *,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: Record | None = None,
+        record: RecordEvent | None = None,
     ) -> None:
         """``record`` writes an event into the ledger."""
         self.config = config

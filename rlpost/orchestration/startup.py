@@ -32,18 +32,23 @@ from rlpost.orchestration.placement import (
 )
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.orchestration.training import Record, Training
+from rlpost.orchestration.training import RecordEvent, Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.orchestration.workers import StandbyWorker, WorkerGroup, connect
-from rlpost.progress.overdue import Rule
+from rlpost.progress.overdue import OverdueRule
 
 
 class Startup:
     """Places workers on the cluster and starts the trainer's."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, *, stop: StopRequest, record: Record | None = None
+        self,
+        config: Config,
+        cluster: Cluster,
+        *,
+        stop: StopRequest,
+        record: RecordEvent | None = None,
     ) -> None:
         """``record`` writes an event into the ledger."""
         self._config = config
@@ -158,7 +163,7 @@ class Startup:
         cluster = self._config.cluster
         rule = None
         if cluster.hang_factor is not None:
-            rule = Rule(cluster.hang_factor, cluster.hang_min_s)
+            rule = OverdueRule(cluster.hang_factor, cluster.hang_min_s)
         return HangWatch(
             rule,
             Path(self._cluster.attempt_dir),

@@ -42,7 +42,7 @@ from rlpost.orchestration.lost_nodes import LostNodes
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_ranks import TrainerRanks
-from rlpost.orchestration.training import Record, Training
+from rlpost.orchestration.training import RecordEvent, Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
 from rlpost.recovery.causes import lost_peer_or_device
@@ -79,7 +79,7 @@ class TrainerRecovery:
         placement: Placement,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: Record | None = None,
+        record: RecordEvent | None = None,
         nodes: LostNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

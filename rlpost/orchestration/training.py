@@ -56,7 +56,7 @@ SentAdvantages = Sequence[Stored[Sequence[Advantage]] | None]
 """The advantages of each rank's batch; None keeps those of the batch itself."""
 
 
-class Record(Protocol):
+class RecordEvent(Protocol):
     """Writes an event with JSON values into the ledger."""
 
     def __call__(self, event: str, **details: object) -> None:
@@ -80,7 +80,7 @@ class Training:
         is_fresh: bool,
         break_even: float,
         hosts: Sequence[str] | None = None,
-        record: Record | None = None,
+        record: RecordEvent | None = None,
         critics: CriticGroup | None = None,
     ) -> None:
         """

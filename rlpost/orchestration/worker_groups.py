@@ -21,7 +21,7 @@ from rlpost.orchestration.workers import StandbyWorker, Stored, WorkerGroup
 from rlpost.process_end import ProcessId
 from rlpost.progress.position import Position
 from rlpost.types import Bucket, StepResult, TrainBatch
-from rlpost.weights.delta import Written
+from rlpost.weights.delta import WrittenUpdate
 
 T = TypeVar("T")
 
@@ -293,9 +293,9 @@ class ActorGroup:
         """Share a bucket with engines on the same GPUs; return a memory handle per rank."""
         return await self._workers.call("share_bucket", index)
 
-    async def write_weights(self, folder: Path, version: int, whole: bool) -> Written:
+    async def write_weights(self, folder: Path, version: int, whole: bool) -> WrittenUpdate:
         """Write a version to files for engines; return the summary of the writing rank."""
-        written: list[Written | None] = await self._workers.call(
+        written: list[WrittenUpdate | None] = await self._workers.call(
             "write_weights", str(folder), version, whole
         )
         return next(one for one in written if one is not None)

@@ -1,6 +1,6 @@
 """Find the ranks that the others wait for, from all positions in a call that hangs. Pure.
 
-Input: one position per rank, None for a rank that did not answer. Output: a ``Finding``: the ranks
+Input: one position per rank, None for a rank that did not answer. Output: ``OddRanks``: the ranks
 to blame, and why. The first rule that finds a rank applies:
 
 1. A rank does not answer although others do: its process is stopped, or native code holds the GIL.
@@ -37,7 +37,7 @@ _INSIDE = ("/torch/", "/megatron/core/", "/contextlib.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class OddRanks:
     """The ranks to blame, in order; empty when no rank differs. ``why`` is one clause."""
 
     ranks: tuple[int, ...]
@@ -54,13 +54,13 @@ class _Lag:
     entered: int  # by the rank behind
 
 
-def compare(positions: Sequence[Position | None]) -> Finding:
+def compare(positions: Sequence[Position | None]) -> OddRanks:
     """Return which ranks are to blame; see the rules of this module."""
     silent = tuple(rank for rank, one in enumerate(positions) if one is None)
     if silent:
         if len(silent) == len(positions):
-            return Finding((), "no rank answers")
-        return Finding(
+            return OddRanks((), "no rank answers")
+        return OddRanks(
             silent, "it does not answer: its process is stopped, or native code holds the GIL"
         )
     there = [one for one in positions if one is not None]
@@ -104,7 +104,7 @@ def describe(position: Position | None) -> str:
     return ", ".join(words)
 
 
-def _by_counts(positions: Sequence[Position]) -> Finding | None:
+def _by_counts(positions: Sequence[Position]) -> OddRanks | None:
     lags = _lags(positions)
     if not lags:
         return None
@@ -127,7 +127,7 @@ def _by_counts(positions: Sequence[Position]) -> Finding | None:
             "these wait for each other in different collectives; "
             f"rank {worst.behind} has entered {lag_words(worst)}"
         )
-    return Finding(tuple(sorted(blamed)), why)
+    return OddRanks(tuple(sorted(blamed)), why)
 
 
 def _at_the_majority(positions: Sequence[Position]) -> set[int]:
@@ -179,26 +179,26 @@ def _reachable(waits: Mapping[int, Set[int]], start: int) -> set[int]:
     return found
 
 
-def _by_waiting(positions: Sequence[Position]) -> Finding | None:
+def _by_waiting(positions: Sequence[Position]) -> OddRanks | None:
     ranks = range(len(positions))
     waiting = [rank for rank in ranks if collective(positions[rank]) is not None]
     if waiting and len(waiting) < len(positions):
         others = tuple(rank for rank in ranks if rank not in waiting)
-        return Finding(others, "it is in no collective, and the others wait in one")
+        return OddRanks(others, "it is in no collective, and the others wait in one")
     running = tuple(rank for rank in ranks if positions[rank].call is not None)
     if running and len(running) < len(positions):
-        return Finding(running, "it has not returned, and the others have")
+        return OddRanks(running, "it has not returned, and the others have")
     return None
 
 
-def _by_majority(positions: Sequence[Position]) -> Finding:
+def _by_majority(positions: Sequence[Position]) -> OddRanks:
     most = _at_the_majority(positions)
     if len(most) == len(positions):
-        return Finding((), "all ranks are at the same place")
+        return OddRanks((), "all ranks are at the same place")
     if not most:
-        return Finding((), "the ranks are at different places, and no place has most of them")
+        return OddRanks((), "the ranks are at different places, and no place has most of them")
     odd = tuple(rank for rank in range(len(positions)) if rank not in most)
-    return Finding(odd, "it is not at the place of the others")
+    return OddRanks(odd, "it is not at the place of the others")
 
 
 def _place(one: Position) -> tuple[object, ...]:

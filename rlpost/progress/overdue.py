@@ -25,7 +25,7 @@ LATE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class OverdueRule:
     """``factor`` has no unit; ``min_s`` is in seconds."""
 
     factor: float
@@ -33,7 +33,7 @@ class Rule:
 
 
 @dataclass(slots=True)
-class History:
+class CallHistory:
     """The newest durations of one kind of call, in seconds."""
 
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -48,7 +48,7 @@ class History:
         return max(self.durations, default=0.0)
 
 
-def limit_s(history: History, rule: Rule) -> float | None:
+def limit_s(history: CallHistory, rule: OverdueRule) -> float | None:
     """Return the seconds after which a call may be judged to hang; None without enough history.
 
     >>> limit_s(History(deque([2.0, 8.0, 3.0])), Rule(factor=5.0, min_s=30.0))

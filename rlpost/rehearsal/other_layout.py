@@ -1,6 +1,6 @@
 """Check that a checkpoint of one layout loads at another.
 
-Input: the parts that all ranks write. Output: a ``Check``. A tensor loads by its key and its shape
+Input: the parts that all ranks write. Output: a ``RehearsalCheck``. A tensor loads by its key and its shape
 over the whole model, whatever the parts are; so each key that a rank reads at either layout must
 have been written, with the same shape over the whole.
 """
@@ -16,7 +16,7 @@ from rlpost.errors import ConfigError, PlacementError
 from rlpost.rehearsal.facts import RankFacts, Shape
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.result import Check
+from rlpost.rehearsal.result import RehearsalCheck
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -26,13 +26,15 @@ SIZES = {
 }
 
 
-def load_check(config: Config, settings: ActorSettings, facts: Mapping[int, RankFacts]) -> Check:
+def load_check(
+    config: Config, settings: ActorSettings, facts: Mapping[int, RankFacts]
+) -> RehearsalCheck:
     """Check that all that is read was written, here and at half of one parallel size."""
     written = {part.key: part.global_shape for one in facts.values() for part in one.checkpoint}
     other = other_settings(settings)
     extent = f"{len(written)} tensors, at this layout"
     if other is None:
-        return Check("a checkpoint loads", (), extent)
+        return RehearsalCheck("a checkpoint loads", (), extent)
     changed, layout = other
     description, world = description_of(changed), config.actor_world_size
     try:
@@ -41,8 +43,8 @@ def load_check(config: Config, settings: ActorSettings, facts: Mapping[int, Rank
             for rank in _ends_of_stages(world, changed.pipeline_model_parallel_size)
         }
     except (ConfigError, PlacementError):
-        return Check("a checkpoint loads", (), extent)
-    return Check(
+        return RehearsalCheck("a checkpoint loads", (), extent)
+    return RehearsalCheck(
         "a checkpoint loads",
         tuple(unread(written, read, layout)),
         f"{extent} and {layout}",

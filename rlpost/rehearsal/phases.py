@@ -40,7 +40,7 @@ from rlpost.rehearsal.meta import as_rank, building
 from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
-from rlpost.rehearsal.recorder import Recorder
+from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.types import TrainBatch, TrainSample
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry
@@ -113,7 +113,7 @@ def rehearse_phases(
     """
     settings = as_on_gpu(settings)
     topk = int(description.fields.get("moe_router_topk") or 0)
-    recorder = Recorder(transfers=False, results=results, topk=topk)
+    recorder = CallRecorder(transfers=False, results=results, topk=topk)
     with (
         as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)),
         recorder.recording(),
@@ -197,7 +197,7 @@ def _folder(path: str) -> HuggingFaceFolder | SimpleNamespace:
         return SimpleNamespace(quantisation=None)
 
 
-def run_phases(actor: Actor, phases: Phases, recorder: Recorder) -> OffloadCycle | None:
+def run_phases(actor: Actor, phases: Phases, recorder: CallRecorder) -> OffloadCycle | None:
     """Run the phases on a built actor, real or rehearsed; return what offload moved."""
     old: Logprobs | None = None
     if phases.log_prob_batch is not None:
@@ -221,7 +221,7 @@ def run_phases(actor: Actor, phases: Phases, recorder: Recorder) -> OffloadCycle
         return run_cycle(actor.memory, update, measured=recorder.measure_again)
 
 
-def _update(actor: Actor, phases: Phases, recorder: Recorder) -> None:
+def _update(actor: Actor, phases: Phases, recorder: CallRecorder) -> None:
     """Gather all weights as one weight update does."""
     if not phases.updates:
         return

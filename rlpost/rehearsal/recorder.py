@@ -52,7 +52,7 @@ PROJECT = Path(__file__).parents[2]
 NOT_OURS = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"] + "/")
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """The calls and bytes of one rank, while it is entered."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
             self.phase = before
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[CallRecorder]:
         """Context that records, with the collectives of objects as one call each."""
         with ExitStack() as stack:
             for name in OBJECT_CALLS:

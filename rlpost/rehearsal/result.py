@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from common.counting import counted
-from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, Rank
+from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, PlannedRank
 from rlpost.rehearsal.calls import TRAIN, UPDATE, Recording
 from rlpost.rehearsal.hangs import Fault
 
@@ -18,7 +18,7 @@ BAR = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RehearsalCheck:
     """One question and its answer.
 
     Attributes:
@@ -68,7 +68,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RehearsalResult:
     """The result of a rehearsal.
 
     Attributes:
@@ -86,7 +86,7 @@ class Result:
         peak_host_bytes: largest resident memory of the rehearsal itself.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[RehearsalCheck, ...]
     memory: tuple[MemoryUse, ...]
     classes: tuple[tuple[int, ...], ...]
     ran: tuple[int, ...]
@@ -104,11 +104,11 @@ class Result:
         return next((one.faults[0] for one in self.checks if one.faults), None)
 
 
-def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> Check:
+def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> RehearsalCheck:
     """The check of all collectives and transfers."""
     extent = f"{counted(num_calls, 'call')} in {counted(num_groups, 'group')}"
     messages = tuple(f"the step would hang: {one.message}" for one in faults)
-    return Check("collectives in the same order, with matching shapes", messages, extent)
+    return RehearsalCheck("collectives in the same order, with matching shapes", messages, extent)
 
 
 def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
@@ -134,7 +134,7 @@ def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
     return MemoryUse(recording.rank, held, peaks)
 
 
-def offload_check(recordings: Iterable[Recording]) -> Check:
+def offload_check(recordings: Iterable[Recording]) -> RehearsalCheck:
     """Whether all bytes of a rank leave its GPU and return to where they were."""
     faults, largest = [], 0
     for one in recordings:
@@ -146,10 +146,10 @@ def offload_check(recordings: Iterable[Recording]) -> Check:
             faults.append(f"rank {one.rank}: {leaving} bytes leave its GPU, {returning} return")
         largest = max(largest, sum(one.offload.leaving.values()))
     extent = f"at most {gb(largest)} of a rank leave and return"
-    return Check("offload while engines generate, and onload", tuple(faults), extent)
+    return RehearsalCheck("offload while engines generate, and onload", tuple(faults), extent)
 
 
-def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
+def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> RehearsalCheck:
     """Whether each rank has enough memory in each phase.
 
     As in ``rlpost plan``, CUDA and NCCL take an allowance, and sums may fill a part of the GPU.
@@ -163,15 +163,19 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> Check:
                 f"rank {one.rank}: {phase} takes {gb(one.peaks[phase])}, and {gb(limit)} of a GPU of "
                 f"{gb(gpu_bytes)} are free for it"
             )
-    return Check("peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}")
+    return RehearsalCheck(
+        "peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}"
+    )
 
 
-def fullest(result: Result) -> MemoryUse:
+def fullest(result: RehearsalResult) -> MemoryUse:
     """The rank with the highest peak."""
     return max(result.memory, key=lambda one: one.highest)
 
 
-def compared_parts(memory: Sequence[MemoryUse], ranks: Sequence[Rank]) -> tuple[Compared, ...]:
+def compared_parts(
+    memory: Sequence[MemoryUse], ranks: Sequence[PlannedRank]
+) -> tuple[Compared, ...]:
     """Compare the rank that is fullest while it trains with the planner's of its stage.
 
     Args:
@@ -194,7 +198,7 @@ def compared_parts(memory: Sequence[MemoryUse], ranks: Sequence[Rank]) -> tuple[
     return tuple(found)
 
 
-def bars(result: Result) -> list[str]:
+def bars(result: RehearsalResult) -> list[str]:
     """One line for each class and phase, as long as its part of a GPU."""
     lines = []
     by_rank = {one.rank: one for one in result.memory}
@@ -209,7 +213,7 @@ def bars(result: Result) -> list[str]:
     return lines
 
 
-def as_object(result: Result) -> dict[str, object]:
+def as_object(result: RehearsalResult) -> dict[str, object]:
     """The result for programs; sizes in bytes."""
     return {
         "passed": result.first_fault is None,

@@ -1,6 +1,6 @@
 """Rehearse a run: build every rank, run the phases, and check what all ranks did.
 
-Input: the settings of the run and of an actor. Output: a ``Result``. Building takes a fraction of a
+Input: the settings of the run and of an actor. Output: a ``RehearsalResult``. Building takes a fraction of a
 second a rank, so every rank is built. The phases take seconds, so two ranks of each class run them
 unless all are asked for (``symmetry``).
 """
@@ -30,8 +30,8 @@ from rlpost.rehearsal.planned import PlannedStep, planned_step
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.result import (
-    Check,
-    Result,
+    RehearsalCheck,
+    RehearsalResult,
     compared_parts,
     hang_check,
     memory_check,
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RehearsalOptions:
     """Options of a rehearsal.
 
     Attributes:
@@ -61,8 +61,8 @@ class Options:
 
 
 def rehearse_run(
-    config: Config, settings: ActorSettings, options: Options, *, say: Say = lambda _: None
-) -> Result:
+    config: Config, settings: ActorSettings, options: RehearsalOptions, *, say: Say = lambda _: None
+) -> RehearsalResult:
     """Rehearse a run.
 
     Args:
@@ -113,7 +113,7 @@ def rehearse_run(
     perf = config.perf.model_copy(update={"transformer_impl": "local"})
     local = config.model_copy(update={"perf": perf})
     plan = partial(estimate, shape=expected.shape, gpu_bytes=options.gpu_bytes)
-    return Result(
+    return RehearsalResult(
         checks=(
             *_built(facts, plans, expected, policy),
             _schedule_check(step),
@@ -137,7 +137,7 @@ def rehearse_run(
 
 def _built(
     facts: Facts, plans: Mapping[int, Plan], expected: Expected, policy: Published
-) -> list[Check]:
+) -> list[RehearsalCheck]:
     """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
     layout, model = expected.layout, expected.published
     spread = expected.config.perf.use_distributed_optimizer
@@ -154,9 +154,9 @@ def _built(
     ]
     buckets = f"{tensors} in {counted(len(plans[0]), 'bucket')}, {counted(expected.config.num_engines, 'engine')}"
     return [
-        Check("groups of the layout", tuple(check.group_problems(facts, layout)), ranks),
-        Check("each weight on its ranks, once", tuple(weights), tensors),
-        Check(
+        RehearsalCheck("groups of the layout", tuple(check.group_problems(facts, layout)), ranks),
+        RehearsalCheck("each weight on its ranks, once", tuple(weights), tensors),
+        RehearsalCheck(
             "optimizer state of each weight, once",
             (
                 *coverage.optimizer_problems(facts, spread=spread),
@@ -164,8 +164,8 @@ def _built(
             ),
             ranks,
         ),
-        Check("each weight to each engine, once", tuple(update), buckets),
-        Check(
+        RehearsalCheck("each weight to each engine, once", tuple(update), buckets),
+        RehearsalCheck(
             "each part of a checkpoint, once",
             (
                 *coverage.checkpoint_problems(
@@ -178,7 +178,7 @@ def _built(
     ]
 
 
-def _schedule_check(step: PlannedStep) -> Check:
+def _schedule_check(step: PlannedStep) -> RehearsalCheck:
     counts = step.num_micro_batches
     odd = [
         f"data-parallel rank {rank} has {count} micro-batches in a step, rank 0 has {counts[0]}"
@@ -186,10 +186,10 @@ def _schedule_check(step: PlannedStep) -> Check:
         if count != counts[0]
     ]
     extent = f"{len(counts)} data-parallel ranks, {counts[0]} micro-batches each"
-    return Check("as many micro-batches on each rank", tuple(odd), extent)
+    return RehearsalCheck("as many micro-batches on each rank", tuple(odd), extent)
 
 
-def _hangs(recorded: Recorded) -> Check:
+def _hangs(recorded: Recorded) -> RehearsalCheck:
     calls = [call for one in recorded.recordings.values() for call in one.calls]
     groups = {call.group for call in calls}
     return hang_check(hangs(recorded.recordings), num_calls=len(calls), num_groups=len(groups))

@@ -38,7 +38,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GateOutcome:
     """A gate applied to one run. ``change`` is a share or in the metric's unit, as the bound."""
 
     gate: str
@@ -82,7 +82,7 @@ def outcome(
     *,
     names: tuple[str, str],
     num_steps: int = PACE_STEPS,
-) -> Outcome:
+) -> GateOutcome:
     """Apply a gate to the means of the newest ``num_steps`` lines that have its metric.
 
     A value that is not finite fails. ``names`` are those of the baseline and the run, for messages.
@@ -108,4 +108,4 @@ def outcome(
         )
     change = (after - before) / abs(before) if gate.is_share else after - before
     fails = not math.isfinite(after) or gate.sign * change > gate.bound
-    return Outcome(gate.text, names[1], before, after, change, fails)
+    return GateOutcome(gate.text, names[1], before, after, change, fails)

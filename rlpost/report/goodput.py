@@ -46,7 +46,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GpuLayout:
     """GPUs of a run. ``trainer`` and ``engines`` are the same GPUs with ``is_colocated``.
 
     ``num_nodes`` includes spare nodes. In synchronous runs engines are idle while the trainer
@@ -62,7 +62,7 @@ class Layout:
     gpu_hour_price: float | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Layout:
+    def of(cls, config: Config) -> GpuLayout:
         """The layout that settings request."""
         cluster = config.cluster
         return cls(
@@ -76,7 +76,7 @@ class Layout:
         )
 
     @classmethod
-    def of_settings(cls, settings: Mapping[str, object]) -> Layout | None:
+    def of_settings(cls, settings: Mapping[str, object]) -> GpuLayout | None:
         """The layout of a run.json; None when it is missing or of another version."""
         if not settings:
             return None
@@ -155,7 +155,7 @@ class Goodput:
 def goodput(
     events: Sequence[Entry],
     lines: Sequence[Mapping[str, float]],
-    layout: Layout | None,
+    layout: GpuLayout | None,
     until: datetime,
 ) -> Goodput | None:
     """Return the goodput of a run up to ``until``.
@@ -377,7 +377,7 @@ def _add_repeated(attempts: Sequence[_Attempt]) -> None:
             again_s -= charged
 
 
-def _gpu_seconds(attempt: _Attempt, layout: Layout) -> dict[Use, float]:
+def _gpu_seconds(attempt: _Attempt, layout: GpuLayout) -> dict[Use, float]:
     """GPU seconds by use. During a step the GPUs have roles; else all of them do the same."""
     a_node = attempt.gpus.get("per_node", layout.gpus_per_node)
     trainer = attempt.gpus.get("trainer", layout.trainer)
@@ -409,7 +409,7 @@ def _gpu_seconds(attempt: _Attempt, layout: Layout) -> dict[Use, float]:
 
 
 def _add_fleet(
-    hours: dict[str, float], fleet: FleetUse, attempts: Sequence[_Attempt], layout: Layout
+    hours: dict[str, float], fleet: FleetUse, attempts: Sequence[_Attempt], layout: GpuLayout
 ) -> None:
     """Add the GPU hours of engine jobs, which idle as the run's own engines do."""
     steps = [step for attempt in attempts for step in attempt.steps]

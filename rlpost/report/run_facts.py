@@ -27,7 +27,7 @@ from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
 from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, RecordedAnswer, cut
 from rlpost.metrics.writer import read_lines, read_metrics
-from rlpost.report.goodput import Goodput, Layout, goodput
+from rlpost.report.goodput import Goodput, GpuLayout, goodput
 
 MAX_SAMPLE_STEPS = 60
 RECORDED_GROUPS = 2  # of each recorded step, with the best and the worst answer of each
@@ -41,7 +41,7 @@ _DATED = re.compile(r"(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\.\d{3} ")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RecipeSetting:
     """One line of the resolved recipe; values are JSON."""
 
     key: str
@@ -66,7 +66,7 @@ class HostCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunFailure:
     """How the newest attempt failed: its verdict, and the end of the most informative log."""
 
     attempt: str
@@ -92,16 +92,16 @@ class RunFacts:
     written: datetime
     lines: tuple[Mapping[str, float], ...] = ()
     events: tuple[Entry, ...] = ()
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[RecipeSetting, ...] = ()
     checks: tuple[HostCheck, ...] = ()
     network: Mapping[str, str] | None = None
     samples: tuple[RecordedAnswer, ...] = ()
     episodes: tuple[Mapping[str, object], ...] = ()
     code: str = ""
-    layout: Layout | None = None
+    layout: GpuLayout | None = None
     fixed: tuple[RecordedAnswer, ...] = ()
     logs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: RunFailure | None = None
 
     def setting(self, key: str) -> object:
         """The value of a setting, None when it is not there."""
@@ -139,7 +139,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         samples=tuple(chain(*reversed(answers)) if answers else _recorded(settings)),
         episodes=tuple(read_episodes(run.root / EPISODES)),
         code=_commit(code),
-        layout=Layout.of_settings(settings),
+        layout=GpuLayout.of_settings(settings),
         fixed=tuple(chain(*_samples(run.report / FIXED_NAME, MAX_FIXED_STEPS))),
         logs={path.name: logs for path in attempts if (logs := _log_names(path))},
         failure=_failure(run, events),
@@ -152,7 +152,7 @@ def _commit(code: Mapping[str, object]) -> str:
     return f"{code['commit']}{', with changes' if code.get('is_dirty') else ''}"
 
 
-def compared(settings: Mapping[str, object]) -> tuple[Setting, ...]:
+def compared(settings: Mapping[str, object]) -> tuple[RecipeSetting, ...]:
     """Every setting of a run.json beside its default; variables that hold a key are left out."""
     defaults = Config().model_dump(mode="json")
     found = []
@@ -161,7 +161,7 @@ def compared(settings: Mapping[str, object]) -> tuple[Setting, ...]:
             if isinstance(value, dict):
                 value = {name: one for name, one in value.items() if name not in KEYS}
             default = defaults.get(table, {}).get(key)
-            found.append(Setting(f"{table}.{key}", json.dumps(value), json.dumps(default)))
+            found.append(RecipeSetting(f"{table}.{key}", json.dumps(value), json.dumps(default)))
     return tuple(found)
 
 
@@ -203,7 +203,7 @@ def _log_names(attempt: Path) -> tuple[str, ...]:
     return tuple([*({DRIVER_LOG} & found), *agents])
 
 
-def _failure(run: RunFolder, events: Sequence[Entry]) -> Failure | None:
+def _failure(run: RunFolder, events: Sequence[Entry]) -> RunFailure | None:
     """The newest verdict, if it is a failure, and no later attempt has begun."""
     newest = next((one for one in reversed(events) if one["event"] in _OPEN_OR_OVER), None)
     if newest is None or newest["event"] != "verdict" or newest.get("verdict") in _NO_FAILURE:
@@ -216,7 +216,7 @@ def _failure(run: RunFolder, events: Sequence[Entry]) -> Failure | None:
     log, tail = "", ""
     if logs:
         log, tail = f"../attempts/{name}/{logs[0].name}", _tail(logs[0])
-    return Failure(name, str(newest.get("verdict")), cause, log, tail)
+    return RunFailure(name, str(newest.get("verdict")), cause, log, tail)
 
 
 def _tail(path: Path) -> str:

@@ -15,7 +15,7 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from rlpost.config.show import toml_value
 from rlpost.report.page import report_page
-from rlpost.report.run_facts import Setting, read_facts
+from rlpost.report.run_facts import RecipeSetting, read_facts
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Reporter:
                 self._again = False
 
 
-def recipe(settings: Sequence[Setting]) -> str:
+def recipe(settings: Sequence[RecipeSetting]) -> str:
     """Return the settings that differ from their defaults as a recipe.
 
     The recipe resolves to the same settings. TOML has no null, so a value that a default sets

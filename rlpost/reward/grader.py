@@ -21,7 +21,7 @@ from rlpost.compat.slime.arguments import settings_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
-from rlpost.reward.pool import GradingFailed, GradingTimeout, Pool, What, WrongFunction
+from rlpost.reward.pool import GradingFailed, GradingPool, GradingTimeout, What, WrongFunction
 from rlpost.reward.registry import REMOTE, RewardFunction, is_isolated, reward_function
 from rlpost.reward.remote import RemoteReward
 from rlpost.types import Prompt, Sample
@@ -86,7 +86,7 @@ class RewardGrader:
 
     def __init__(self, config: Config) -> None:
         self._settings = settings = config.rollout
-        self._pool = Pool(
+        self._pool = GradingPool(
             num_workers=settings.reward_workers,
             timeout_s=settings.reward_timeout_s,
             settings=settings_of(config),

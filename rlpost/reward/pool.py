@@ -63,7 +63,7 @@ class WrongFunction(GradingFailed):
     """A grading raised an error such as TypeError; if every answer does, the function is wrong."""
 
 
-class Pool:
+class GradingPool:
     """Up to ``num_workers`` processes, with ``timeout_s`` for each grading."""
 
     def __init__(

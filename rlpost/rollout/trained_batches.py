@@ -34,7 +34,7 @@ class TrainedBatches(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class JournalHistory:
     """Identity of the journal records of a run: see ``journal_format.Header``."""
 
     folder: Path
@@ -54,7 +54,7 @@ class JournalBatches:
     @classmethod
     def read(
         cls,
-        history: History,
+        history: JournalHistory,
         base: int,
         step: int,
         *,

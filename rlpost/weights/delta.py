@@ -46,7 +46,7 @@ Encoding = Literal["same", "gaps", "bitmap", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class DeltaHeader:
     """Encoding of the change of one tensor; ``offset`` is its start in ``delta.bin``, in bytes."""
 
     how: Encoding
@@ -75,7 +75,7 @@ class Manifest:
     version: int
     checksums: Mapping[str, str]
     base: str | None = None
-    changes: Mapping[str, Header] = dataclasses.field(default_factory=dict)
+    changes: Mapping[str, DeltaHeader] = dataclasses.field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -98,12 +98,12 @@ class Manifest:
             ValueError, KeyError, TypeError: it is damaged.
         """
         found = json.loads((folder / MANIFEST).read_text())
-        changes = {name: Header(**header) for name, header in found["changes"].items()}
+        changes = {name: DeltaHeader(**header) for name, header in found["changes"].items()}
         return cls(int(found["version"]), found["checksums"], found["base"], changes)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenUpdate:
     """Size of one written update."""
 
     num_bytes: int
@@ -112,26 +112,26 @@ class Written:
     """Fraction of elements that differ from the previous version; 1 for a whole folder."""
 
 
-def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
+def encode(old: Words | None, new: Words) -> tuple[DeltaHeader, Bytes]:
     """Encode the change from ``old`` to ``new`` in the fewest bytes.
 
     Without ``old``, all of ``new`` is encoded.
     """
     size, width = len(new), new.itemsize
-    everything = Header("whole", size, width, num_changed=size)
+    everything = DeltaHeader("whole", size, width, num_changed=size)
     if old is None or old.shape != new.shape or old.dtype != new.dtype:
         return everything, new.view(np.uint8)
     different = old != new
     positions = np.flatnonzero(different)
     count = len(positions)
     if not count:
-        return Header("same", size, width), np.empty(0, np.uint8)
+        return DeltaHeader("same", size, width), np.empty(0, np.uint8)
     gaps = np.diff(positions, prepend=-1) - 1  # number of unchanged elements in between
     gap_bytes = next(number for number in GAP_BYTES if int(gaps.max()) < 256**number)
     header = min(
         everything,
-        Header("gaps", size, width, count, gap_bytes),
-        Header("bitmap", size, width, count),
+        DeltaHeader("gaps", size, width, count, gap_bytes),
+        DeltaHeader("bitmap", size, width, count),
         key=lambda one: one.num_bytes,
     )
     if header.how == "whole":
@@ -144,7 +144,7 @@ def encode(old: Words | None, new: Words) -> tuple[Header, Bytes]:
     return header, np.concatenate([where, new[positions].view(np.uint8)])
 
 
-def apply(words: Words, header: Header, data: Bytes) -> None:
+def apply(words: Words, header: DeltaHeader, data: Bytes) -> None:
     """Update ``words``, a tensor of the base version, in place.
 
     Raises:

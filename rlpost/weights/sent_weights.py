@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 
 from rlpost.weights import delta
-from rlpost.weights.delta import Header, Manifest, Words, Written
+from rlpost.weights.delta import DeltaHeader, Manifest, Words, WrittenUpdate
 from rlpost.weights.exporter import Exporter
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class LastSent:
         self._base = ""
         """Digest of the version that was written last."""
 
-    def write_whole(self, folder: Path, version: int, export: Export) -> Written | None:
+    def write_whole(self, folder: Path, version: int, export: Export) -> WrittenUpdate | None:
         """Write all weights as a Hugging Face folder with ``export``. Collective.
 
         Returns:
@@ -60,10 +60,10 @@ class LastSent:
         export(self._exporter, temporary, seen=self._keep if self._writes else None)
         return self._committed(temporary, folder, Manifest(version, dict(self._checksums)), 1.0)
 
-    def write_delta(self, folder: Path, version: int) -> Written | None:
+    def write_delta(self, folder: Path, version: int) -> WrittenUpdate | None:
         """Write a delta to the last version. Collective; returns and raises as ``write_whole``."""
         temporary, file = _temporary_of(folder), None
-        base, changes, failures = self._base, dict[str, Header](), list[OSError]()
+        base, changes, failures = self._base, dict[str, DeltaHeader](), list[OSError]()
         self._base = ""
         try:
             if self._writes:
@@ -88,12 +88,14 @@ class LastSent:
         manifest = Manifest(version, dict(self._checksums), base, changes)
         return self._committed(temporary, folder, manifest, changed / max(1, total))
 
-    def _append(self, file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, Header]:
+    def _append(
+        self, file: BinaryIO, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, DeltaHeader]:
         old = {name: self._words.get(name) for name in tensors}
         self._keep(tensors)
         with ThreadPoolExecutor() as pool:
             encoded = pool.map(lambda name: delta.encode(old[name], self._words[name]), tensors)
-        headers: dict[str, Header] = {}
+        headers: dict[str, DeltaHeader] = {}
         for name, (header, data) in zip(tensors, encoded, strict=True):
             headers[name] = replace(header, offset=file.tell())
             file.write(data)
@@ -107,11 +109,11 @@ class LastSent:
 
     def _committed(
         self, temporary: Path, folder: Path, manifest: Manifest, changed_frac: float
-    ) -> Written | None:
+    ) -> WrittenUpdate | None:
         if not self._writes:
             return None
         manifest.write(temporary)
-        written = Written(delta.commit(temporary, folder), changed_frac)
+        written = WrittenUpdate(delta.commit(temporary, folder), changed_frac)
         self._base = manifest.digest
         logger.info(
             "%s: %d bytes, %.4f of the elements changed", folder, written.num_bytes, changed_frac

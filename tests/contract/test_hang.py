@@ -19,7 +19,7 @@ from rlpost.orchestration.hang_watch import HANG_FILE, HangWatch
 from rlpost.orchestration.placement import Slot
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup
-from rlpost.progress.overdue import ENOUGH, Rule
+from rlpost.progress.overdue import ENOUGH, OverdueRule
 from tests.contract.actor_ranks import positions_of_a_step, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
@@ -30,7 +30,7 @@ ray = pytest.importorskip("ray")
 
 WORLD = 4
 ODD = 2  # in the tensor-parallel group of ranks 2 and 3
-RULE = Rule(factor=5.0, min_s=2.0)
+RULE = OverdueRule(factor=5.0, min_s=2.0)
 
 
 class Rank:

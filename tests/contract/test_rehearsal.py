@@ -341,10 +341,10 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 def run_of_a_rank(actor: Any, *, phases: Phases) -> tuple[tuple[Call, ...], dict[str, int]]:
     """Record the phases of a real rank, and the bytes that it holds afterwards."""
-    from rlpost.rehearsal.recorder import Recorder
+    from rlpost.rehearsal.recorder import CallRecorder
 
     actor.import_weights()
-    recorder = Recorder(transfers=True)
+    recorder = CallRecorder(transfers=True)
     with recorder.recording():
         run_phases(actor, phases, recorder)
     return tuple(recorder.calls), bytes_of(actor.model, actor.optimizer)

@@ -22,8 +22,8 @@ from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal import check, coverage, critic
 from rlpost.rehearsal.facts import RankFacts
 from rlpost.rehearsal.published import published
-from rlpost.rehearsal.result import Result
-from rlpost.rehearsal.run import Options, rehearse_run
+from rlpost.rehearsal.result import RehearsalResult
+from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from tests.contract.all_ranks import num_optimized, rehearse
 from tests.contract.cuda.test_every_rank import recipe_config, words_of
 from tests.contract.families import make_family_config
@@ -96,12 +96,14 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
     return recipe_config("tiny", folder, **merged)[0]
 
 
-def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> Result:
+def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> RehearsalResult:
     config = config_of(model, folder, changed)
-    return rehearse_run(config, actor_settings(config), Options(micro_batches=NUM_MICRO_BATCHES))
+    return rehearse_run(
+        config, actor_settings(config), RehearsalOptions(micro_batches=NUM_MICRO_BATCHES)
+    )
 
 
-def faults(result: Result) -> dict[str, tuple[str, ...]]:
+def faults(result: RehearsalResult) -> dict[str, tuple[str, ...]]:
     return {one.name: one.faults[:5] for one in result.checks if one.faults}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal.result import Compared
-from rlpost.rehearsal.run import Options, rehearse_run
+from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from tests.contract.cuda.test_every_rank import recipe_config
 
 pytestmark = [
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
 def compared(folder: Path, name: str) -> dict[str, Compared]:
     recipe, changed, _ = CASES[name]
     config, _ = recipe_config(recipe, folder, **changed)
-    result = rehearse_run(config, actor_settings(config), Options())
+    result = rehearse_run(config, actor_settings(config), RehearsalOptions())
     faults = [fault for one in result.checks for fault in one.faults]
     assert faults == []
     return {one.name: one for one in result.compared}

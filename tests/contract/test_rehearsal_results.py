@@ -14,7 +14,7 @@ from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal import run as run_module
 from rlpost.rehearsal.calls import Recording
 from rlpost.rehearsal.meta_results import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
-from rlpost.rehearsal.run import Options, rehearse_run
+from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.rehearsal.symmetry import Recorded, record
 from tests.contract.test_rehearsal_kinds import (
     DENSE,
@@ -106,7 +106,7 @@ def rehearsed(folder: Path, name: str, results: Any) -> Mapping[int, Recording]:
         patch.object(run_module, "MetaResults", lambda: results),
         patch.object(run_module, "record", keep),
     ):
-        options = Options(micro_batches=NUM_MICRO_BATCHES)
+        options = RehearsalOptions(micro_batches=NUM_MICRO_BATCHES)
         result = rehearse_run(config, actor_settings(config), options)
     assert result.first_fault is None
     return kept[0].recordings

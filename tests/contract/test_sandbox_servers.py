@@ -226,7 +226,7 @@ def test_clients_without_the_secret_get_no_sandbox_and_no_information(tmp_path):
     async def whole() -> None:
         (node,) = Registry(tmp_path).nodes()
         reader, writer = await asyncio.open_connection(node.host, node.port)
-        with pytest.raises((wire.Refused, EOFError, OSError)):
+        with pytest.raises((wire.PeerRefused, EOFError, OSError)):
             await wire.greet(reader, writer, b"wrong", "driver")
         writer.close()
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\xff" * 8):

@@ -13,7 +13,7 @@ from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.config.flags import flag
 from rlpost.config.load import files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layouts import Choice, suggest
+from rlpost.config.plan.layouts import FittingLayout, suggest
 from rlpost.config.tree import Config
 
 
@@ -297,7 +297,7 @@ def _row(start: Start, made: Estimate) -> str:
         f"[{start.title}](../jobs/models/{start.model}.toml)",
         f"{made.shape.parameters.total / 1e9:.1f}B",
         str(made.layout.world),
-        Choice(made, 0.0).words,
+        FittingLayout(made, 0.0).words,
         f"{training / 1e9:.0f} GB",
         f"{made.host_bytes_per_node / 1e9:.0f} GB",
     )

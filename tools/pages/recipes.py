@@ -14,7 +14,7 @@ from rich.console import Console
 from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import ENGINE_CONTEXT, RESERVE, TRAINER_CONTEXT, Estimate, estimate
-from rlpost.config.plan.layouts import Choice
+from rlpost.config.plan.layouts import FittingLayout
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 
@@ -161,7 +161,7 @@ def _planned(name: str) -> Estimate:
 
 def _row(name: str, made: Estimate) -> str:
     peak = max(made.phases, key=lambda phase: phase.total)
-    layout = Choice(made, 0.0).words
+    layout = FittingLayout(made, 0.0).words
     cells = (
         f"[{name}](../jobs/recipes/{name}.toml)",
         f"{made.shape.parameters.total / 1e9:.2f}B",

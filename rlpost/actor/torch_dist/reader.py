@@ -27,7 +27,7 @@ NUM_THREADS = 2
 Needed = list[tuple[ReadItem, Chunk]]
 
 
-class Stored:
+class StoredTensors:
     """The tensors of a checkpoint."""
 
     def __init__(self, folder: str | Path) -> None:

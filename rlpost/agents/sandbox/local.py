@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlpost.agents.sandbox.cgroup import Cgroup, Parent
-from rlpost.agents.sandbox.inner.files import Answer, Request
+from rlpost.agents.sandbox.inner.files import FileAnswer, Request
 from rlpost.agents.sandbox.protocol import MIB, Ended, Limits, Result, Sandbox, SandboxLost
 from rlpost.agents.sandbox.streams import Capture, Feed
 
@@ -115,7 +115,7 @@ class LocalSandbox(Sandbox):
         if "failed" in answer:
             raise SandboxLost(f"sandbox {self.name} did not start: {answer['failed']}")
 
-    async def _answer(self) -> Answer:
+    async def _answer(self) -> FileAnswer:
         assert self._control is not None
         try:
             data = await asyncio.get_running_loop().sock_recv(self._control, REQUEST_BYTES)
@@ -124,7 +124,7 @@ class LocalSandbox(Sandbox):
         if not data:
             self._is_exhausted = self._was_killed_for_memory()
             raise SandboxLost(f"sandbox {self.name} ended")
-        answer: Answer = json.loads(data)
+        answer: FileAnswer = json.loads(data)
         return answer
 
     def _was_killed_for_memory(self) -> bool:
@@ -244,7 +244,7 @@ def _exhausted() -> Result:
 
 
 def _result(
-    answer: Answer, stdout: bytes, stderr: bytes, captures: list[Capture], seconds: float
+    answer: FileAnswer, stdout: bytes, stderr: bytes, captures: list[Capture], seconds: float
 ) -> Result:
     code = os.waitstatus_to_exitcode(answer["status"])
     ended = Ended(answer["ended"])

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from typing import Protocol, Self, TypeVar
 
 from rlpost.agents.sandbox.inner.files import Request
-from rlpost.agents.sandbox.snapshots import Entry as Entry
 from rlpost.agents.sandbox.snapshots import Snapshot as Snapshot
+from rlpost.agents.sandbox.snapshots import SnapshotEntry as SnapshotEntry
 from rlpost.agents.sandbox.snapshots import SnapshotRefused as SnapshotRefused
 from rlpost.agents.sandbox.snapshots import decode, encode
 from rlpost.errors import ConfigError, GradingLost, RlpostError

@@ -35,7 +35,7 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
-class Lease:
+class SandboxLease:
     """The driver's heartbeat; ``closed`` at the end of the run."""
 
     number: int
@@ -75,13 +75,13 @@ class Registry:
                 found.append(record)
         return found
 
-    def renew(self, lease: Lease) -> None:
+    def renew(self, lease: SandboxLease) -> None:
         """Write the driver's lease."""
         write_atomic(self.folder / "lease.json", json.dumps(asdict(lease)))
 
-    def lease(self) -> Lease | None:
+    def lease(self) -> SandboxLease | None:
         """Return the lease, None when there is none."""
-        return _read(self.folder / "lease.json", Lease)
+        return _read(self.folder / "lease.json", SandboxLease)
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -21,9 +21,9 @@ from rlpost.agents.sandbox.protocol import Ended, Limits, Result, Sandbox, Sandb
 from rlpost.agents.sandbox.registry import (
     BEAT_SECONDS,
     STALE_SECONDS,
-    Lease,
     NodeRecord,
     Registry,
+    SandboxLease,
 )
 from rlpost.daemon_threads import in_daemon
 
@@ -63,7 +63,7 @@ class RemoteSandbox(Sandbox):
             sandbox.name = str(header["ready"])
         except BaseException as error:
             await sandbox.close()
-            if isinstance(error, OSError | EOFError | wire.Refused):
+            if isinstance(error, OSError | EOFError | wire.PeerRefused):
                 raise SandboxLost(f"sandbox server {node.name}: {error}") from error
             raise
         return sandbox
@@ -76,7 +76,7 @@ class RemoteSandbox(Sandbox):
             try:
                 await wire.send(self._writer, {"request": request}, stdin)
                 header, body = await self._answer()
-            except (OSError, EOFError, wire.Refused) as error:
+            except (OSError, EOFError, wire.PeerRefused) as error:
                 await self.close()
                 raise SandboxLost(f"sandbox {self.name}: connection lost: {error}") from error
             except (SandboxLost, asyncio.CancelledError):
@@ -133,7 +133,7 @@ class RemotePool:
         number = previous.number if previous is not None else 0
         while True:
             number += 1
-            lease = Lease(number)
+            lease = SandboxLease(number)
             with contextlib.suppress(OSError):
                 await in_daemon(lambda: self._registry.renew(lease))  # noqa: B023
                 self.seen(await in_daemon(self._registry.nodes), time.monotonic())
@@ -215,4 +215,4 @@ class RemotePool:
             self._beats.cancel()
             self._beats = None
             with contextlib.suppress(OSError):
-                await in_daemon(lambda: self._registry.renew(Lease(0, closed=True)))
+                await in_daemon(lambda: self._registry.renew(SandboxLease(0, closed=True)))

@@ -40,7 +40,7 @@ Message = tuple[wire.Header, bytes]
 T = TypeVar("T")
 
 
-class Server:
+class SandboxServer:
     """Serves the sandboxes of one pool."""
 
     def __init__(self, pool: Pool, secret: bytes) -> None:
@@ -56,7 +56,7 @@ class Server:
             wire.keep_alive(writer)
             await wire.greet(reader, writer, self.secret, "server")
             await self._serve(reader, writer)
-        except (wire.Refused, KeyError, TypeError, RlpostError) as error:
+        except (wire.PeerRefused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)
         except (OSError, EOFError, TimeoutError):
             pass  # the driver has closed the connection, or is gone
@@ -120,7 +120,7 @@ async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Message |
     try:
         while True:
             await inbox.put(await wire.receive(reader, None))
-    except (OSError, EOFError, wire.Refused):
+    except (OSError, EOFError, wire.PeerRefused):
         await inbox.put(None)
 
 
@@ -135,7 +135,7 @@ async def serve(
     registry: Registry, name: str, pool: LocalPool, host: str, stopped: Callable[[], bool]
 ) -> int:
     """Serve until the run is over (0) or this job ends (75)."""
-    server = Server(pool, registry.secret())
+    server = SandboxServer(pool, registry.secret())
     listening = await asyncio.start_server(server.connected, host, 0)
     port = listening.sockets[0].getsockname()[1]
     lease = LeaseWatch(registry)

@@ -16,7 +16,7 @@ from rlpost.errors import RlpostError
 
 
 @dataclass(frozen=True)
-class Entry:
+class SnapshotEntry:
     """A file, folder or symbolic link of a snapshot. A link's target is relative and inside."""
 
     path: str
@@ -34,7 +34,7 @@ class Snapshot:
     Hard links are separate files here.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[SnapshotEntry, ...] = ()
     refused: tuple[str, ...] = ()
     """Omitted entries with reasons: special files, links that lead outside, unreadable files."""
 
@@ -49,7 +49,7 @@ class SnapshotRefused(RlpostError):
 
 def decode(data: bytes) -> Snapshot:
     """Return the snapshot of a stream. Raises ``SnapshotRefused`` when it is damaged."""
-    entries: list[Entry] = []
+    entries: list[SnapshotEntry] = []
     refused: list[str] = []
     position = 0
     try:
@@ -70,17 +70,17 @@ def decode(data: bytes) -> Snapshot:
         raise SnapshotRefused(f"the copy of the folder is damaged: {error}") from None
 
 
-def _entry(header: dict[str, Any], content: bytes) -> Entry:
+def _entry(header: dict[str, Any], content: bytes) -> SnapshotEntry:
     if len(content) != header["size"]:
         raise ValueError("incomplete entry")
-    entry = Entry(
+    entry = SnapshotEntry(
         str(header["path"]), header["kind"], content, bool(header.get("executable", False))
     )
     check_entry(entry)
     return entry
 
 
-def check_entry(entry: Entry) -> None:
+def check_entry(entry: SnapshotEntry) -> None:
     """Raise ``SnapshotRefused`` for a path or a target that leads outside."""
     parts = entry.path.split("/")
     if not all(part not in ("", ".", "..") and "\0" not in part for part in parts):
@@ -93,7 +93,7 @@ def check_entry(entry: Entry) -> None:
             raise SnapshotRefused(f"link {entry.path!r} -> {target!r} leads outside")
 
 
-def encode(entries: Iterable[Entry]) -> bytes:
+def encode(entries: Iterable[SnapshotEntry]) -> bytes:
     """Return the stream of entries that ``restore`` reads. Raises ``SnapshotRefused``."""
     parts = []
     for entry in entries:

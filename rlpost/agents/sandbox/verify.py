@@ -23,11 +23,11 @@ from pathlib import Path
 
 from rlpost.agents.sandbox.protocol import (
     WORK,
-    Entry,
     Pool,
     Sandbox,
     SandboxFileError,
     Snapshot,
+    SnapshotEntry,
     SnapshotRefused,
     Verdict,
     Verifier,
@@ -121,7 +121,8 @@ class CommandVerifier:
         await sandbox.restore(Snapshot(selected(snapshot.entries, self.keep, self.drop)))
         files = {"rlpost_verifier.py": HELPER.read_bytes(), **self.files}
         await sandbox.restore(
-            Snapshot(tuple(Entry(name, "file", data) for name, data in files.items())), TESTS
+            Snapshot(tuple(SnapshotEntry(name, "file", data) for name, data in files.items())),
+            TESTS,
         )
         token = secrets.token_hex(16)
         result = await sandbox.run(
@@ -131,8 +132,8 @@ class CommandVerifier:
 
 
 def selected(
-    entries: Sequence[Entry], keep: Sequence[str], drop: Sequence[str]
-) -> tuple[Entry, ...]:
+    entries: Sequence[SnapshotEntry], keep: Sequence[str], drop: Sequence[str]
+) -> tuple[SnapshotEntry, ...]:
     """Return the entries whose path matches ``keep`` and of which no part matches ``drop``."""
     chosen = []
     for entry in entries:

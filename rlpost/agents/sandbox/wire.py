@@ -24,7 +24,7 @@ SILENCE_SECONDS = 20.0  # silence after which the other side counts as gone
 Header = dict[str, Any]
 
 
-class Refused(Exception):
+class PeerRefused(Exception):
     """The other side does not know the secret, or sent data that is not a message."""
 
 
@@ -36,18 +36,18 @@ async def send(writer: asyncio.StreamWriter, header: Header, body: bytes = b"") 
 
 
 async def receive(reader: asyncio.StreamReader, timeout: float | None) -> tuple[Header, bytes]:
-    """Receive one message. Raises EOFError, OSError, TimeoutError or ``Refused``."""
+    """Receive one message. Raises EOFError, OSError, TimeoutError or ``PeerRefused``."""
     async with asyncio.timeout(timeout):
         (length,) = struct.unpack(">I", await reader.readexactly(4))
         if length > MAX_HEADER:
-            raise Refused(f"a header of {length} bytes")
+            raise PeerRefused(f"a header of {length} bytes")
         try:
             header = json.loads(await reader.readexactly(length))
             size = int(header["size"])
         except (ValueError, TypeError, KeyError) as error:
-            raise Refused(f"not a message: {error}") from None
+            raise PeerRefused(f"not a message: {error}") from None
         if not 0 <= size <= MAX_BODY:
-            raise Refused(f"a message of {size} bytes")
+            raise PeerRefused(f"a message of {size} bytes")
         return header, await reader.readexactly(size)
 
 
@@ -61,7 +61,7 @@ async def greet(
 ) -> None:
     """Exchange challenges and proofs; ``role`` is ours, "driver" or "server".
 
-    Raises ``Refused`` when the other side does not know the secret.
+    Raises ``PeerRefused`` when the other side does not know the secret.
     """
     other = "server" if role == "driver" else "driver"
     challenge = secrets.token_hex(16)
@@ -73,7 +73,7 @@ async def greet(
     answer, _ = await receive(reader, SILENCE_SECONDS)
     expected = proof(secret, other, challenge)
     if not hmac.compare_digest(str(answer.get("proof")), expected):
-        raise Refused(f"the {other} does not know the secret of this run")
+        raise PeerRefused(f"the {other} does not know the secret of this run")
     if role == "server":
         await send(writer, {"proof": proof(secret, role, str(theirs.get("challenge")))})
 

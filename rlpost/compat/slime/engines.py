@@ -52,7 +52,7 @@ SUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class EngineOutput:
     """The output of an engine for one request.
 
     ``version_spans`` are pairs (policy version, number of tokens); ``routes`` are those of request
@@ -74,7 +74,7 @@ class Engines:
     tokenizer: HfTokenizer
     prompt: Prompt
     index: int
-    written: list[Written] = field(default_factory=list)
+    written: list[EngineOutput] = field(default_factory=list)
     was_halted: bool = False
 
     async def generate(self, payload: Mapping[str, object]) -> dict[str, object]:
@@ -106,7 +106,7 @@ class Engines:
         answer = builder.sample()
         if answer.response_ids:
             self.written.append(
-                Written(
+                EngineOutput(
                     answer.response_ids,
                     answer.rollout_logprobs,
                     answer.versions.runs,

@@ -21,7 +21,13 @@ from typing import Any
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.engines import Engines, Written, load_tokenizer, reachable, sampling_fields
+from rlpost.compat.slime.engines import (
+    EngineOutput,
+    Engines,
+    load_tokenizer,
+    reachable,
+    sampling_fields,
+)
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, begun, label_of
 from rlpost.compat.slime.signatures import EVALUATION, takes_evaluation
@@ -175,7 +181,7 @@ def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn
     return routes_of(tokens, prompt_length=len(tokens) - length, read=read, form=form)
 
 
-def _found(response: list[int], written: Sequence[Written]) -> list[tuple[float, int] | None]:
+def _found(response: list[int], written: Sequence[EngineOutput]) -> list[tuple[float, int] | None]:
     """Return log-prob and version of each token that an engine generated; None for others.
 
     A response contains the outputs of engines in the order of the requests, complete or truncated.

@@ -39,7 +39,7 @@ from rlpost.config.plan.shape import (
     rank_parameters,
     teacher_layout,
 )
-from rlpost.config.plan.weight_update import FP8_WIDTH, WeightUpdate, weight_update
+from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
 from rlpost.config.tree import Config
 
 TRAINER_CONTEXT = 3 * 10**9
@@ -59,7 +59,7 @@ class Sizes(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class PlannedRank:
     """The rank of a pipeline stage at its fullest; bytes on its GPU but for ``optimizer_host``."""
 
     stage: int
@@ -95,7 +95,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class CriticRank:
+class PlannedCriticRank:
     """A rank of a critic with separate ranks, at its fullest."""
 
     held: RankMemory
@@ -106,7 +106,7 @@ class CriticRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PlannedEngine:
     """One GPU of an engine."""
 
     weights: int
@@ -121,7 +121,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MemoryPhase:
     """The memory of a GPU in a phase, by part."""
 
     name: str
@@ -142,16 +142,16 @@ class Estimate:
     gpu_bytes: int
     tokens: int
     longest: int
-    ranks: tuple[Rank, ...]
-    engine: Engine | None
-    phases: tuple[Phase, ...]
+    ranks: tuple[PlannedRank, ...]
+    engine: PlannedEngine | None
+    phases: tuple[MemoryPhase, ...]
     host_bytes_per_node: int
     checkpoint_bytes: int
     checkpoint_bytes_per_rank: int
     """Most bytes of a checkpoint that one rank writes, of the policy or of a critic."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
-    update: WeightUpdate | None
+    update: PlannedUpdate | None
     """None without engines."""
     critic: RankMemory
     """Memory of the fullest rank of a critic, separate or beside the policy; zeros without one."""
@@ -159,7 +159,7 @@ class Estimate:
     """Bytes of a checkpoint that the separate ranks of a critic write."""
 
     @property
-    def fullest(self) -> Rank:
+    def fullest(self) -> PlannedRank:
         """The rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.train)
 
@@ -271,7 +271,7 @@ def _rank(
     *,
     stage: int,
     teacher: Shape | None = None,
-) -> Rank:
+) -> PlannedRank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
     matrices = muon_matrices(config, shape, layout, stage)
@@ -288,7 +288,7 @@ def _rank(
         of_teacher = rank_parameters(teacher, own, stage).total * parameter_bytes(config).weights
         logits = logits_bytes(teacher, own, one, config.grpo.log_probs_chunk_size)
         passing = transient_bytes(teacher, own, one) + (logits if is_last else 0)
-    return Rank(
+    return PlannedRank(
         stage=stage,
         parameters=parameters,
         trained=trained,
@@ -306,7 +306,7 @@ def _rank(
     )
 
 
-def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engine:
+def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> PlannedEngine:
     copies, weights = replicas(config), engine_weights(config, shape, width)
     fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
     heads = max(1.0, shape.groups * copies / config.cluster.rollout_num_gpus_per_engine)
@@ -314,18 +314,18 @@ def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> Engi
     if shape.latent is not None:  # one narrow vector for all heads, on each GPU
         per_token = 2 * shape.num_layers * (shape.latent.kv_rank + shape.latent.position)
     cache = int(fraction * gpu_bytes) - weights
-    return Engine(weights, cache, per_token, int(cache / per_token) * copies)
+    return PlannedEngine(weights, cache, per_token, int(cache / per_token) * copies)
 
 
 def _phases(
     config: Config,
-    rank: Rank,
-    engine: Engine | None,
-    update: WeightUpdate | None,
-    own_critic: CriticRank | None = None,
+    rank: PlannedRank,
+    engine: PlannedEngine | None,
+    update: PlannedUpdate | None,
+    own_critic: PlannedCriticRank | None = None,
     *,
     most_weights: int = 0,
-) -> tuple[Phase, ...]:
+) -> tuple[MemoryPhase, ...]:
     """The phases of the GPUs that train the policy.
 
     Args:
@@ -353,7 +353,7 @@ def _phases(
         passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
     if engine is None or update is None or not config.cluster.colocate:
         alone = () if engine is None else (_generate(engine, ()),)
-        return (Phase("train", (*kept, *with_pass, *passing, context)), *alone)
+        return (MemoryPhase("train", (*kept, *with_pass, *passing, context)), *alone)
     buffers = ("buffers", update.gpu_bytes)
     sent = max(most_weights, held.weights)
     shadow = () if config.offload_train else (*kept, *of_critic)
@@ -362,8 +362,8 @@ def _phases(
     )
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
-        Phase("train", (*kept, *with_pass, *passing, context, beside, *there)),
-        Phase(
+        MemoryPhase("train", (*kept, *with_pass, *passing, context, beside, *there)),
+        MemoryPhase(
             "synchronise",
             (("weights", sent), ("engine", engine.weights), buffers, context, beside),
         ),
@@ -371,7 +371,7 @@ def _phases(
     )
 
 
-def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
+def _own_critic(config: Config, shape: Shape) -> list[PlannedCriticRank]:
     """The separate ranks of a critic, one for each pipeline stage; empty without one."""
     if not config.has_own_critic:
         return []
@@ -386,13 +386,13 @@ def _own_critic(config: Config, shape: Shape) -> list[CriticRank]:
         passing = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
         activations = passing.kept + passing.layer
         written = saved_bytes(own, layout, parameters, matrices)
-        ranks.append(CriticRank(held, activations, written, host))
+        ranks.append(PlannedCriticRank(held, activations, written, host))
     return ranks
 
 
 def _critic_phase(
-    config: Config, rank: CriticRank | None, engine: Engine | None
-) -> tuple[Phase, ...]:
+    config: Config, rank: PlannedCriticRank | None, engine: PlannedEngine | None
+) -> tuple[MemoryPhase, ...]:
     """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
 
     The GPUs are separate ones, or those of the policy, which is offloaded meanwhile.
@@ -411,16 +411,16 @@ def _critic_phase(
         parts.append(("engine's CUDA", ENGINE_CONTEXT))
         if not config.offload_rollout:
             parts.append(("engine", engine.weights + max(0, engine.kv_cache)))
-    return (Phase("critic", tuple(parts)),)
+    return (MemoryPhase("critic", tuple(parts)),)
 
 
 def _teacher_phase(
     config: Config,
-    ranks: tuple[Rank, ...],
-    engine: Engine | None,
-    update: WeightUpdate | None,
-    own_critic: CriticRank | None,
-) -> tuple[Phase, ...]:
+    ranks: tuple[PlannedRank, ...],
+    engine: PlannedEngine | None,
+    update: PlannedUpdate | None,
+    own_critic: PlannedCriticRank | None,
+) -> tuple[MemoryPhase, ...]:
     """The pass of a teacher in the trainer, on the rank where it takes most.
 
     Empty without one.
@@ -431,25 +431,27 @@ def _teacher_phase(
     train = _phases(config, rank, engine, update, own_critic)[0]
     kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
     own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
-    return (Phase("teacher", (*kept, *own)),)
+    return (MemoryPhase("teacher", (*kept, *own)),)
 
 
-def _generate(engine: Engine, more: tuple[tuple[str, int], ...]) -> Phase:
+def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> MemoryPhase:
     own = (
         ("engine", engine.weights),
         ("KV cache", max(0, engine.kv_cache)),
         ("engine's CUDA", ENGINE_CONTEXT),
     )
-    return Phase("generate", (*own, *more))
+    return MemoryPhase("generate", (*own, *more))
 
 
-def _save_buffer(config: Config, rank: Rank) -> int:
+def _save_buffer(config: Config, rank: PlannedRank) -> int:
     """Host memory of a rank's save: slots are allocated as needed, up to --save-buffer-gb."""
     buffers = 2 if rank.critic.total else 1  # policy and critic have a buffer each
     return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
 
 
-def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None) -> int:
+def _host(
+    config: Config, ranks: tuple[PlannedRank, ...], own_critic: PlannedCriticRank | None
+) -> int:
     """Return host memory of the fullest node, a critic on the same GPUs included.
 
     It holds the offloaded optimizer, what is offloaded while engines generate, the weights of
@@ -474,12 +476,12 @@ def _host(config: Config, ranks: tuple[Rank, ...], own_critic: CriticRank | None
     return each * config.cluster.actor_num_gpus_per_node
 
 
-def _critic_host(config: Config, rank: CriticRank) -> int:
+def _critic_host(config: Config, rank: PlannedCriticRank) -> int:
     """Host memory of a critic's rank: offloaded state, and the buffer of a checkpoint."""
     away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
     return rank.optimizer_host + away + _critic_save_buffer(config, rank)
 
 
-def _critic_save_buffer(config: Config, rank: CriticRank) -> int:
+def _critic_save_buffer(config: Config, rank: PlannedCriticRank) -> int:
     """Host memory that a checkpoint of a critic's rank passes through."""
     return min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)

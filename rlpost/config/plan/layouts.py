@@ -34,7 +34,7 @@ OF_OFFLOAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FittingLayout:
     """A layout that fits."""
 
     estimate: Estimate
@@ -81,25 +81,26 @@ def suggest(
     gpu_bytes: int,
     engine_width: int = 2,
     teacher: Shape | None = None,
-) -> list[Choice]:
+) -> list[FittingLayout]:
     """All layouts that fit, the best first; each with the smallest engines that do."""
-    found: dict[tuple[Layout, bool], Choice] = {}
+    found: dict[tuple[Layout, bool], FittingLayout] = {}
     for candidate in candidates(config, shape):
         made = estimate(
             candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
         )
         if not made.problems:
             found.setdefault(
-                (made.layout, candidate.optimizer.optimizer_cpu_offload), Choice(made, _cost(made))
+                (made.layout, candidate.optimizer.optimizer_cpu_offload),
+                FittingLayout(made, _cost(made)),
             )
     return sorted(found.values(), key=lambda choice: (choice.cost, choice.words))
 
 
-def nearest(config: Config, choices: list[Choice]) -> Choice | None:
+def nearest(config: Config, choices: list[FittingLayout]) -> FittingLayout | None:
     """The layout that changes least, in factors of two; moving the optimizer counts as one."""
     here = _sizes(config)
 
-    def distance(choice: Choice) -> float:
+    def distance(choice: FittingLayout) -> float:
         there = _sizes(choice.config)
         return sum(abs(math.log2(there[key] / here[key])) for key in here)
 

@@ -1,6 +1,6 @@
 """Plan an update of the engines' weights: its bytes, buckets and requests. Pure.
 
-Input: settings, the shape of the model and the memory of a GPU. Output: a ``WeightUpdate``.
+Input: settings, the shape of the model and the memory of a GPU. Output: a ``PlannedUpdate``.
 
 The weights are assigned to buckets by the trainer's function (``rlpost.weights.bucket_plan``). They
 are listed as in ``rlpost.weights.inventory``: one entry for each Megatron parameter; for experts,
@@ -23,7 +23,7 @@ FP8_WIDTH = 1
 
 
 @dataclass(frozen=True)
-class Weight:
+class PlannedWeight:
     """A Megatron parameter: its Hugging Face tensors, and whether FP8 checkpoints quantise it."""
 
     stage: int
@@ -47,7 +47,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightUpdate:
+class PlannedUpdate:
     """One update of all engines."""
 
     total_bytes: int
@@ -63,7 +63,7 @@ class WeightUpdate:
 
 def weight_update(
     config: Config, shape: Shape, layout: Layout, *, gpu_bytes: int, width: int, in_fp8: bool
-) -> WeightUpdate:
+) -> PlannedUpdate:
     """The plan of an update.
 
     Args: ``width``: bytes of a weight in the trainer; ``in_fp8``: whether engines hold matrices in
@@ -71,7 +71,7 @@ def weight_update(
     """
     if config.sends_adapters:
         written = width * served_adapters(config.lora, shape)
-        return WeightUpdate(written, num_buckets=0, largest_bytes=0, num_requests=0, gpu_bytes=0)
+        return PlannedUpdate(written, num_buckets=0, largest_bytes=0, num_requests=0, gpu_bytes=0)
     # the rest of the layout does not change what is sent
     layout = Layout(
         pipeline=layout.pipeline,
@@ -89,7 +89,7 @@ def weight_update(
     )
     count, largest = _buckets(shape, layout, width, in_fp8, size)
     buffers = SHARED_BUFFERS if config.cluster.colocate else SENT_BUFFERS
-    return WeightUpdate(total, count, largest, count * num_engines, buffers * largest)
+    return PlannedUpdate(total, count, largest, count * num_engines, buffers * largest)
 
 
 # A search for layouts repeats the same few calls many times.
@@ -118,7 +118,7 @@ def _buckets(
     return len(buckets), max(sizes)
 
 
-def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
+def weights_of(shape: Shape, layout: Layout) -> Iterator[PlannedWeight]:
     """All weights of a model in the order of ``rlpost.weights.inventory``."""
     last = layout.pipeline - 1
     owner = {
@@ -126,7 +126,7 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
         for stage in range(layout.pipeline)
         for layer in layers_of(layout, shape.num_layers, stage)
     }
-    yield Weight(0, ((shape.vocab, shape.hidden),))
+    yield PlannedWeight(0, ((shape.vocab, shape.hidden),))
     for layer in range(shape.num_layers):
         if shape.linear is not None and shape.linear.layers[layer]:
             yield from _linear(shape, shape.linear, owner[layer])
@@ -134,75 +134,75 @@ def weights_of(shape: Shape, layout: Layout) -> Iterator[Weight]:
             yield from _attention(shape, owner[layer])
         yield from _mlp(shape, owner[layer], layout, is_sparse=shape.sparse[layer])
     if shape.mtp:
-        yield from [Weight(last, ((shape.hidden,),))] * 2
-        yield Weight(last, ((shape.hidden, 2 * shape.hidden),))
+        yield from [PlannedWeight(last, ((shape.hidden,),))] * 2
+        yield PlannedWeight(last, ((shape.hidden, 2 * shape.hidden),))
         yield from _attention(shape, last)
-        yield Weight(last, ((shape.hidden,),))
+        yield PlannedWeight(last, ((shape.hidden,),))
         yield from _mlp(shape, last, layout, is_sparse=shape.sparse[-1])
-    yield Weight(last, ((shape.hidden,),))
+    yield PlannedWeight(last, ((shape.hidden,),))
     if not shape.tied:
-        yield Weight(last, ((shape.vocab, shape.hidden),))
+        yield PlannedWeight(last, ((shape.vocab, shape.hidden),))
 
 
-def _attention(shape: Shape, stage: int) -> Iterator[Weight]:
+def _attention(shape: Shape, stage: int) -> Iterator[PlannedWeight]:
     if shape.latent is not None:
-        norm = Weight(stage, ((shape.hidden,),))
+        norm = PlannedWeight(stage, ((shape.hidden,),))
         output, *to_queries, kv_down, kv_up = shape.attention_matrices
         if shape.latent.query_rank:  # engines need both in one bucket
-            yield Weight(stage, (to_queries.pop(0), kv_down), is_quantised=True)
+            yield PlannedWeight(stage, (to_queries.pop(0), kv_down), is_quantised=True)
         else:
             to_queries.append(kv_down)
         yield norm
         for matrix in (output, *to_queries, kv_up):
-            yield Weight(stage, (matrix,), is_quantised=True)
+            yield PlannedWeight(stage, (matrix,), is_quantised=True)
         for rank in filter(None, (shape.latent.query_rank, shape.latent.kv_rank)):
-            yield Weight(stage, ((rank,),))
+            yield PlannedWeight(stage, ((rank,),))
         yield norm
         return
     queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     hidden = shape.hidden
     rows = (queries * (2 if shape.output_gate else 1), keys, keys)
-    norm = Weight(stage, ((hidden,),))
+    norm = PlannedWeight(stage, ((hidden,),))
     yield norm
-    yield Weight(stage, ((hidden, queries),), is_quantised=True)
-    yield Weight(stage, tuple((count, hidden) for count in rows), is_quantised=True)
+    yield PlannedWeight(stage, ((hidden, queries),), is_quantised=True)
+    yield PlannedWeight(stage, tuple((count, hidden) for count in rows), is_quantised=True)
     if shape.qkv_bias:
-        yield Weight(stage, tuple((count,) for count in rows))
+        yield PlannedWeight(stage, tuple((count,) for count in rows))
     if shape.linear_bias:
-        yield Weight(stage, ((hidden,),))
+        yield PlannedWeight(stage, ((hidden,),))
     if shape.sinks:
-        yield Weight(stage, ((shape.heads,),))
+        yield PlannedWeight(stage, ((shape.heads,),))
     if shape.qk_norm_per_layer:
-        yield from (Weight(stage, ((count,),)) for count in (queries, keys))
+        yield from (PlannedWeight(stage, ((count,),)) for count in (queries, keys))
     elif shape.qk_norm:
-        yield from [Weight(stage, ((shape.head_dim,),))] * 2
+        yield from [PlannedWeight(stage, ((shape.head_dim,),))] * 2
     yield norm
     if shape.sandwich:
         yield from [norm] * 2
 
 
-def _linear(shape: Shape, one: LinearAttention, stage: int) -> Iterator[Weight]:
+def _linear(shape: Shape, one: LinearAttention, stage: int) -> Iterator[PlannedWeight]:
     hidden, channels = shape.hidden, 2 * one.keys + one.values
-    yield from [Weight(stage, ((hidden,),))] * 2
-    yield Weight(stage, ((channels + one.values, hidden),), is_quantised=True)
-    yield Weight(stage, ((2 * one.value_heads, hidden),))
-    yield Weight(stage, ((hidden, one.values),), is_quantised=True)
-    yield Weight(stage, ((channels, 1, one.kernel),))
-    yield from [Weight(stage, ((one.value_heads,),))] * 2
-    yield Weight(stage, ((one.value_dim,),))
+    yield from [PlannedWeight(stage, ((hidden,),))] * 2
+    yield PlannedWeight(stage, ((channels + one.values, hidden),), is_quantised=True)
+    yield PlannedWeight(stage, ((2 * one.value_heads, hidden),))
+    yield PlannedWeight(stage, ((hidden, one.values),), is_quantised=True)
+    yield PlannedWeight(stage, ((channels, 1, one.kernel),))
+    yield from [PlannedWeight(stage, ((one.value_heads,),))] * 2
+    yield PlannedWeight(stage, ((one.value_dim,),))
 
 
-def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[Weight]:
+def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[PlannedWeight]:
     if not is_sparse:
         yield from _gated(stage, shape.hidden, shape.ffn)
         return
-    yield Weight(stage, ((shape.num_experts, shape.hidden),))
+    yield PlannedWeight(stage, ((shape.num_experts, shape.hidden),))
     if shape.linear_bias:
-        yield Weight(stage, ((shape.num_experts,),))
+        yield PlannedWeight(stage, ((shape.num_experts,),))
     if shape.shared_ffn:
         yield from _gated(stage, shape.hidden, shape.shared_ffn)
     if shape.shared_gate:
-        yield Weight(stage, ((1, shape.hidden),))
+        yield PlannedWeight(stage, ((1, shape.hidden),))
     if shape.stacked_experts:
         yield from _stacked(shape, stage)
         return
@@ -211,16 +211,16 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
         yield from at_one_place
 
 
-def _stacked(shape: Shape, stage: int) -> Iterator[Weight]:
+def _stacked(shape: Shape, stage: int) -> Iterator[PlannedWeight]:
     """The experts of a layer, each matrix of all of them in one tensor, with biases."""
     count, hidden, ffn = shape.num_experts, shape.hidden, shape.expert_ffn
     for sizes in ((hidden, 2 * ffn), (2 * ffn,), (ffn, hidden), (hidden,)):
-        yield Weight(stage, ((count, *sizes),))
+        yield PlannedWeight(stage, ((count, *sizes),))
 
 
-def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Weight]:
-    yield Weight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=True)
-    yield Weight(stage, ((hidden, ffn),) * copies, is_quantised=True)
+def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[PlannedWeight]:
+    yield PlannedWeight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=True)
+    yield PlannedWeight(stage, ((hidden, ffn),) * copies, is_quantised=True)
 
 
 def _num_blocks(shape: Sequence[int]) -> int:

@@ -28,7 +28,7 @@ def logits(monkeypatch):
 
 def rows(index, chunk_size):
     targets = torch.arange(len(index)) % VALID
-    return logprobs.Rows(
+    return logprobs.LogitRows(
         torch.tensor(index), targets, TEMPERATURE, num_valid=VALID, chunk_size=chunk_size
     )
 
@@ -72,7 +72,7 @@ def test_without_entropy_the_log_probs_are_the_same_and_their_gradient_too(logit
 def test_a_rank_without_response_tokens_has_a_gradient_of_zeros(logits):
     """So it is with context parallelism, when its part of every sequence is prompt."""
     own = logits.clone().requires_grad_()
-    empty = logprobs.Rows(
+    empty = logprobs.LogitRows(
         torch.zeros(0).long(), torch.zeros(0).long(), TEMPERATURE, num_valid=VALID, chunk_size=4
     )
     found, entropy = logprobs.response_logprobs(own, empty, with_entropy=True)

@@ -10,7 +10,7 @@ import torch
 
 import rlpost.actor  # noqa: F401  (before Megatron: on a CPU it installs the stand-ins)
 from rlpost.actor.routes import UNKNOWN
-from rlpost.actor.routing_replay import LayerRouting, Pass
+from rlpost.actor.routing_replay import LayerRouting, ReplayPass
 
 megatron = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
 
@@ -43,7 +43,7 @@ def expected_probabilities(name: str, logits: torch.Tensor, experts: torch.Tenso
 
 def replaying(routes: torch.Tensor | None, **options: bool) -> tuple[LayerRouting, Any]:
     """A layer in the forward pass of a micro-batch, and what it reports to."""
-    current = Pass(
+    current = ReplayPass(
         is_training=True,
         records=False,
         index=0,

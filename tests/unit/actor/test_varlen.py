@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpost.actor import varlen
-from rlpost.actor.varlen import Bounds, attend, zigzag
+from rlpost.actor.varlen import SequenceBounds, attend, zigzag
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -19,7 +19,7 @@ def starts_of(lengths):
 
 def bounds_of(lengths, device="cpu"):
     starts = starts_of(lengths).to(device)
-    return Bounds(starts, starts, max(lengths), max(lengths))
+    return SequenceBounds(starts, starts, max(lengths), max(lengths))
 
 
 def rows(count, heads, dtype=torch.float64, device="cpu"):

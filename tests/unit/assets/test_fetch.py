@@ -18,7 +18,7 @@ import pytest
 
 from rlpost.assets.fetch import Fetcher, lease
 from rlpost.assets.hub import Hub
-from rlpost.assets.store import RECORD, Status, inspect, open_stage, size_of
+from rlpost.assets.store import RECORD, AssetStatus, inspect, open_stage, size_of
 from rlpost.assets.wanted import Asset
 from rlpost.cli.fetch import main
 from rlpost.cli.main import main as command_line
@@ -75,7 +75,7 @@ def get(
     report: Callable[[str], None] = print,
     advance: Callable[[int], None] = lambda count: None,
     compare: bool = False,
-) -> Status:
+) -> AssetStatus:
     return Fetcher(root, Hub(token, hub.endpoint), workers, 60, report, advance).fetch(
         MODEL, compare=compare
     )
@@ -205,7 +205,7 @@ def test_a_damaged_download_is_repeated_and_twice_is_an_error(hub, tmp_path):
 def test_of_two_fetches_at_once_one_downloads_and_the_other_waits(hub, tmp_path):
     hub.accidents["model-1.safetensors"] = [15 << 17]
     lines: list[str] = []
-    found: list[Status] = []
+    found: list[AssetStatus] = []
     threads = [
         threading.Thread(target=lambda: found.append(get(hub, tmp_path, report=lines.append)))
         for _ in range(2)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from bootstrap.agent.driver_restarts import WINDOW_S, Death, last_step, reason_to_end
+from bootstrap.agent.driver_restarts import WINDOW_S, DriverDeath, last_step, reason_to_end
 from common.exit_codes import (
     EXIT_CONFIG,
     EXIT_CRASHED,
@@ -18,7 +18,9 @@ KILLED = -signal.SIGKILL
 
 
 def judged(code, *, at=1000.0, step=5, earlier=(), most=3, is_ending=False):
-    return reason_to_end(Death(code, at, step), earlier, max_restarts=most, is_ending=is_ending)
+    return reason_to_end(
+        DriverDeath(code, at, step), earlier, max_restarts=most, is_ending=is_ending
+    )
 
 
 @pytest.mark.parametrize("code", [KILLED, -signal.SIGSEGV, -signal.SIGABRT, EXIT_CRASHED])
@@ -37,13 +39,13 @@ def test_a_deliberate_end_is_not(code):
 def test_nothing_is_started_again_while_the_attempt_ends_or_without_a_budget():
     assert judged(KILLED, is_ending=True) == "the attempt is ending"
     assert "0 times already" in judged(KILLED, most=0)
-    deaths = tuple(Death(KILLED, 10_000.0 * number, number) for number in range(3))
+    deaths = tuple(DriverDeath(KILLED, 10_000.0 * number, number) for number in range(3))
     assert judged(KILLED, at=90_000.0, earlier=deaths[:2]) is None
     assert "3 times already" in judged(KILLED, at=90_000.0, earlier=deaths)
 
 
 def test_a_second_death_needs_a_trained_step_or_time_since_the_first():
-    first = (Death(KILLED, 1000.0, 5),)
+    first = (DriverDeath(KILLED, 1000.0, 5),)
     assert "2 times within 600 s" in judged(KILLED, at=1100.0, step=5, earlier=first)
     assert judged(KILLED, at=1100.0, step=6, earlier=first) is None
     assert judged(KILLED, at=1000.0 + WINDOW_S, step=5, earlier=first) is None
@@ -51,9 +53,9 @@ def test_a_second_death_needs_a_trained_step_or_time_since_the_first():
 
 def test_a_resume_that_trains_steps_again_is_no_progress():
     """The metrics of repeated steps are written again: a death at step 3 of 5 is no progress."""
-    first = (Death(KILLED, 1000.0, 5),)
+    first = (DriverDeath(KILLED, 1000.0, 5),)
     assert judged(KILLED, at=1100.0, step=3, earlier=first) is not None
-    second = (*first, Death(KILLED, 1100.0, 7))
+    second = (*first, DriverDeath(KILLED, 1100.0, 7))
     assert judged(KILLED, at=1200.0, step=6, earlier=second) is not None
 
 

@@ -22,7 +22,7 @@ from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport
 from bootstrap.agent.replacement import Replacements
-from bootstrap.agent.verdict import Verdict
+from bootstrap.agent.verdict import AttemptVerdict
 from bootstrap.network.detect import detect
 from bootstrap.network.facts import Interface, NetworkFacts
 from bootstrap.network.here import Address
@@ -168,7 +168,7 @@ def test_hosts_that_spares_have_replaced_are_excluded_whatever_the_verdict(tmp_p
     async def scene() -> None:
         agent = agent_of(tmp_path, "--spare-nodes=1")
         agent._replacements._excluded.append("n2")
-        verdict = agent._with_excluded(Verdict("failed", "n3 is gone", ("n3",)))
+        verdict = agent._with_excluded(AttemptVerdict("failed", "n3 is gone", ("n3",)))
         assert verdict.exclude == ("n2", "n3")
 
     run(scene)

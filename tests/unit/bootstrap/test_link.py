@@ -10,7 +10,7 @@ import pytest
 
 from bootstrap.agent import link as link_module
 from bootstrap.agent.link import Link, LinkLost, plain_ip
-from bootstrap.agent.messages import Codec
+from bootstrap.agent.messages import MessageCodec
 
 KEY = b"key"
 
@@ -20,10 +20,10 @@ async def connected(
 ) -> None:
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     server = await asyncio.start_server(
-        lambda r, w: accepted.set_result(Link(r, w, Codec(KEY, "head"))), address, 0
+        lambda r, w: accepted.set_result(Link(r, w, MessageCodec(KEY, "head"))), address, 0
     )
     reader, writer = await asyncio.open_connection(address, server.sockets[0].getsockname()[1])
-    node, head = Link(reader, writer, Codec(KEY, "node")), await accepted
+    node, head = Link(reader, writer, MessageCodec(KEY, "node")), await accepted
     async with asyncio.timeout(30):
         await scene(node, head)
     node.close()

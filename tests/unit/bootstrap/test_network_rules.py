@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap.network.detect import Detection, detect
-from bootstrap.network.facts import Gid, Gpu, Interface, NetworkFacts, RdmaPort
+from bootstrap.network.facts import Gid, GpuLocation, Interface, NetworkFacts, RdmaPort
 
 LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
 
@@ -418,7 +418,7 @@ def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
 
 def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
     gpus = tuple(
-        Gpu(0, (f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}3:00.0")) for n in range(4)
+        GpuLocation(0, (f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}3:00.0")) for n in range(4)
     )
     near = [
         port(f"n{n}", pci_path=(f"0000:{n}0:01.0", f"0000:{n}1:00.0", f"0000:{n}4:00.0"))
@@ -433,7 +433,10 @@ def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
 
 def test_ports_on_a_numa_node_without_gpu_are_left_out() -> None:
     ports = [port("a", numa=0), port("b", numa=1), port("c", numa=3)]
-    assert names(detect(host(*ports, num_gpus=2, gpus=(Gpu(0), Gpu(1))))) == ["a", "b"]
+    assert names(detect(host(*ports, num_gpus=2, gpus=(GpuLocation(0), GpuLocation(1))))) == [
+        "a",
+        "b",
+    ]
 
 
 def test_where_nodes_meet_over_rdma_a_port_elsewhere_is_left_out() -> None:

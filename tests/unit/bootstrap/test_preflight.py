@@ -11,9 +11,16 @@ from bootstrap.check import GIB, UNLIMITED, Check, level_of
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.gpus import Gpu, GpuReading
 from bootstrap.preflight.probe import mount_of
-from bootstrap.preflight.table import Hca, HostFacts, Preflight, SandboxOffer, Seen, Wanted
+from bootstrap.preflight.table import (
+    Hca,
+    HeadObservations,
+    HostFacts,
+    Preflight,
+    Requirements,
+    SandboxOffer,
+)
 
-WANTED = Wanted(num_gpus=8, object_store_memory=2 * GIB)
+WANTED = Requirements(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(
     Gpu(
         f"GPU-{index}",
@@ -43,7 +50,7 @@ FIT = HostFacts(
     canary="c",
     clock=1.0,
 )
-SEEN = Seen(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True, via="10.0.0.2 (eth0)")
+SEEN = HeadObservations(skew_s=0.1, head_ip="10.0.0.1", canary_seen=True, via="10.0.0.2 (eth0)")
 
 
 def gpus(
@@ -181,9 +188,12 @@ def test_what_is_wrong_is_named_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("seen", "name", "level"),
-    [(Seen(skew_s=-9.0), "clock", "WARN"), (Seen(canary_seen=False), "folder", "EXCLUDE_NODE")],
+    [
+        (HeadObservations(skew_s=-9.0), "clock", "WARN"),
+        (HeadObservations(canary_seen=False), "folder", "EXCLUDE_NODE"),
+    ],
 )
-def test_what_only_the_head_can_see(seen: Seen, name: str, level: str) -> None:
+def test_what_only_the_head_can_see(seen: HeadObservations, name: str, level: str) -> None:
     (bad,) = [check for check in check_host(FIT, WANTED, seen) if check.level != "OK"]
     assert (bad.name, bad.level) == (name, level)
 

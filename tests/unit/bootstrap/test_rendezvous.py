@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap.agent import rendezvous
-from bootstrap.agent.messages import Codec, hello_key
+from bootstrap.agent.messages import MessageCodec, hello_key
 from bootstrap.agent.ports import claim_block, ephemeral_floor
 from bootstrap.agent.rendezvous import (
     BringupError,
@@ -116,7 +116,7 @@ def test_a_recorded_hello_joins_nothing() -> None:
 
     async def scene() -> None:
         reception, port = await opened(("n0", "n1"))
-        hello = Codec(hello_key(SECRET), "node").pack({"kind": "hello", "nonce": "recorded"})
+        hello = MessageCodec(hello_key(SECRET), "node").pack({"kind": "hello", "nonce": "recorded"})
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(hello + hello)
         assert await reader.read(4)

@@ -15,14 +15,14 @@ from bootstrap.agent import replacement
 from bootstrap.agent.link import LinkLost
 from bootstrap.agent.rendezvous import NodeReport
 from bootstrap.agent.replacement import Decision, Replacements, choose_spare
-from bootstrap.agent.verdict import Loss
+from bootstrap.agent.verdict import HostLoss
 from common.cluster import Cluster, Node
 from common.lost_nodes import read_lost_nodes, write_replaceable
 
 HOSTS = ("n1", "n2", "n3", "n4")
 ORDER = {"kind": "start_ray", "head_ip": "10.0.0.1", "port_base": 20_000}
-KILLED = Loss("n2 is gone: the connection was closed")
-SILENT = Loss("n2 is gone: its machine does not answer", ("n2",))
+KILLED = HostLoss("n2 is gone: the connection was closed")
+SILENT = HostLoss("n2 is gone: its machine does not answer", ("n2",))
 
 
 def test_the_first_spare_replaces_a_node_that_the_driver_can_lose() -> None:
@@ -89,7 +89,7 @@ class Scene:
         }
         reports = {rank: report(rank) for rank in (1, 2, 3)}
         reception = type("Reception", (), {"links": self.links, "reports": reports})()
-        self.given_up: list[Loss] = []
+        self.given_up: list[HostLoss] = []
         nodes = tuple(Node(host, f"10.0.0.{i + 1}", "eth0", 2) for i, host in enumerate(HOSTS[:2]))
         cluster = Cluster("10.0.0.1:20001", str(folder), nodes, 20_600, 400)
         self.replacements = Replacements(
@@ -201,11 +201,11 @@ def test_two_nodes_that_are_lost_together_get_different_spares(tmp_path: Path) -
         head.replacements.take("n2", KILLED)
         await head.settled()
         write_replaceable(tmp_path, ["n3"])  # by the driver, once n3 is in use
-        assert head.replacements.take("n3", Loss("n3 is gone"))
+        assert head.replacements.take("n3", HostLoss("n3 is gone"))
         await head.settled()
         assert [state for _, state, _ in head.states] == ["replaced", "replaced"]
         assert head.gathering.used == ("n1", "n4")
-        assert not head.replacements.take("n4", Loss("n4 is gone"))
+        assert not head.replacements.take("n4", HostLoss("n4 is gone"))
 
     run(scene)
 

@@ -19,7 +19,7 @@ from bootstrap.check import Check
 from bootstrap.preflight import shared_folder
 from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.shared_folder import FolderTest, check_alone, lacks, take_part
-from bootstrap.preflight.table import HostFacts, Wanted
+from bootstrap.preflight.table import HostFacts, Requirements
 
 
 def refuses(number: int) -> Any:
@@ -69,7 +69,7 @@ def test_what_is_refused_is_named_with_what_it_costs(
 
 def test_it_stands_in_the_table_of_the_host() -> None:
     checks = check_host(
-        HostFacts(folder_lacks=("hard links (Operation not permitted)",)), Wanted(0)
+        HostFacts(folder_lacks=("hard links (Operation not permitted)",)), Requirements(0)
     )
     assert [check.level for check in checks if check.name == "storage"] == ["WARN"]
 

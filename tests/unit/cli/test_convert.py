@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlpost.cli.convert import (
-    Rank,
+    ConversionRank,
     _prepared,
     device_of,
     hf_to_torch_dist,
@@ -39,7 +39,7 @@ def test_torchrun_says_where_a_process_stands():
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29400",
     }
-    assert place(environ | {"SLURM_PROCID": "0"}) == Rank(5, 16, 1, "n1", 29400)
+    assert place(environ | {"SLURM_PROCID": "0"}) == ConversionRank(5, 16, 1, "n1", 29400)
 
 
 def test_srun_says_it_as_well_and_all_meet_at_the_first_node():
@@ -50,7 +50,7 @@ def test_srun_says_it_as_well_and_all_meet_at_the_first_node():
         "SLURM_STEP_NODELIST": "gpu[07-08]",
         "SLURM_JOB_ID": "1234567",
     }
-    assert place(environ) == Rank(9, 16, 1, "gpu07", 24567)
+    assert place(environ) == ConversionRank(9, 16, 1, "gpu07", 24567)
     assert place(environ | {"MASTER_ADDR": "10.0.0.7"}).master_addr == "10.0.0.7"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.run_folder import create_run_folder
 from rlpost.cli.follow import _LogTail
-from rlpost.cli.log_lines import Wanted, merged, parse_since, wall_seconds
+from rlpost.cli.log_lines import LogSelection, merged, parse_since, wall_seconds
 from rlpost.cli.main import main
 
 LOGS = {
@@ -100,7 +100,7 @@ def test_a_log_that_is_not_there_is_an_error_with_those_that_are(run, capsys):
 
 
 def test_following_shows_each_line_once_and_goes_on_with_the_next_attempt(run, capsys):
-    tail = _LogTail(run.attempts, Wanted(("driver", "actor-*")))
+    tail = _LogTail(run.attempts, LogSelection(("driver", "actor-*")))
     tail.print_new()
     first = capsys.readouterr().out.splitlines()
     assert first[0].startswith("--- attempt 0")
@@ -120,9 +120,9 @@ def test_midnight_does_not_turn_the_order_around():
 
 
 def test_what_is_asked_for_is_known_by_name():
-    wanted = Wanted(("engine-?",), pattern=re.compile("x"))
+    wanted = LogSelection(("engine-?",), pattern=re.compile("x"))
     assert wanted.log("engine-0") and not wanted.log("engine-0-server") and not wanted.log("driver")
-    assert not wanted.is_one and Wanted().is_one
+    assert not wanted.is_one and LogSelection().is_one
 
 
 NOW = datetime(2026, 11, 23, 12, 0)
@@ -173,5 +173,5 @@ def test_a_follower_leaves_out_older_records(run, capsys):
     (run.attempts / "0/driver.log").write_text(
         "2026-11-22 23:59:58 INFO old\n2026-11-23 00:00:02 INFO new\n"
     )
-    _LogTail(run.attempts, Wanted(), since).print_new()
+    _LogTail(run.attempts, LogSelection(), since).print_new()
     assert capsys.readouterr().out.splitlines()[1:] == ["2026-11-23 00:00:02 INFO new"]

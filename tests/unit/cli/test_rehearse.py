@@ -10,19 +10,25 @@ import pytest
 
 from rlpost.cli import rehearse, submit
 from rlpost.errors import ConfigError
-from rlpost.rehearsal.result import Check, Compared, MemoryUse, Result, memory_check
+from rlpost.rehearsal.result import (
+    Compared,
+    MemoryUse,
+    RehearsalCheck,
+    RehearsalResult,
+    memory_check,
+)
 
 RECIPE = str(Path(__file__).parents[3] / "jobs/recipes/qwen3_4b.toml")
 
 
-def result(gpu_bytes: int) -> Result:
+def result(gpu_bytes: int) -> RehearsalResult:
     """Two ranks, of which one takes 60 GB."""
     held = {"weights": 8 * 10**9, "gradients": 16 * 10**9, "optimizer": 12 * 10**9}
     memory = tuple(
         MemoryUse(rank, held, {"train": size * 10**9}) for rank, size in ((0, 40), (1, 60))
     )
-    return Result(
-        checks=(Check("groups", (), "2 ranks"), memory_check(memory, gpu_bytes)),
+    return RehearsalResult(
+        checks=(RehearsalCheck("groups", (), "2 ranks"), memory_check(memory, gpu_bytes)),
         memory=memory,
         classes=((0, 1),),
         ran=(0, 1),
@@ -60,7 +66,7 @@ def test_no_fault_ends_with_0(capsys):
 
 
 def test_a_fault_of_the_agents_ends_with_2(capsys, monkeypatch):
-    fault = Check("agents", ("s0001 of 2 nodes did not join within 60 s",), "2 nodes")
+    fault = RehearsalCheck("agents", ("s0001 of 2 nodes did not join within 60 s",), "2 nodes")
     monkeypatch.setattr(rehearse, "agents_check", lambda config: fault)
     assert rehearse.main([RECIPE]) == 0
     assert rehearse.main([RECIPE, "--nodes-too"]) == 2

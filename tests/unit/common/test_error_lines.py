@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bootstrap.agent.verdict import Outcome, decide
+from bootstrap.agent.verdict import AttemptOutcome, decide
 from common.error_lines import error_line
 
 RAY = """\
@@ -53,7 +53,7 @@ JSON = "\n".join(
     ],
 )
 def test_the_error_of_a_drivers_last_lines(log, expected):
-    verdict = decide(Outcome(driver_code=1, driver_tail=log))
+    verdict = decide(AttemptOutcome(driver_code=1, driver_tail=log))
     assert verdict.cause.startswith("the driver ended with exit code 1")
     assert error_line(verdict.cause) == expected
 

@@ -19,7 +19,7 @@ from rlpost.fleet.agent import (
     ANYWHERE,
     NOT_ADMITTED,
     Agent,
-    Options,
+    EngineJobOptions,
     driver_address,
     free_port,
     local_address,
@@ -94,7 +94,7 @@ class World:
         (root / "run.json").write_text(dump(Config()))
         self.folder, self.notice, self.lease = FleetFolder(root), Notice(), None
         self.folder.create()
-        self.options = Options(root, "7_0", root / "none", 1)
+        self.options = EngineJobOptions(root, "7_0", root / "none", 1)
         self.digest = settings_digest(Config().model_dump(mode="json"))
         self.pool = ThreadPoolExecutor(1)
 

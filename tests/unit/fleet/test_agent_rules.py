@@ -6,11 +6,11 @@ import pytest
 
 from common.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from rlpost.fleet.agent_rules import (
+    AgentObservations,
     AgentRules,
+    EngineVerdict,
     Patience,
-    Seen,
-    Server,
-    Verdict,
+    ServerState,
     end_of_run,
 )
 from rlpost.fleet.records import EngineState, Lease, LeaseState, Orders
@@ -28,36 +28,38 @@ def lease(beat, **more):
     return Lease("1", beat, **({"settings": "digest"} | more))
 
 
-def seen(beat, server=Server.READY, orders=NO_ORDERS, stop="", stop_in_s=None, **more):
-    return Seen(lease(beat, **more), orders, stop, stop_in_s, server)
+def seen(beat, server=ServerState.READY, orders=NO_ORDERS, stop="", stop_in_s=None, **more):
+    return AgentObservations(lease(beat, **more), orders, stop, stop_in_s, server)
 
 
 def test_it_reports_its_server(rules):
-    assert rules.step(seen(1, Server.STARTING), 0) == Verdict(EngineState.STARTING)
-    assert rules.step(seen(2), 1) == Verdict(EngineState.READY)
+    assert rules.step(seen(1, ServerState.STARTING), 0) == EngineVerdict(EngineState.STARTING)
+    assert rules.step(seen(2), 1) == EngineVerdict(EngineState.READY)
 
 
 def test_it_leaves_when_its_server_ends(rules):
-    over = Seen(lease(1), Orders(), server=Server.ENDED, end="exit code 9")
-    assert rules.step(over, 1) == Verdict(EngineState.GONE, "exit code 9", exit_code=EXIT_FAILED)
+    over = AgentObservations(lease(1), Orders(), server=ServerState.ENDED, end="exit code 9")
+    assert rules.step(over, 1) == EngineVerdict(
+        EngineState.GONE, "exit code 9", exit_code=EXIT_FAILED
+    )
 
 
 def test_it_leaves_when_the_run_has_ended(rules):
     verdict = rules.step(seen(1, state=LeaseState.ENDED), 1)
-    assert verdict == Verdict(EngineState.GONE, "the run has ended", exit_code=EXIT_DONE)
+    assert verdict == EngineVerdict(EngineState.GONE, "the run has ended", exit_code=EXIT_DONE)
 
 
 def test_without_a_driver_it_pauses_once_and_waits_for_the_next_attempt(rules):
     rules.step(seen(1), 0)
     rules.step(seen(2), 5)
-    assert rules.step(seen(2), 15) == Verdict(EngineState.READY)
+    assert rules.step(seen(2), 15) == EngineVerdict(EngineState.READY)
     waits = rules.step(seen(2), 16)
     assert waits.pause and waits.reason == "waits for a driver after 1, 11 s so far"
     assert not rules.step(seen(2), 17).pause
-    assert rules.step(Seen(Lease("2", 0), Orders(), server=Server.READY), 90) == Verdict(
-        EngineState.READY
-    )
-    again = rules.step(Seen(Lease("2", 0), Orders(), server=Server.READY), 101)
+    assert rules.step(
+        AgentObservations(Lease("2", 0), Orders(), server=ServerState.READY), 90
+    ) == EngineVerdict(EngineState.READY)
+    again = rules.step(AgentObservations(Lease("2", 0), Orders(), server=ServerState.READY), 101)
     assert again.pause, "it served in between"
 
 
@@ -69,13 +71,13 @@ def test_the_wait_for_a_driver_ends(rules):
 
 
 def test_before_the_first_driver_the_message_says_what_it_waits_for(rules):
-    assert "the run's first start" in rules.step(Seen(None, Orders()), 11).reason
+    assert "the run's first start" in rules.step(AgentObservations(None, Orders()), 11).reason
 
 
 def test_a_stop_drains_until_the_driver_has_dismissed_the_engine(rules):
     rules.step(seen(1), 0)
     drains = rules.step(seen(2, stop="TERM", in_use=("a",)), 1)
-    assert drains == Verdict(EngineState.DRAINING, "TERM")
+    assert drains == EngineVerdict(EngineState.DRAINING, "TERM")
     assert rules.step(seen(3, stop="TERM", in_use=("a",)), 2).exit_code is None
     assert rules.step(seen(4, stop="TERM"), 3).exit_code == EXIT_PREEMPTED
 

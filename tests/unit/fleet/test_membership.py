@@ -6,14 +6,14 @@ from rlpost.fleet.membership import (
     NEW_WEIGHTS,
     Admit,
     Dismiss,
-    Limits,
+    EngineUsage,
+    FleetLimits,
     Membership,
     Update,
-    Usage,
 )
 from rlpost.fleet.records import EngineRecord, EngineState, Orders
 
-LIMITS = Limits(lost_after_s=30, pulls_at_once=2, max_failures=3, retry_s=5)
+LIMITS = FleetLimits(lost_after_s=30, pulls_at_once=2, max_failures=3, retry_s=5)
 
 
 def record(engine="7_0", beat=1, state=EngineState.READY, incarnation="a", **more):
@@ -267,11 +267,11 @@ def test_a_step_waits_for_enough_engines_with_a_message_that_counts_the_others(f
 def test_engines_are_charged_from_admission_to_dismissal(fleet):
     both = [record("7_0"), record("8_0", num_gpus=4)]
     serve(fleet, *both, now=10.0)
-    assert fleet.usage(15.0) == {"7_0": Usage(5.0, 10.0), "8_0": Usage(5.0, 20.0)}
+    assert fleet.usage(15.0) == {"7_0": EngineUsage(5.0, 10.0), "8_0": EngineUsage(5.0, 20.0)}
     (dismiss,) = fleet.step(both, 16, Orders(drain=("7_0",)))
     fleet.finished(dismiss, 18)
-    assert fleet.usage(20.0) == {"7_0": Usage(8.0, 16.0), "8_0": Usage(10.0, 40.0)}
-    assert fleet.usage(21.0)["7_0"] == Usage(8.0, 16.0)
+    assert fleet.usage(20.0) == {"7_0": EngineUsage(8.0, 16.0), "8_0": EngineUsage(10.0, 40.0)}
+    assert fleet.usage(21.0)["7_0"] == EngineUsage(8.0, 16.0)
 
 
 def test_descriptions_for_the_user(fleet):
@@ -292,7 +292,7 @@ def reads(fleet, records, *times):
 
 def test_the_total_rate_of_weight_reads_is_bounded():
     """Ten engines read 20 GB each at 10 GB/s in total: one every 2 s, however often steps run."""
-    limits = Limits(pulls_at_once=10, pull_bytes_per_s=10e9)
+    limits = FleetLimits(pulls_at_once=10, pull_bytes_per_s=10e9)
     fleet, small = Membership(limits), Membership(limits)
     records = [record(f"7_{number}") for number in range(10)]
     fleet.set_version(1, num_bytes=20 * 10**9)
@@ -302,7 +302,7 @@ def test_the_total_rate_of_weight_reads_is_bounded():
 
 
 def test_an_engine_that_fails_three_requests_leaves_and_counts_from_zero_when_readmitted():
-    fleet, one = Membership(Limits(retry_s=1)), record()
+    fleet, one = Membership(FleetLimits(retry_s=1)), record()
     fleet.set_version(1)
     serve(fleet, one)
     assert [fleet.request_failed(one.url) for _ in range(2)] == [one, one]  # checked each time

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlpost.fleet.membership import Admit, Dismiss, Limits, Membership, Update
+from rlpost.fleet.membership import Admit, Dismiss, FleetLimits, Membership, Update
 from rlpost.fleet.records import EngineRecord, EngineState
 
-LIMITS = Limits(lost_after_s=15, pulls_at_once=8, max_failures=4, retry_s=2)
+LIMITS = FleetLimits(lost_after_s=15, pulls_at_once=8, max_failures=4, retry_s=2)
 NUM_ENGINES, NUM_SLOTS, REQUESTS_EACH = 1000, 40, 4
 LIMIT_S, EARLY, EARLY_S, LATE_S = 900.0, 0.45, 40.0, 30.0
 STEP_S, NOTICE_S = 60, 10

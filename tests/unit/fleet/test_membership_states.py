@@ -7,10 +7,10 @@ addresses in the router. It carries out actions as the driver does.
 import pickle
 from dataclasses import dataclass, field
 
-from rlpost.fleet.membership import Admit, Dismiss, Limits, Membership, Update
+from rlpost.fleet.membership import Admit, Dismiss, FleetLimits, Membership, Update
 from rlpost.fleet.records import EngineRecord, EngineState
 
-LIMITS = Limits(lost_after_s=30, pulls_at_once=1, max_failures=2, retry_s=1)
+LIMITS = FleetLimits(lost_after_s=30, pulls_at_once=1, max_failures=2, retry_s=1)
 DEPTH = 7
 
 

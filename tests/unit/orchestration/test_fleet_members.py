@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rlpost.errors import RolloutError
 from rlpost.fleet.files import FleetFolder
-from rlpost.fleet.membership import Limits, Membership
+from rlpost.fleet.membership import FleetLimits, Membership
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, LeaseState
 from rlpost.orchestration import fleet_members as module
 from rlpost.orchestration.fleet_members import FleetMembers
@@ -19,7 +19,7 @@ from rlpost.orchestration.fleet_servers import Deadlines
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 DEADLINES = Deadlines(update_s=5, control_s=5)
-LIMITS = Limits(lost_after_s=0.6, pulls_at_once=2, retry_s=0.05)
+LIMITS = FleetLimits(lost_after_s=0.6, pulls_at_once=2, retry_s=0.05)
 
 
 class Engine(FakeEngine):
@@ -328,7 +328,7 @@ def test_many_changes_are_written_in_few_leases_the_newest_last(tmp_path, monkey
         assert world.folder.lease().beat == written[-1]
 
     monkeypatch.setattr(module, "LEASE_S", 60.0)
-    scenario(tmp_path, 12, play, monkeypatch, limits=Limits(pulls_at_once=12))
+    scenario(tmp_path, 12, play, monkeypatch, limits=FleetLimits(pulls_at_once=12))
 
 
 def test_files_of_engines_that_ended_long_ago_are_removed(tmp_path, monkeypatch):

@@ -8,14 +8,14 @@ import pytest
 
 from rlpost.errors import ConfigError, Fenced, RolloutError
 from rlpost.fleet.files import FleetFolder
-from rlpost.fleet.membership import Limits
+from rlpost.fleet.membership import FleetLimits
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, LeaseState
 from rlpost.orchestration import fleet_sync as module
 from rlpost.orchestration.fleet_sync import FleetRules, FleetSync
 from rlpost.rollout.places import JoiningPlaces
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
-RULES = FleetRules(concurrency=8, limits=Limits(lost_after_s=30))
+RULES = FleetRules(concurrency=8, limits=FleetLimits(lost_after_s=30))
 
 
 class World:

@@ -11,12 +11,12 @@ import pytest
 
 from rlpost.errors import Hang, RlpostError
 from rlpost.orchestration.hang_watch import HANG_FILE, HangWatch
-from rlpost.progress.overdue import ENOUGH, Rule
+from rlpost.progress.overdue import ENOUGH, OverdueRule
 from rlpost.progress.position import Frame, GroupCount, Position
 
 REDUCE = Frame("/lib/torch/distributed/distributed_c10d.py", 3120, "all_reduce")
 READ = Frame("/code/custom/loss.py", 12, "read_table")
-RULE = Rule(factor=2.0, min_s=0.04)
+RULE = OverdueRule(factor=2.0, min_s=0.04)
 
 
 def position(rank: int, entered: int, micro_batch: int = 0) -> Position:
@@ -48,7 +48,7 @@ class FakeRanks:
 STUCK = [position(0, 42), position(1, 42), position(2, 41)]
 
 
-def watch(folder: Path, rule: Rule | None = RULE, *, is_stopping: bool = False) -> HangWatch:
+def watch(folder: Path, rule: OverdueRule | None = RULE, *, is_stopping: bool = False) -> HangWatch:
     hosts = {"10.0.0.1": "n01", "10.0.0.2": "n02"}
     return HangWatch(rule, folder, hosts=hosts, is_stopping=lambda: is_stopping)
 

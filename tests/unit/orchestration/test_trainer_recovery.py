@@ -25,7 +25,7 @@ from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_recovery import TrainerRecovery
 from rlpost.recovery.decision import Death
-from rlpost.rollout.trained_batches import History, JournalBatches
+from rlpost.rollout.trained_batches import JournalBatches, JournalHistory
 from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparable, config, run
 
 PLACES = ["train", "trained", "send", "save", "saved", "idle"]
@@ -150,7 +150,7 @@ class Stages(FakeStages):
             self.recovery.resume(0, self.batches)
 
     async def batches(self, state, checkpoint, until):
-        history = History(self.folder / "journal", "", None)
+        history = JournalHistory(self.folder / "journal", "", None)
         read = partial(JournalBatches.read, history, state.journal, state.step, until=until)
         return read(backlog=state.backlog.finished)
 

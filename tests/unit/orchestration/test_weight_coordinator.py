@@ -18,7 +18,7 @@ from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_envi
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.rollout import engine_side_weights
 from rlpost.types import Bucket, EngineAddress
-from rlpost.weights.delta import Written
+from rlpost.weights.delta import WrittenUpdate
 
 BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
 ACTOR, NEAR, FAR = Slot("n0", "10.0.0.1", 1), Slot("n1", "10.0.0.2", 4), Slot("n2", "10.0.0.3", 4)
@@ -300,7 +300,7 @@ class Writers(Actors):
 
     async def transfer(self, method, *arguments):
         self.wanted.append(arguments)
-        return [Written(100, 0.02), None]
+        return [WrittenUpdate(100, 0.02), None]
 
 
 def delta_sync(tmp_path, monkeypatch, **settings):

@@ -10,8 +10,8 @@ from rlpost.progress.overdue import (
     ENOUGH,
     HISTORY,
     LATE_S,
-    History,
-    Rule,
+    CallHistory,
+    OverdueRule,
     between_examinations_s,
     hangs,
     is_valid,
@@ -19,13 +19,13 @@ from rlpost.progress.overdue import (
 )
 from rlpost.progress.position import Position
 
-RULE = Rule(factor=5.0, min_s=30.0)
+RULE = OverdueRule(factor=5.0, min_s=30.0)
 SAVING = Position("train_step", 4, 0, 2, waits_for="the checkpoint")
 HERE, THERE = Position("train_step", 4, 0, 2), Position("train_step", 4, 1, 2)
 
 
-def history(*durations: float) -> History:
-    found = History()
+def history(*durations: float) -> CallHistory:
+    found = CallHistory()
     for seconds in durations:
         found.add(seconds)
     return found

@@ -7,10 +7,10 @@ import pytest
 
 from rlpost.config.load import dump, load
 from rlpost.report.fleet_use import FleetUse, fleet_use
-from rlpost.report.goodput import Layout, goodput
+from rlpost.report.goodput import GpuLayout, goodput
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
-FOUR_COLOCATED = Layout(gpus_per_node=4, num_nodes=1, trainer=4, engines=4, is_colocated=True)
+FOUR_COLOCATED = GpuLayout(gpus_per_node=4, num_nodes=1, trainer=4, engines=4, is_colocated=True)
 """One node of four GPUs, all with both roles: 900 s are one GPU hour."""
 
 
@@ -140,7 +140,7 @@ def test_halves_that_wait_for_each_other_and_spare_nodes_are_not_trained_time():
     """Two nodes of four GPUs and a spare: four train for 40 s of a step of 100 s, two generate for
     50 s of it.
     """
-    layout = Layout(gpus_per_node=4, num_nodes=3, trainer=4, engines=2, gpu_hour_price=2.5)
+    layout = GpuLayout(gpus_per_node=4, num_nodes=3, trainer=4, engines=2, gpu_hour_price=2.5)
     events = ledger(
         (0, "attempt", {"attempt": 0, "num_nodes": 3}),
         (0, "started", {"attempt": "0", "step": 0}),
@@ -159,7 +159,9 @@ def test_halves_that_wait_for_each_other_and_spare_nodes_are_not_trained_time():
     assert found.line == (
         "22% of 12.0 GPU h trained steps; unassigned 50% (6.0 GPU h), waiting 28% (3.4 GPU h); cost 30.00, trained 6.50"
     )
-    asynchronous = Layout(gpus_per_node=4, num_nodes=3, trainer=4, engines=2, is_synchronous=False)
+    asynchronous = GpuLayout(
+        gpus_per_node=4, num_nodes=3, trainer=4, engines=2, is_synchronous=False
+    )
     assert measured(events, lines, layout=asynchronous).gpu_hours_by_use[
         "waiting"
     ] == pytest.approx(2.4)
@@ -189,7 +191,7 @@ def test_an_old_ledger_has_the_nodes_of_run_json_and_the_saves_of_the_metrics():
     config = load(
         [], {"cluster": {"nodes": 2, "num_gpus_per_node": 4, "spare_nodes": 1, "gpu_hour_price": 3}}
     ).config
-    layout = Layout.of_settings(json.loads(dump(config)))
+    layout = GpuLayout.of_settings(json.loads(dump(config)))
     assert (layout.gpus_per_node, layout.num_nodes, layout.gpu_hour_price) == (4, 3, 3.0)
     events = ledger(
         (0, "attempt", {"attempt": 0, "nodes": "n[01-03]"}),
@@ -208,7 +210,7 @@ def test_an_old_ledger_has_the_nodes_of_run_json_and_the_saves_of_the_metrics():
     "settings", [{}, {"cluster": {"nodes": "many"}}, {"cluster": {"no_such_setting": 1}}]
 )
 def test_without_settings_that_can_be_read_nothing_is_claimed(settings):
-    assert Layout.of_settings(settings) is None
+    assert GpuLayout.of_settings(settings) is None
     events = ledger(*attempt(0, 0, step=0, ready_s=50))
     assert goodput(events, [], None, BEGIN + timedelta(seconds=90)) is None
 
@@ -243,7 +245,7 @@ def test_the_gpu_time_of_a_fleet_is_allocated_and_what_serves_counts_as_an_engin
         (1000, "done", {"step": 10}),
         verdict(1000, 0, "done", 0),
     )
-    layout = Layout(
+    layout = GpuLayout(
         gpus_per_node=2, num_nodes=1, trainer=2, engines=0, is_synchronous=is_synchronous
     )
     lines = steps(1, 10, 90.0, **{"time/generation_waited_frac": 0.75})
@@ -290,14 +292,14 @@ def test_a_trainer_that_is_started_again_within_a_step_is_recovery_and_not_train
 
 
 def test_engines_that_generate_meanwhile_are_not_idle_in_an_asynchronous_run():
-    layout = Layout(4, 1, trainer=3, engines=1, is_synchronous=False)
+    layout = GpuLayout(4, 1, trainer=3, engines=1, is_synchronous=False)
     found = recovering(recovered(550, 40.0, step=4), layout=layout)
     assert found["recovery"] == pytest.approx(40 * 3 / 4)
     assert found["trained"] == pytest.approx(960 + 40 * 1 / 4)
 
 
 def test_a_trainer_that_is_started_again_beside_generation_costs_what_its_step_waits():
-    layout = Layout(4, 1, trainer=2, engines=2)
+    layout = GpuLayout(4, 1, trainer=2, engines=2)
     waits = {"time/trainer_waits_frac": 0.5, "time/generation_waited_frac": 0.5}
     entry = recovered(550, 40.0, step=4, phase="generate")
     assert recovering(entry, layout=layout, **waits) == recovering(layout=layout, **waits)

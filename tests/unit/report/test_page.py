@@ -18,7 +18,7 @@ from rlpost.report.compare import compare_page
 from rlpost.report.html import PAGE_POINTS
 from rlpost.report.page import report_page
 from rlpost.report.panels import drawn_names
-from rlpost.report.run_facts import Setting, compared, network_table, read_facts
+from rlpost.report.run_facts import RecipeSetting, compared, network_table, read_facts
 from rlpost.report.write import Reporter, recipe, try_to_write_report, write_report
 from tests.unit.report.runs import EARLY_ERROR, HOSTILE, make_failed_run, make_run
 
@@ -235,7 +235,7 @@ def test_settings_stand_beside_their_defaults_and_keys_are_left_out():
             "cluster": {"environment": {"HF_TOKEN": "secret", "A": "b"}},
         }
     )
-    assert Setting("rollout.num_rollout", "9", "1") in found
+    assert RecipeSetting("rollout.num_rollout", "9", "1") in found
     assert "secret" not in str(found) and '"A": "b"' in str(found)
 
 
@@ -245,7 +245,7 @@ def test_the_recipe_beside_the_page_comes_to_the_same_settings(run, page):
     assert "rollout_max_response_len" not in (run.report / "recipe.toml").read_text(), (
         "what has its default is left out"
     )
-    assert recipe([Setting("a.b", "null", "1")]) == ""
+    assert recipe([RecipeSetting("a.b", "null", "1")]) == ""
 
 
 @pytest.mark.parametrize("torn", ["", '{"torn', "[]", "null"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.ledger import Ledger
-from slurm.supervise import Answer, Budgets, Ending, bad_hosts, decide, stalled_attempts
+from slurm.supervise import Budgets, Ending, RestartDecision, bad_hosts, decide, stalled_attempts
 
 ROOT = Path(__file__).parents[3]
 BUDGETS = Budgets(max_preemptions=2, max_failures=1, max_stalled_attempts=3)
@@ -124,7 +124,7 @@ def test_preemptions_and_failures_have_budgets_of_their_own() -> None:
     assert code(Ending("requeue"), PREEMPTED, FAILED, FAILED, *progress) is None
     assert code(Ending("failed"), PREEMPTED, PREEMPTED, PREEMPTED, *progress) is None
     spent = decide(Ending("requeue"), (PREEMPTED, PREEMPTED, *progress), BUDGETS)
-    assert spent == Answer(75, "not requeued: preemptions: 3, and max_preemptions is 2")
+    assert spent == RestartDecision(75, "not requeued: preemptions: 3, and max_preemptions is 2")
     assert "max_failures is 1" in decide(Ending("none"), (FAILED,), BUDGETS).reason
 
 

@@ -37,7 +37,7 @@ class Request(TypedDict, total=False):
     max_files: int
 
 
-class Answer(TypedDict, total=False):
+class FileAnswer(TypedDict, total=False):
     """An answer of the first process: how a command ended, or why it could not be confined."""
 
     ended: str
@@ -47,7 +47,7 @@ class Answer(TypedDict, total=False):
     failed: str  # the sandbox did not start
 
 
-class Entry(TypedDict, total=False):
+class EntryHeader(TypedDict, total=False):
     """Header of an entry of a snapshot; ``size`` of its content in bytes."""
 
     path: str
@@ -57,7 +57,7 @@ class Entry(TypedDict, total=False):
     reason: str
 
 
-class Refused(Exception):
+class FileRefused(Exception):
     """The operation breaks a rule, which the text names."""
 
 
@@ -66,7 +66,7 @@ def perform(request: Request) -> int:
     operation = {"read": read, "write": write, "snapshot": snapshot, "restore": restore}
     try:
         operation[request["op"]](request)
-    except Refused as error:
+    except FileRefused as error:
         os.write(2, str(error).encode("utf-8", "replace")[:4096])
         return 2
     except OSError as error:
@@ -80,12 +80,12 @@ def read(request: Request) -> None:
     """Write a regular file of at most ``limit`` bytes to standard output."""
     handle = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise Refused(f"{request['path']}: not a regular file")
+        raise FileRefused(f"{request['path']}: not a regular file")
     remaining = request["limit"]
     while data := os.read(handle, CHUNK):
         remaining -= len(data)
         if remaining < 0:
-            raise Refused(f"{request['path']}: larger than {request['limit']} bytes")
+            raise FileRefused(f"{request['path']}: larger than {request['limit']} bytes")
         _write_all(1, data)
 
 
@@ -96,7 +96,7 @@ def write(request: Request) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o644)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise Refused(f"{path}: not a regular file")
+        raise FileRefused(f"{path}: not a regular file")
     os.ftruncate(handle, 0)
     while data := os.read(0, CHUNK):
         _write_all(handle, data)
@@ -124,7 +124,7 @@ class _Budget:
         self.bytes -= size
         self.files -= 1
         if self.bytes < 0 or self.files < 0:
-            raise Refused("the folder is larger than the limits of a snapshot")
+            raise FileRefused("the folder is larger than the limits of a snapshot")
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def _opened(path: str) -> Iterator[int]:
         try:
             below = os.open(part, FOLDER_FLAGS, dir_fd=handle) if part else os.dup(handle)
         except OSError as error:
-            raise Refused(f"{path}: {part} is not a folder ({error.strerror})") from None
+            raise FileRefused(f"{path}: {part} is not a folder ({error.strerror})") from None
         finally:
             os.close(handle)
         handle = below
@@ -147,7 +147,7 @@ def _opened(path: str) -> Iterator[int]:
 
 def _walk(folder: int, prefix: str, budget: _Budget, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise Refused(f"folders are nested more than {MAX_DEPTH} deep")
+        raise FileRefused(f"folders are nested more than {MAX_DEPTH} deep")
     for name in sorted(os.listdir(folder)):
         path = prefix + name
         try:
@@ -238,7 +238,7 @@ def restore(request: Request) -> None:
             _place(root, header, _exactly(stream, header["size"]))
 
 
-def _place(root: int, header: Entry, content: bytes) -> None:
+def _place(root: int, header: EntryHeader, content: bytes) -> None:
     *parents, name = header["path"].split("/")
     handle = os.dup(root)
     try:
@@ -264,7 +264,7 @@ def _place(root: int, header: Entry, content: bytes) -> None:
 
 def _subfolder(parent: int, name: str) -> int:
     if name in ("", ".", ".."):
-        raise Refused(f"{name!r} is not a name")
+        raise FileRefused(f"{name!r} is not a name")
     try:
         return os.open(name, FOLDER_FLAGS, dir_fd=parent)
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def _subfolder(parent: int, name: str) -> int:
 
 def _remove(parent: int, name: str) -> None:
     if name in ("", ".", ".."):
-        raise Refused(f"{name!r} is not a name")
+        raise FileRefused(f"{name!r} is not a name")
     try:
         mode = os.lstat(name, dir_fd=parent).st_mode
     except FileNotFoundError:
@@ -295,7 +295,7 @@ def _remove(parent: int, name: str) -> None:
 def _exactly(stream: BinaryIO, size: int) -> bytes:
     data = stream.read(size)
     if len(data) != size:
-        raise Refused("the entries are incomplete")
+        raise FileRefused("the entries are incomplete")
     return data
 
 

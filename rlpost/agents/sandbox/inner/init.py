@@ -81,7 +81,7 @@ class Init:
                 handles.frombytes(content)
         return json.loads(data), list(handles)
 
-    def perform(self, request: files.Request, descriptors: list[int]) -> files.Answer:
+    def perform(self, request: files.Request, descriptors: list[int]) -> files.FileAnswer:
         """Perform one request; every descriptor is closed afterwards."""
         if request["op"] in ("end", "snapshot") and not self.end_all():
             return {"error": "processes of the agent cannot be killed"}
@@ -125,7 +125,7 @@ class Init:
         finally:
             os._exit(code)
 
-    def wait(self, child: int, request: files.Request) -> files.Answer:
+    def wait(self, child: int, request: files.Request) -> files.FileAnswer:
         """Wait for a command, within its limits; describe how it ended."""
         deadline = time.monotonic() + request["wall_seconds"]
         start_cpu = self.reaped_cpu + usage.measure().cpu_seconds

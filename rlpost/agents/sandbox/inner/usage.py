@@ -13,7 +13,7 @@ FREE_SOCKETS = 512
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """All processes except the first: number, resident bytes, CPU seconds of those alive."""
 
     processes: int
@@ -21,7 +21,7 @@ class Usage:
     cpu_seconds: float
 
 
-def measure() -> Usage:
+def measure() -> ProcessUsage:
     """Read the usage of all processes. Shared pages count once for each process."""
     count = resident = ticks = 0
     for name in os.listdir("/proc"):
@@ -33,7 +33,7 @@ def measure() -> Usage:
         count += 1
         resident += values[1] * PAGE
         ticks += values[0]
-    return Usage(count, resident, ticks / TICKS)
+    return ProcessUsage(count, resident, ticks / TICKS)
 
 
 def _stat(pid: str) -> tuple[int, int] | None:
@@ -46,7 +46,7 @@ def _stat(pid: str) -> tuple[int, int] | None:
     return sum(int(value) for value in values[11:15]), int(values[21])
 
 
-def memory(usage: Usage, limit: int) -> int:
+def memory(usage: ProcessUsage, limit: int) -> int:
     """Return bytes in use; exact, with shared pages once, when the cheap sum is over ``limit``."""
     sockets = socket_memory()
     if usage.resident + sockets <= limit:

@@ -16,8 +16,8 @@ from rlpost.agents.sandbox import images, snapshots
 from rlpost.agents.sandbox.inner import seccomp
 from rlpost.agents.sandbox.local import LocalSandbox
 from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Entry, Limits, SandboxLost, SnapshotRefused
-from rlpost.agents.sandbox.registry import STALE_SECONDS, Lease, NodeRecord, Registry
+from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotEntry, SnapshotRefused
+from rlpost.agents.sandbox.registry import STALE_SECONDS, NodeRecord, Registry, SandboxLease
 from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.agents.sandbox.server import LEASE_SECONDS, LeaseWatch
 from rlpost.agents.sandbox.settings import limits_of, pool_of
@@ -79,15 +79,15 @@ def test_the_filter_denies_what_reaches_the_host_and_allows_the_rest(machine):
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry("../a", "file"),
-        Entry("/a", "file"),
-        Entry("a//b", "file"),
-        Entry("a/../../b", "file"),
-        Entry("", "folder"),
-        Entry("a\0b", "file"),
-        Entry("a", "link", b"/etc/passwd"),
-        Entry("a/b", "link", b"../../c"),
-        Entry("a", "device"),  # type: ignore[arg-type]
+        SnapshotEntry("../a", "file"),
+        SnapshotEntry("/a", "file"),
+        SnapshotEntry("a//b", "file"),
+        SnapshotEntry("a/../../b", "file"),
+        SnapshotEntry("", "folder"),
+        SnapshotEntry("a\0b", "file"),
+        SnapshotEntry("a", "link", b"/etc/passwd"),
+        SnapshotEntry("a/b", "link", b"../../c"),
+        SnapshotEntry("a", "device"),  # type: ignore[arg-type]
     ],
 )
 def test_an_entry_that_leads_outside_is_refused_on_encoding_and_decoding(entry):
@@ -100,7 +100,11 @@ def test_an_entry_that_leads_outside_is_refused_on_encoding_and_decoding(entry):
 
 
 def test_snapshots_survive_a_round_trip_and_truncated_ones_are_refused():
-    entries = (Entry("a", "folder"), Entry("a/b", "file", b"\0x", True), Entry("c", "link", b"a/b"))
+    entries = (
+        SnapshotEntry("a", "folder"),
+        SnapshotEntry("a/b", "file", b"\0x", True),
+        SnapshotEntry("c", "link", b"a/b"),
+    )
     stream = snapshots.encode(entries)
     assert snapshots.decode(stream).entries == entries
     for end in range(len(stream)):
@@ -117,7 +121,7 @@ def test_only_lines_with_the_token_score():
 
 def test_files_that_python_would_run_in_place_of_the_verifiers_are_dropped():
     names = ("a.py", "b/__pycache__/x", "b/c.pyc", "conftest.py", "x.pth", "b/d.py")
-    entries = [Entry(name, "file") for name in names]
+    entries = [SnapshotEntry(name, "file") for name in names]
     assert [e.path for e in selected(entries, ("*",), DROPPED)] == ["a.py", "b/d.py"]
     assert [e.path for e in selected(entries, ("b/*",), DROPPED)] == ["b/d.py"]
 
@@ -229,15 +233,15 @@ def test_a_server_ends_when_its_lease_is_closed_or_not_renewed(tmp_path, monkeyp
     monkeypatch.setattr("rlpost.agents.sandbox.server.time.monotonic", lambda: now[0])
     watch = LeaseWatch(registry)
     assert watch.valid()  # before the driver has started
-    registry.renew(Lease(1))
+    registry.renew(SandboxLease(1))
     assert watch.valid()
     now[0] = LEASE_SECONDS - 1
     assert watch.valid()
     now[0] = LEASE_SECONDS + 1
     assert not watch.valid()
-    registry.renew(Lease(2))
+    registry.renew(SandboxLease(2))
     assert watch.valid()
-    registry.renew(Lease(0, closed=True))
+    registry.renew(SandboxLease(0, closed=True))
     assert not watch.valid()
 
 
