@@ -41,7 +41,7 @@ def counting(counts: Counter[str]) -> mock._patch_default_new:
                 counts[f"received {message.get('kind', 'welcome')}"] += 1
             return message
 
-    return mock.patch("bootstrap.agent.rendezvous.Codec", Counting)
+    return mock.patch("bootstrap.agent.rendezvous.MessageCodec", Counting)
 
 
 async def _simulate(num_nodes: int, attempt_dir: Path, out: Path) -> None:
