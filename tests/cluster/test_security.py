@@ -19,10 +19,10 @@ SECRET = "5" * 64
 # connections that send nothing.
 STRANGER = """
 import socket, sys
-from bootstrap.agent.messages import Codec, hello_key
+from bootstrap.agent.messages import MessageCodec, hello_key
 host, port, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
-hello = Codec(hello_key(secret), "node").pack({"kind": "hello", "nonce": "recorded"})
-forged = Codec(hello_key(b"f" * 64), "node").pack({"kind": "hello", "nonce": "n"})
+hello = MessageCodec(hello_key(secret), "node").pack({"kind": "hello", "nonce": "recorded"})
+forged = MessageCodec(hello_key(b"f" * 64), "node").pack({"kind": "hello", "nonce": "n"})
 for what, data in [("noise", b"GET / HTTP/1.1" + bytes(200)), ("oversize", b"\\xff" * 100_000), ("forged", forged)]:
     with socket.create_connection((host, port), timeout=30) as connection:
         try:
