@@ -3,7 +3,7 @@
     python -m benchmarks.fleet --events 100 [--longest-wait 15] [--seed 1] [--write]
 
 On a real Slurm (the tests' lab, root needed), real Ray, Megatron and SGLang on CPU. A run of the
-tiny model has an engine of its own job and a fleet of five. Two of them are left alone. The other
+tiny model has one engine in its job and a fleet of five. Two of them are left alone. The other
 three are drained, preempted by a job of a higher partition, killed (server, agent, node) and added,
 in random order at random instants, also while they start, and the run itself is sometimes preempted.
 The run must end with the weights and metrics of a run whose fleet was left alone, with each prompt

@@ -166,10 +166,8 @@ class EngineHealth:
         A repair that fails cancels it, and its error is raised, except after a stop request:
         ``generating`` polls for that itself and aborts its requests.
         """
-        work, checking = (
-            asyncio.ensure_future(generating),
-            asyncio.create_task(self._check_health()),
-        )
+        work = asyncio.ensure_future(generating)
+        checking = asyncio.create_task(self._check_health())
         try:
             await asyncio.wait([work, checking], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():

@@ -63,3 +63,33 @@ def test_without_the_call_full_collections_run_at_any_time() -> None:
     while_growing, afterwards, *_ = run(collects_between_steps=False)
     assert while_growing > 0
     assert afterwards == 0
+
+
+PAUSED = """
+import gc
+from rlpost.garbage import paused_for_imports
+
+collections = 0
+def count(phase, info):
+    global collections
+    collections += phase == "start"
+
+gc.callbacks.append(count)
+frozen = gc.get_freeze_count()
+try:
+    with paused_for_imports():
+        kept = [[number] for number in range(100_000)]
+        while_paused = collections
+        raise ImportError
+except ImportError:
+    pass
+print(while_paused, gc.get_freeze_count() - frozen >= 100_000, gc.isenabled())
+"""
+
+
+def test_nothing_is_collected_while_imports_run_and_their_objects_are_exempt_afterwards() -> None:
+    """Also if an import fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", PAUSED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0", "True", "True"]
