@@ -60,7 +60,7 @@ class ForkedEngines:
         self.process.wait(60)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def start(self, model: Path, api_key: str, log: Path) -> EngineAddress:
+    def start(self, model: Path, api_key: str, log: Path, **server_args: object) -> EngineAddress:
         """Start an engine of a model folder, without a tokenizer."""
         port = free_ports(1)[0]
         arguments = {
@@ -70,6 +70,7 @@ class ForkedEngines:
             "api_key": api_key,
             "weight_version": "0",
             "skip_tokenizer_init": True,
+            **server_args,
         }
         is_ready = self._ask({"arguments": arguments, "log": str(log)})
         assert is_ready, f"the engine of {model} ended:\n{log.read_text()[-6000:]}"
@@ -106,6 +107,7 @@ class Forked:
                 os.dup2(theirs, number)
             for descriptor in (stdin, log, self.ready, self.stdin):
                 os.close(descriptor)
+            del os.environ["SGLANG_CPU_OMP_THREADS_BIND"]  # run_engine sets it for its ranks
             server.not_in_children(ready)
             server.end_with_parent()
             server.run_engine(document["arguments"], ready)

@@ -7,6 +7,8 @@ the old one end in every way.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,14 @@ from rlpost.config.engine_args import adapter_args
 from rlpost.config.tree import Config
 from rlpost.errors import RolloutError
 from rlpost.rollout.client import EngineClient
-from rlpost.rollout.engine import Engine
 from rlpost.rollout.engine_side_weights import AdapterMover, WeightUpdate
 from rlpost.types import EngineAddress
 from tests.contract.actor_ranks import run_ranks
-from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.families import make_family
+from tests.contract.forked_engines import ForkedEngines
 from tests.contract.lora_ranks import versions_of_adapters
 from tests.contract.samples import STEPS
 from tests.contract.test_served_families import KEY, difference, scores
-from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8.0
@@ -71,18 +71,6 @@ def trained_versions(folder: Path, name: str, targets: tuple[str, ...]) -> list[
     return found
 
 
-def made_engine(
-    folder: Path, targets: tuple[str, ...], *, num_gpus: int = 1, **more: Any
-) -> Engine:
-    return Engine(
-        model_path=str(folder / "base"),
-        api_key=KEY,
-        server_args={"skip_tokenizer_init": True, **adapter_args(config_of(targets)), **more},
-        log_path=folder / "engine.log",
-        num_gpus=num_gpus,
-    )
-
-
 async def updated(address: EngineAddress, folder: Path, version: int) -> None:
     async def written(number: int) -> str:
         return str(folder / str(number))
@@ -98,17 +86,31 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
     return folder, trained_versions(folder, "qwen3-wide", TARGETS)
 
 
-def check_versions(engine: Engine, folder: Path, expected: list[list[list[float]]]) -> None:
-    """Assert that an engine has the trainer's log-probs with the base and with each version."""
-    found = []
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
+    """Start all engines from one process, which imports SGLang once."""
+    with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
+        yield started
+
+
+@contextmanager
+def started(
+    engines: ForkedEngines, folder: Path, targets: tuple[str, ...], **more: object
+) -> Iterator[EngineAddress]:
+    """Run an engine of ``folder/base``; ``more``: further fields of SGLang's ServerArgs."""
+    server_args = {**adapter_args(config_of(targets)), **more}
     try:
-        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
-        found.append(asyncio.run(scores(address, STEPS[0])))
-        for version in (1, 2):
-            asyncio.run(updated(address, folder, version))
-            found.append(asyncio.run(scores(address, STEPS[0])))
+        yield engines.start(folder / "base", KEY, folder / "engine.log", **server_args)
     finally:
-        engine.stop()
+        engines.stop()
+
+
+def check_versions(address: EngineAddress, folder: Path, expected: list[list[list[float]]]) -> None:
+    """Assert that an engine has the trainer's log-probs with the base and with each version."""
+    found = [asyncio.run(scores(address, STEPS[0]))]
+    for version in (1, 2):
+        asyncio.run(updated(address, folder, version))
+        found.append(asyncio.run(scores(address, STEPS[0])))
     for version, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert difference(ours, theirs) < 1e-4, f"version {version}"
     assert difference(found[0], found[1]) > 0.1
@@ -118,15 +120,17 @@ def check_versions(engine: Engine, folder: Path, expected: list[list[list[float]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_engine_of_each_family_has_the_log_probs_of_the_trainer(
-    tmp_path: Path, name: str
+    engines: ForkedEngines, tmp_path: Path, name: str
 ) -> None:
     expected = trained_versions(tmp_path, name, FAMILIES[name])
-    check_versions(made_engine(tmp_path, FAMILIES[name]), tmp_path, expected)
+    with started(engines, tmp_path, FAMILIES[name]) as address:
+        check_versions(address, tmp_path, expected)
 
 
-def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(qwen3) -> None:
+def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(engines, qwen3) -> None:
     folder, expected = qwen3
-    check_versions(made_engine(folder, TARGETS, num_gpus=2), folder, expected)
+    with started(engines, folder, TARGETS, tp_size=2) as address:
+        check_versions(address, folder, expected)
 
 
 async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: int) -> Any:
@@ -168,16 +172,14 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
         return await asyncio.gather(*asking)
 
 
-def test_an_adapter_is_replaced_while_its_requests_run_queue_disconnect_and_fail(qwen3) -> None:
+def test_an_adapter_is_replaced_while_its_requests_run_queue_disconnect_and_fail(
+    engines, qwen3
+) -> None:
     """Without rlpost SGLang would wait forever for requests that were aborted in its queue."""
     folder, expected = qwen3
-    engine = made_engine(folder, TARGETS, max_running_requests=2)
-    try:
-        address = engine.start("127.0.0.1", free_ports(1)[0], deadline_s=START_DEADLINE_S)
+    with started(engines, folder, TARGETS, max_running_requests=2) as address:
         answers = asyncio.run(replaced_amid_requests(address, folder))
         after = asyncio.run(scores(address, STEPS[0]))
-    finally:
-        engine.stop()
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     lengths = [len(answer["output_ids"]) for answer in answers]
     assert reasons.count("abort") > 8
