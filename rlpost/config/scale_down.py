@@ -122,7 +122,9 @@ def scale_down(
     model = scaled_model(arguments, layout)
     is_small = all(arguments.get(name) == value for name, value in model.items())
     values = {f"model.{name}": value for name, value in model.items()}
-    values |= _layout_values(config, layout) | _cluster_values(config, layout)
+    given_gpus = "cluster.rollout_num_gpus" in kept
+    values |= _layout_values(config, layout)
+    values |= _cluster_values(config, layout, given_gpus=given_gpus)
     values |= _batch_values(config)
     if not is_small:
         values |= _assets(config, fp8=fp8)
@@ -268,11 +270,16 @@ def _layout_values(config: Config, layout: Layout) -> Values:
     }
 
 
-def _cluster_values(config: Config, layout: Layout) -> Values:
-    """One node, with the recipe's number of engines but at most ``ENGINES``."""
+def _cluster_values(config: Config, layout: Layout, *, given_gpus: bool) -> Values:
+    """One node, with the recipe's number of engines but at most ``ENGINES``.
+
+    ``given_gpus``: ``rollout_num_gpus`` is given for this run: the node has an engine on each.
+    """
     cluster = config.cluster
     has_fleet = bool(config.fleet.engines or config.fleet.min_engines)
     engines = min(config.num_engines or int(has_fleet), ENGINES)
+    if given_gpus and not cluster.colocate:
+        engines = cluster.rollout_num_gpus
     if cluster.colocate:
         engines = next((count for count in range(engines, 0, -1) if layout.world % count == 0), 0)
     size = layout.world // engines if cluster.colocate and engines else 1

@@ -151,6 +151,16 @@ def test_what_a_person_gives_stays():
     assert made.rollout.rollout_max_response_len == 32
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_given_number_of_engine_gpus_stays_and_each_has_an_engine(number):
+    config = recipe("qwen3_4b_async", cluster={"rollout_num_gpus": number})
+    assert config.cluster.rollout_num_gpus_per_engine == 2
+    kept = {"cluster.rollout_num_gpus"}
+    made = scale_down(config, config.model.model_dump(), ranks=2, kept=kept).config
+    assert (made.rollout_num_gpus, made.num_engines, made.num_nodes) == (number, number, 1)
+    assert layout_problems(made) == []
+
+
 def test_changes_are_told_with_both_values():
     made = small("glm45_355b", 4)
     told = {change.name: (change.recipe, change.scaled) for change in made.changes}
