@@ -35,6 +35,10 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
+        "--actor-num-gpus-per-node": "1",
+        "--tensor-model-parallel-size": "1",
+        "--sequence-parallel": "false",
+        "--rollout-num-gpus": "1",
         "--env": "rlpost.agents.examples.guess:Guess",
         "--env-reward": "turn",
         "--prompt-data": str(prompts),

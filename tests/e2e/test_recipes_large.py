@@ -24,7 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_glm_z1_trains_with_context_parallelism(home: Path) -> None:
-    run = run_scaled(home, "glm_z1_9b", RANKS["glm_z1_9b"])
+    run = run_scaled(home, "glm_z1_9b", RANKS["glm_z1_9b"], "--rollout-num-gpus", "1")
     assert_two_steps_are_trained(run)
     perf = run.config.perf
     assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
