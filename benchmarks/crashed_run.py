@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ import psutil
 
 from benchmarks import crash_answers
 from rlpost.metrics.writer import read_metrics
+from slurm.states import JobInfo
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import REPOSITORY, Lab
 
@@ -33,6 +35,7 @@ SETTINGS = (
 )
 DEADLINE_S = 240.0  # of each wait
 POLL_S = 0.1
+QUERY_S = 1.0  # between two queries of Slurm about a job; each starts four processes
 
 
 class CrashedRun:
@@ -46,6 +49,7 @@ class CrashedRun:
         """``settings``: flags that replace those of ``defaults``."""
         self.settings = _replaced(self.defaults, settings)
         self.lab, self.folder, self.num_steps = lab, lab.shared / name, num_steps
+        self._queries: dict[str, tuple[float, JobInfo]] = {}
         self.plugin = lab.shared / f"{name}_answers.py"
         shutil.copy(str(crash_answers.__file__), self.plugin)
         self.job = self._submit()
@@ -69,6 +73,7 @@ class CrashedRun:
             self.job = self._submit("--resume")
         else:
             self.lab.run("ctl", ["scontrol", "release", self.job])
+        self._queries.clear()
 
     @property
     def ledger(self) -> list[dict]:
@@ -96,13 +101,21 @@ class CrashedRun:
             line["event"] == "ready" and int(line["attempt"]) in newest for line in self.ledger
         )
 
+    def job_info(self, job: str) -> JobInfo:
+        """The job as Slurm showed it at most QUERY_S ago, because waits ask again and again."""
+        asked_at, info = self._queries.get(job, (-math.inf, None))
+        if info is None or time.monotonic() > asked_at + QUERY_S:
+            info = job_info(self.lab, job)
+            self._queries[job] = time.monotonic(), info
+        return info
+
     @property
     def is_over(self) -> bool:
-        return bool(job_info(self.lab, self.job).state.is_over)
+        return bool(self.job_info(self.job).state.is_over)
 
     @property
     def is_held(self) -> bool:
-        return job_info(self.lab, self.job).reason == "JobHoldMaxRequeue"
+        return self.job_info(self.job).reason == "JobHoldMaxRequeue"
 
     def attempt(self) -> Path | None:
         """The folder of the newest attempt."""

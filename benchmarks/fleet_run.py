@@ -108,7 +108,7 @@ class FleetRun(CrashedRun):
         return lease is not None and record is not None and record.incarnation in lease.in_use
 
     def job_is_over(self, engine: str) -> bool:
-        return bool(job_info(self.lab, engine).state.is_over)
+        return bool(self.job_info(engine).state.is_over)
 
     def servers(self, engine: str) -> list[psutil.Process]:
         """The processes of an engine's server."""

@@ -64,18 +64,24 @@ def why_no_cached_folder() -> str | None:
     return None
 
 
+PAUSE_SHARE, LONGEST_PAUSE_S = 0.05, 0.5
+"""A pause of ``wait_until``, as a share of the time that it has waited, and its limit."""
+
+
 def wait_until(
     condition: Callable[[], bool], *, deadline_s: float, interval_s: float = 0.05
 ) -> bool:
     """Poll until the condition is true; return False at the deadline.
 
-    For conditions that neither Slurm nor the kernel reports as an event.
+    For conditions that neither Slurm nor the kernel reports as an event. The longer it has waited
+    the longer are the pauses, because most conditions ask Slurm, which starts four processes.
     """
-    end = time.monotonic() + deadline_s
+    begin = time.monotonic()
     while not condition():
-        if time.monotonic() > end:
+        waited = time.monotonic() - begin
+        if waited > deadline_s:
             return False
-        time.sleep(interval_s)
+        time.sleep(max(interval_s, min(waited * PAUSE_SHARE, LONGEST_PAUSE_S)))
     return True
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.crashed_run import CrashedRun
-from benchmarks.kills import PLACES, Kill, crash_lab, differences, killed, num_steps
+from benchmarks.kills import PLACES, Kill, crash_lab, differences, killed
 from common.exit_codes import EXIT_PREEMPTED
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.fleet_use import used_of
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
-from tests.e2e.fleet import LORA, NUM_KILLS, FleetOutcome, run_with_fleet
+from tests.e2e.fleet import LORA, NUM_KILLS, NUM_STEPS, FleetOutcome, run_with_fleet
 
 ADAPTERS_ALONE = (*LORA, "--update-weight-mode", "adapter")
 MOST_BYTES_OF_ADAPTERS = 300_000  # merged weights of the tiny model have 1.8 MB
@@ -41,7 +41,7 @@ def fleet(lab: Lab) -> FleetOutcome:
 @pytest.fixture(scope="module")
 def killed_run(lab: Lab) -> tuple[CrashedRun, list[Kill]]:
     """A run without a fleet that was killed in every place, and its kills."""
-    run = CrashedRun(lab, "killed", num_steps(NUM_KILLS), settings=ADAPTERS_ALONE)
+    run = CrashedRun(lab, "killed", NUM_STEPS, settings=ADAPTERS_ALONE)
     return run, killed(run, NUM_KILLS, random.Random(3))
 
 
