@@ -128,13 +128,15 @@ class HeadAgent:
                 outcome = await self._outcome_of_run(driver)
             else:
                 driver.close_input()
-            self._replacements.end()
+            self._ending = True  # no loss starts a replacement while the verdict is written
+            await self._replacements.end()
             verdict = self._with_excluded(decide(outcome))
             for task in self._watching:
                 task.cancel()
             if self._watching:
                 await asyncio.wait(self._watching)  # frees the reserved disk space for the verdict
-            write_verdict(self._options.attempt_dir, verdict)
+            # A hanging file system must not stop the heartbeats: nodes would report this host lost.
+            await asyncio.to_thread(write_verdict, self._options.attempt_dir, verdict)
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
             self._ending = True
@@ -270,9 +272,8 @@ class HeadAgent:
         published = reachable_addresses(local_addresses())
         if ifname := self._options.socket_ifname:
             published = tuple(address for address in published if address.ifname == ifname)
-        write_atomic(
-            self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published)
-        )
+        path = self._options.attempt_dir / HEAD_FILE
+        await asyncio.to_thread(write_atomic, path, head_document(ports.rendezvous, published))
 
     async def _report_own_node(self) -> tuple[NodeReport, dict[str, str]]:
         """Report of the head and its network variables, once the first node has connected."""
