@@ -194,6 +194,34 @@ def test_heartbeats_continue_while_the_write_of_the_verdict_hangs(
     assert (tmp_path / "verdict").read_text() == "failed\n"
 
 
+def test_heartbeats_continue_while_reads_of_logs_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the driver, and at the deadline of the bring-up."""
+    node, heard = ConnectedNode(monkeypatch), []
+
+    def hangs(*_: object) -> str:
+        heard.append(node.hears_the_head())
+        return "last words"
+
+    for name in ("tail", "text_or_empty", "describe_missing"):
+        monkeypatch.setattr(head, name, hangs)
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        await node.join(agent)
+        exited = asyncio.get_running_loop().create_future()
+        exited.set_result(1)
+        outcome = await agent._driver_ended(SimpleNamespace(exited=exited))  # type: ignore[arg-type]
+        assert (outcome.driver_code, outcome.driver_tail) == (1, "last words")
+        assert "n3 of 3 nodes did not join" in str(await agent._too_late())
+        agent._reception.links[1].close()
+
+    run(scene)
+    node.close()
+    assert heard == [True] * 3
+
+
 def test_a_node_that_is_lost_while_the_verdict_is_written_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,16 +287,16 @@ def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written
 def test_who_is_late_is_named(tmp_path: Path) -> None:
     async def scene() -> None:
         agent = agent_of(tmp_path, "--bringup-deadline-s=5")
-        assert "n2, n3 of 3 nodes did not join within 5 s" in str(agent._too_late())
+        assert "n2, n3 of 3 nodes did not join within 5 s" in str(await agent._too_late())
         for rank, host in enumerate(HOSTS[1:], start=1):
             agent._reception.links[rank] = SimpleNamespace()  # type: ignore[assignment]
             agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
-        assert "Ray did not come up within 5 s on:\nn1: " in str(agent._too_late())
+        assert "Ray did not come up within 5 s on:\nn1: " in str(await agent._too_late())
         agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
-        assert "preflight did not finish within 5 s" in str(agent._too_late())
+        assert "preflight did not finish within 5 s" in str(await agent._too_late())
         agent._gathering.used = HOSTS
         agent._ray.registered["10.0.0.1"] = 2
-        assert "Ray did not come up within 5 s on:\nn3: " in str(agent._too_late())
+        assert "Ray did not come up within 5 s on:\nn3: " in str(await agent._too_late())
 
     run(scene)
 
