@@ -321,8 +321,7 @@ class Fleet:
     async def admit(self, indices: Sequence[int]) -> None:
         """Let the router send requests to these engines again; it checks all of them concurrently.
 
-        Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach
-        one.
+        Raises EngineDied when one has ended, RolloutError when the router does not reach one.
         """
         await self._add_to_router(indices)
         self.dismissed.difference_update(indices)

@@ -204,7 +204,7 @@ class FleetMembers:
         """Make a serving engine leave if it does not generate."""
         since = self._membership.serves_since(record)
         problem = await self._servers.check(record)
-        # The result does not count if the engine was paused for new weights meanwhile.
+        # The result does not count if the engine was paused for new weights during the check.
         if problem is None or since is None or self._membership.serves_since(record) != since:
             return
         self._membership.failed(record.engine, record.incarnation, problem)

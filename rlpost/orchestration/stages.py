@@ -167,7 +167,7 @@ class ClusterStages(RunStages):
         return self.generation.rollouts(state, journal, self._watched)
 
     async def _watched(self, generating: Awaitable[T]) -> T:
-        """Await ``generating``; engines and idle ranks that die are restarted meanwhile."""
+        """Await ``generating``; restart engines and idle ranks that die before it ends."""
 
         async def with_ranks() -> T:
             async with self.recovery.watch():

@@ -151,8 +151,8 @@ class TrainerRecovery:
     async def watch(self) -> AsyncIterator[None]:
         """Restart dead ranks while the block generates, instead of after it.
 
-        It does nothing if engines use the ranks' GPUs meanwhile. The next ``over`` raises the error
-        of a recovery that failed.
+        It does nothing if engines use the ranks' GPUs. The next ``over`` raises the error of a
+        recovery that failed.
         """
         if self._ranks.engines_hold_gpus():
             yield

@@ -222,7 +222,7 @@ def test_an_older_attempt_that_resumes_anywhere_in_its_commit_changes_nothing(
     tmp_path, has_the_step
 ):
     """It stopped after each call of the system in turn; the newer one has committed the same step
-    meanwhile.
+    before it resumes.
     """
     for number in range(1, 1000):
         folder = tmp_path / str(number)
