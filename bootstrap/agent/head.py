@@ -29,7 +29,7 @@ from bootstrap.agent.gathering import Gathering, ReadHost
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.messages import Message
+from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor

@@ -27,7 +27,7 @@ from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.gathering import Gathering
 from bootstrap.agent.link import LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.messages import Message
+from bootstrap.agent.message_codec import Message
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, check_versions
 from bootstrap.agent.verdict import HostLoss
 from common.attempt import EXCLUDE_FILE

@@ -47,10 +47,10 @@ from rlpost.fleet.agent_rules import (
     ServerState,
     end_of_run,
 )
-from rlpost.fleet.files import FleetError, FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetError, FleetFolder, settings_digest
 from rlpost.fleet.records import EngineRecord, EngineState, Lease
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 

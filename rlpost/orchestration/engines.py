@@ -36,9 +36,9 @@ from rlpost.orchestration.workers import (
     kill_workers,
     left_workers,
 )
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.external import external_addresses
 from rlpost.rollout.features import Feature, check_servers, has

@@ -27,7 +27,7 @@ from threading import Lock
 from rlpost.bounded import for_each
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Fenced, RlpostError, RolloutError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.membership import Action, Admit, Dismiss, EngineUsage, Membership, Update
 from rlpost.fleet.records import EngineRecord, Lease, LeaseState, Orders
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines, FleetServers

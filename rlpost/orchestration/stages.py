@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlpost.checkpoint.state import RunState
-from rlpost.fleet.files import FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetFolder, settings_digest
 from rlpost.fleet.records import Lease
 from rlpost.orchestration.engine_events import EngineEvents
 from rlpost.orchestration.engine_health import EngineHealth

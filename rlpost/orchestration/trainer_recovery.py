@@ -45,8 +45,8 @@ from rlpost.orchestration.trainer_ranks import TrainerRanks
 from rlpost.orchestration.training import RecordEvent, Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
-from rlpost.recovery.causes import lost_peer_or_device
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
+from rlpost.recovery.rank_errors import lost_peer_or_device
 from rlpost.rollout.trained_batches import TrainedBatches
 
 logger = logging.getLogger(__name__)

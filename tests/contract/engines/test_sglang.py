@@ -25,9 +25,9 @@ from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
 from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Router
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,

@@ -22,15 +22,15 @@ from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.head import HeadAgent
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link
-from bootstrap.agent.messages import MessageCodec
+from bootstrap.agent.message_codec import MessageCodec
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import BringupError, NodeReport
 from bootstrap.agent.replacement import Replacements
 from bootstrap.agent.verdict import AttemptVerdict, HostLoss, write_verdict
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import Interface, NetworkFacts
 from bootstrap.network.here import Address
+from bootstrap.network.network_facts import Interface, NetworkFacts
 from common.cluster import Cluster, Node
 
 HOSTS = ("n1", "n2", "n3")
