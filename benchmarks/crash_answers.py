@@ -73,9 +73,7 @@ async def _write_exactly(builder: ResponseBuilder, length: int, sampling: Sampli
     builder.sampling = WithoutEnd(
         **{one.name: getattr(sampling, one.name) for one in fields(sampling)}
     )
-    wanted = max(
-        length, builder.num_tokens
-    )  # more were written if the length was reduced meanwhile
+    wanted = max(length, builder.num_tokens)  # more were written if the length was reduced later
     while builder.num_tokens < wanted:
         await builder.write(max_new_tokens=wanted - builder.num_tokens)
     assert builder.num_tokens == wanted, f"{builder.num_tokens} tokens instead of {wanted}"

@@ -206,7 +206,7 @@ def _replaced(flags: Sequence[str], by: Sequence[str]) -> list[str]:
 def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
     """Yield each process of this machine with the words of its command line."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it ended after it was listed
             yield process, process.cmdline()
 
 

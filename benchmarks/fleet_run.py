@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks import crash_answers
 from benchmarks.crashed_run import CrashedRun, command_lines, output_of, wait_for
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.records import EngineRecord, EngineState
 from tests.cluster.jobs import job_info, sbatch
 from tests.cluster.lab import REPOSITORY, Lab

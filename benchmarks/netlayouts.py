@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import (
+from bootstrap.network.network_facts import (
     Interface,
     NetworkFacts,
     address_of,

@@ -104,7 +104,7 @@ def canaries() -> Iterator[Canaries]:
 
 def host_state(ours: Canaries) -> dict[str, object]:
     """Return what may not differ before and after."""
-    # of this process alone: other programs may run sandboxes meanwhile
+    # of this process alone: other programs may run sandboxes too
     sandbox_users = {host_user(number) for number in range(10_000)}
     kernel = Path("/proc/sys/kernel")
     folders = [Path(name) for name in ("/tmp", "/var/tmp", "/dev/shm", "/run", "/etc", "/usr/bin")]

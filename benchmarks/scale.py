@@ -254,7 +254,7 @@ def backlog(folder: Path) -> list[Row]:
 
 def report(folder: Path) -> list[Row]:
     """Report and status of a run of NUM_STEPS steps."""
-    from rlpost.metrics.names import METRICS
+    from rlpost.metrics.metric_names import METRICS
     from rlpost.report.write import write_report
 
     run, rng, timer = RunFolder(folder), random.Random(1), Timer()

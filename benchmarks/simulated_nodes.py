@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.messages import Message, MessageCodec
+from bootstrap.agent.message_codec import Message, MessageCodec
 from bootstrap.agent.options import parse_options
 from bootstrap.preflight.probe import raise_limits
 from bootstrap.simulated.nodes import SimulatedNode, head_port, host_facts, template_of

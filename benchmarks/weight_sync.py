@@ -34,8 +34,8 @@ import torch
 
 from benchmarks.page import make_parser, show, table
 from benchmarks.plain_copy import BACKEND, DEVICE, HAS_CUDA, PlainCopy
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DiskMover,

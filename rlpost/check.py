@@ -31,7 +31,7 @@ from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems
-from rlpost.config.checks.environment import environment_problems
+from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
@@ -76,7 +76,7 @@ from rlpost.rollout.cuda_graphs import graph_problems
 from rlpost.rollout.server_args import check_server_args
 from rlpost.teacher_folder import teacher_note, teacher_problems
 from rlpost.weights.families import family
-from rlpost.weights.files import file_problems, tensor_files
+from rlpost.weights.safetensors_files import file_problems, tensor_files
 
 ANY_GPU_BYTES = 80 * 10**9  # a checkpoint does not depend on it
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # an evaluation set may override these

@@ -20,7 +20,7 @@ from rlpost.errors import RlpostError, WeightError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.units import size_text
-from rlpost.weights.files import file_problems
+from rlpost.weights.safetensors_files import file_problems
 
 
 def teacher_problems(config: Config) -> list[str]:

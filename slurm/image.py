@@ -28,6 +28,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -170,8 +171,14 @@ def _share(path: Path) -> None:
 
 
 def _import(image: str, cache: Path) -> Path:
+    program = shutil.which("enroot")
+    if program is None:
+        raise ImageError(
+            f"no enroot on this host to import {image}; import it on a host with enroot (enroot import --output "
+            f"FILE.sqsh {uri(image)}) and set --container-image to the path of the file"
+        )
     beside = cache / f".{key(image)}.{uuid.uuid4().hex}.sqsh"
-    command = ["enroot", "import", "--output", str(beside), "--", uri(image)]
+    command = [program, "import", "--output", str(beside), "--", uri(image)]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0 or not beside.exists():
@@ -187,10 +194,12 @@ def _import(image: str, cache: Path) -> Path:
         _share(beside)
         beside.replace(path)
         return path
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        # The program is there, so the file that its first line names is not.
+        missing = f"the interpreter of {program}" if error.filename == program else error.filename
         raise ImageError(
-            f"no enroot on this host to import {image}; import it on a host with enroot (enroot import --output "
-            f"FILE.sqsh {uri(image)}) and set --container-image to the path of the file"
+            f"{missing} is missing, so {image} was not imported to --image-cache {cache}; restore it, or import the "
+            "image again if another process deleted it"
         ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):

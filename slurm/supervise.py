@@ -211,7 +211,10 @@ def chained(options: argparse.Namespace) -> int:
     ledger = Ledger(options.run_folder / "ledger.jsonl")
     ledger.append("chained", attempt=options.attempt, job_id=options.job)
     if was_cancelled(ledger.read()):
-        print(f"the run was cancelled meanwhile: cancelling job {options.job}", file=sys.stderr)
+        print(
+            f"the run was cancelled while the job was submitted: cancelling job {options.job}",
+            file=sys.stderr,
+        )
         return subprocess.run(["scancel", options.job]).returncode
     return 0
 

@@ -10,7 +10,7 @@ _RANDOM = random.SystemRandom()  # concurrent tests must not draw the same ports
 
 def free_ports(count: int) -> list[int]:
     """Return different unused ports, below the ephemeral range: the system gives none of them to an
-    outgoing connection meanwhile.
+    outgoing connection.
     """
     found: list[int] = []
     while len(found) < count:

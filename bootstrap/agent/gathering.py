@@ -23,7 +23,7 @@ from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, installed_versions
 from bootstrap.agent.selection import choose_hosts
-from bootstrap.check import Check, level_of
+from bootstrap.check_result import Check, level_of
 from bootstrap.preflight.bandwidth import Survey
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.probe import CANARY_DIR, read_host

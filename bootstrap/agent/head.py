@@ -29,7 +29,7 @@ from bootstrap.agent.gathering import Gathering, ReadHost
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.messages import Message
+from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor
@@ -128,13 +128,15 @@ class HeadAgent:
                 outcome = await self._outcome_of_run(driver)
             else:
                 driver.close_input()
-            self._replacements.end()
+            self._ending = True  # no loss starts a replacement while the verdict is written
+            await self._replacements.end()
             verdict = self._with_excluded(decide(outcome))
             for task in self._watching:
                 task.cancel()
             if self._watching:
                 await asyncio.wait(self._watching)  # frees the reserved disk space for the verdict
-            write_verdict(self._options.attempt_dir, verdict)
+            # A hanging file system must not stop the heartbeats: nodes would report this host lost.
+            await asyncio.to_thread(write_verdict, self._options.attempt_dir, verdict)
             logger.info("verdict: %s (%s)", verdict.verdict, verdict.cause)
         finally:
             self._ending = True
@@ -155,7 +157,7 @@ class HeadAgent:
         await first_of(bringup, driver.exited, self._lost, stopped)
         stopped.cancel()
         if driver.exited.done():
-            return self._driver_ended(driver)
+            return await self._driver_ended(driver)
         if self._lost.done():
             loss = self._lost.result()
             return AttemptOutcome(bringup_error=loss.cause, exclude=loss.exclude)
@@ -189,21 +191,23 @@ class HeadAgent:
             logger.error("%s; the driver has %.0f s", cause, self._options.loss_grace_s)
             await self._stop.write(cause, within_s=self._options.loss_grace_s)
             await first_of(driver.exited, timeout_s=self._options.loss_grace_s)
-        return self._driver_ended(driver)
+        return await self._driver_ended(driver)
 
     def _with_excluded(self, verdict: AttemptVerdict) -> AttemptVerdict:
         """The verdict, with the hosts that spares have replaced."""
         excluded = dict.fromkeys((*self._replacements.excluded, *verdict.exclude))
         return replace(verdict, exclude=tuple(excluded))
 
-    def _driver_ended(self, driver: DriverProcess) -> AttemptOutcome:
+    async def _driver_ended(self, driver: DriverProcess) -> AttemptOutcome:
         loss, is_stopped = self._replacements.unsettled, self._stop.requested.is_set()
         if self._lost.done():
             loss, is_stopped = self._lost.result(), self._stopped_before_loss
+        code = driver.exited.result() if driver.exited.done() else None
+        attempt_dir = self._options.attempt_dir
         return AttemptOutcome(
-            driver_code=driver.exited.result() if driver.exited.done() else None,
-            driver_tail=tail(self._options.attempt_dir / DRIVER_LOG),
-            driver_cause=text_or_empty(self._options.attempt_dir / CAUSE_FILE),
+            driver_code=code,
+            driver_tail=await asyncio.to_thread(tail, attempt_dir / DRIVER_LOG),
+            driver_cause=await asyncio.to_thread(text_or_empty, attempt_dir / CAUSE_FILE),
             lost=loss.cause if loss else None,
             exclude=loss.exclude if loss else (),
             stop_requested=is_stopped,
@@ -230,7 +234,7 @@ class HeadAgent:
         except TimeoutError:
             if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
                 raise
-            raise self._too_late() from None
+            raise await self._too_late() from None
         nodes = tuple(
             Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports
         )
@@ -270,9 +274,8 @@ class HeadAgent:
         published = reachable_addresses(local_addresses())
         if ifname := self._options.socket_ifname:
             published = tuple(address for address in published if address.ifname == ifname)
-        write_atomic(
-            self._options.attempt_dir / HEAD_FILE, head_document(ports.rendezvous, published)
-        )
+        path = self._options.attempt_dir / HEAD_FILE
+        await asyncio.to_thread(write_atomic, path, head_document(ports.rendezvous, published))
 
     async def _report_own_node(self) -> tuple[NodeReport, dict[str, str]]:
         """Report of the head and its network variables, once the first node has connected."""
@@ -414,12 +417,12 @@ class HeadAgent:
             self._stopped_before_loss = self._stop.requested.is_set()
             self._lost.set_result(loss)
 
-    def _too_late(self) -> BringupError:
+    async def _too_late(self) -> BringupError:
         """Error that names the hosts that delayed the bring-up, with their last lines."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
         attempt_dir = self._options.attempt_dir
         if missing := self._reception.missing():
-            logs = describe_missing(missing, attempt_dir, "agent-HOST.log")
+            logs = await asyncio.to_thread(describe_missing, missing, attempt_dir, "agent-HOST.log")
             cause = f"{', '.join(missing)} of {counted(len(self._facts.hosts), 'node')} did not join {within}:\n{logs}"
             # If all but the head are missing, suspect the head or its port rather than each of
             # them.
@@ -436,7 +439,7 @@ class HeadAgent:
             return BringupError(
                 f"all nodes joined and Ray is up on the head, but preflight did not finish {within}"
             )
-        logs = describe_missing(late, attempt_dir, "ray-HOST.log")
+        logs = await asyncio.to_thread(describe_missing, late, attempt_dir, "ray-HOST.log")
         return BringupError(f"Ray did not come up {within} on:\n{logs}")
 
     async def _tear_down(self, driver: DriverProcess, *, keep_logs: bool) -> None:

@@ -122,7 +122,7 @@ class Keeper:
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has exited meanwhile, or changed its user
+            with suppress(psutil.Error):  # it exited after it was listed, or changed its user
                 process.send_signal(number)
 
     def _report(self, **event: object) -> None:

@@ -23,7 +23,7 @@ from bootstrap.agent.gathering import read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import SILENCE_S, Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.messages import Message
+from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
@@ -42,7 +42,6 @@ from bootstrap.agent.rendezvous import (
     join,
 )
 from bootstrap.network.detect import Detection
-from bootstrap.network.facts import NetworkFacts
 from bootstrap.network.here import (
     NetworkError,
     ifname_of,
@@ -50,6 +49,7 @@ from bootstrap.network.here import (
     local_addresses,
     logged_network_here,
 )
+from bootstrap.network.network_facts import NetworkFacts
 from bootstrap.preflight.bandwidth import measure_here
 from bootstrap.preflight.shared_folder import ORDER, take_part
 from common.addresses import host_port

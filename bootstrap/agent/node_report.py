@@ -15,8 +15,8 @@ from bootstrap.agent.link import Link
 from bootstrap.agent.ports import PortBlock, busy_ports
 from bootstrap.agent.rendezvous import NodeReport, installed_versions
 from bootstrap.network.detect import Detection
-from bootstrap.network.facts import NetworkFacts
 from bootstrap.network.here import NetworkError, ifname_of, local_addresses
+from bootstrap.network.network_facts import NetworkFacts
 from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.table import HostFacts
 

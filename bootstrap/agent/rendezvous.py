@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.agent.messages import MessageCodec, hello_key, new_nonce, session_key
+from bootstrap.agent.message_codec import MessageCodec, hello_key, new_nonce, session_key
 from bootstrap.agent.packages import fingerprint
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word

@@ -27,7 +27,7 @@ from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.gathering import Gathering
 from bootstrap.agent.link import LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.messages import Message
+from bootstrap.agent.message_codec import Message
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, check_versions
 from bootstrap.agent.verdict import HostLoss
 from common.attempt import EXCLUDE_FILE
@@ -83,6 +83,7 @@ class Replacements:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._causes: dict[str, HostLoss] = {}
         self._writing = asyncio.Lock()
+        self._write: asyncio.Task[None] | None = None  # the latest; a thread cannot be cancelled
 
     def begin(self, cluster: Cluster, own: NodeReport, ray: LocalRay, order: Message) -> None:
         """The cluster is up: losses from now on can be replaced.
@@ -118,10 +119,15 @@ class Replacements:
         if failed is not None and not failed.done():
             failed.set_result(cause)
 
-    def end(self) -> None:
-        """Cancel pending replacements, because the attempt ends."""
+    async def end(self) -> None:
+        """Cancel pending replacements, because the attempt ends.
+
+        When this returns, no write is in flight that could replace the files of the verdict.
+        """
         for task in self._running.values():
             task.cancel()
+        if self._write is not None:
+            await asyncio.wait([self._write])
 
     async def _replace(self, host: str, loss: HostLoss) -> None:
         try:
@@ -198,10 +204,12 @@ class Replacements:
         new = [host for host in loss.exclude if host not in self._excluded]
         self._excluded += new
         async with self._writing:  # two nodes may be lost at the same time
-            await asyncio.to_thread(write_lost_nodes, self._attempt_dir, [*self._lost.values()])
-            if new:
-                text = "".join(f"{host}\n" for host in self._excluded)
-                await asyncio.to_thread(write_atomic, self._attempt_dir / EXCLUDE_FILE, text)
+            excluded = self._excluded if new else ()
+            write = asyncio.to_thread(
+                _write_record, self._attempt_dir, [*self._lost.values()], [*excluded]
+            )
+            self._write = asyncio.create_task(write)
+            await asyncio.shield(self._write)
 
     def _report(self, host: str) -> NodeReport:
         return next(each for each in self._reception.reports.values() if each.host == host)
@@ -209,3 +217,9 @@ class Replacements:
     def _node(self, host: str) -> Node:
         report = self._report(host)
         return Node(report.host, report.ip, report.ifname, report.num_gpus)
+
+
+def _write_record(attempt_dir: Path, lost: Sequence[LostNode], excluded: Sequence[str]) -> None:
+    write_lost_nodes(attempt_dir, lost)
+    if excluded:
+        write_atomic(attempt_dir / EXCLUDE_FILE, "".join(f"{host}\n" for host in excluded))

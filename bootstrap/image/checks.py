@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Mapping, Sequence  # noqa: UP035
 
-from bootstrap.check import GIB, UNLIMITED, Check, Level
+from bootstrap.check_result import GIB, UNLIMITED, Check, Level
 from bootstrap.image.pins import Requirement, parse
 
 TE_USES = "optimizer_cpu_offload, the precision-aware optimizer with other types, grouped experts and fused permutation"

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Sequence  # noqa: UP035
 
-from bootstrap.check import Check, level_of
+from bootstrap.check_result import Check, level_of
 from bootstrap.image.checks import check_image
-from bootstrap.image.facts import read_image
+from bootstrap.image.image_facts import read_image
 from bootstrap.image.pins import Requirement, parse, python_required, read_pins, requirements
 
 CODE = Path(__file__).resolve().parents[2]

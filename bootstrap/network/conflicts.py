@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bootstrap.network.facts import NetworkFacts
+from bootstrap.network.network_facts import NetworkFacts
 from bootstrap.network.rdma import RdmaChoice
 
 # Gloo and TensorPipe expect names; the others expect NCCL's patterns.

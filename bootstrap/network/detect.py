@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bootstrap.network.conflicts import Conflict, NetworkSetting, conflicts
-from bootstrap.network.facts import NetworkFacts, RdmaPort, address_of
+from bootstrap.network.network_facts import NetworkFacts, RdmaPort, address_of
 from bootstrap.network.rdma import RdmaChoice, choose_rdma
 from bootstrap.network.sockets import SocketChoice, choose_socket
 

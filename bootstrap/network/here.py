@@ -24,8 +24,8 @@ import psutil
 
 from bootstrap.agent.link import plain_ip
 from bootstrap.network.detect import Detection, detect, socket_settings
-from bootstrap.network.facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from bootstrap.network.host import read_document, read_host
+from bootstrap.network.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from common.files import write_atomic
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from bootstrap.network.facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
+from bootstrap.network.network_facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 from common.host_lists import HostListError, expand
 
 # linux/if_arp.h; the tunnels are PPP, IPIP, IPIP6, SIT, GRE, GRE over IPv6 and devices without ARP.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from bootstrap.network.facts import Interface, RdmaPort
+from bootstrap.network.network_facts import Interface, RdmaPort
 
 Candidate = TypeVar("Candidate", Interface, RdmaPort)
 

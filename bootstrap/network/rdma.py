@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bootstrap.network.facts import (
+from bootstrap.network.narrowing import Narrowing
+from bootstrap.network.network_facts import (
     CXI_HINT,
     TCPXO_HINT,
     Gid,
@@ -23,7 +24,6 @@ from bootstrap.network.facts import (
     RdmaPort,
     address_of,
 )
-from bootstrap.network.narrowing import Narrowing
 
 # GPUDirect-TCPX (Google's A3 High): four NICs for the data of eight GPUs, one for all else.
 _NUM_TCPX_DATA_NICS = 4

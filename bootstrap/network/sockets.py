@@ -12,8 +12,8 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 
-from bootstrap.network.facts import Interface, NetworkFacts, address_of, network_of
 from bootstrap.network.narrowing import Narrowing
+from bootstrap.network.network_facts import Interface, NetworkFacts, address_of, network_of
 
 # Assumed prefix length of an address whose prefix length is unknown.
 _USUAL_PREFIX = {4: 24, 6: 64}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from bootstrap.check import GIB, UNLIMITED, Check, Level
+from bootstrap.check_result import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HeadObservations, HostFacts, Requirements

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from bootstrap.network.detect import Detection
-from bootstrap.network.facts import NetworkFacts
+from bootstrap.network.network_facts import NetworkFacts
 
 _DIFFER_BY_NATURE = ("host", "address")
 _ABSENT = "-"

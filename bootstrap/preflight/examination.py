@@ -35,7 +35,7 @@ from bootstrap.agent.rendezvous import (
     join,
     odd_versions,
 )
-from bootstrap.check import Check
+from bootstrap.check_result import Check
 from bootstrap.network.here import ifname_of, local_addresses, network_here, reachable_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import Preflight

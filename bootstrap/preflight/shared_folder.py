@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.check import Check, Level
+from bootstrap.check_result import Check, Level
 from common.files import is_there
 
 ORDER, ANSWER = "try folder", "folder tried"

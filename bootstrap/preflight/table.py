@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bootstrap.check import LEVELS, Check, level_of
+from bootstrap.check_result import LEVELS, Check, level_of
 from bootstrap.preflight.gpus import GpuReading
 
 MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}

@@ -23,9 +23,9 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist.reader import StoredTensors
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.exporter import Exporter, export_folder
-from rlpost.weights.files import tensor_files
 from rlpost.weights.importer import import_weights
 from rlpost.weights.inventory import MTP_MARK
+from rlpost.weights.safetensors_files import tensor_files
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rlpost.actor import device, megatron_checkpoint, optimizer, step
 from rlpost.actor.megatron_checkpoint import Progress, Residence, Saver, Writing
+from rlpost.actor.metric_reduction import global_metrics
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.packing import (
     PackedMicroBatch,
@@ -29,7 +30,6 @@ from rlpost.actor.packing import (
     unpack,
 )
 from rlpost.actor.passes import Logprobs, held_values, of_all_context_ranks, set_mode
-from rlpost.actor.report import global_metrics
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.value_model import (

@@ -107,15 +107,11 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
         ConfigError: the precision needs a package or device that is missing.
     """
     dtype = device.weight_dtype(settings.bf16)
-    placement, precision = _placement(settings), _precision(settings)
+    placement = _placement(settings)
     is_hybrid = bool(placement)
-    if is_hybrid and dtype != torch.bfloat16:
-        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
-        # 0.16.1).
-        raise ConfigError(
-            "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
-            "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"
-        )
+    if is_hybrid:
+        _check_hybrid(settings, dtype)
+    precision = {} if is_hybrid else _precision(settings)
     made = configured(OptimizerConfig, settings.megatron)(
         optimizer="adam",
         lr=settings.lr,
@@ -129,13 +125,16 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
         use_distributed_optimizer=settings.use_distributed_optimizer,
         overlap_param_gather=settings.overlap_param_gather,
         **placement,
-        **({} if is_hybrid else precision),
+        **precision,
     )
     return _laid_out_for_hybrid(made) if is_hybrid else made
 
 
 def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
     """Select the gradient layout of HybridDeviceOptimizer, without TransformerEngine.
+
+    ``use_precision_aware_optimizer`` selects that layout, so it is always set (Megatron-LM's command
+    line rejects one flag without the other). The state of this optimizer is float32.
 
     With ``use_precision_aware_optimizer`` the constructor of Megatron-core 0.16.1 queries
     TransformerEngine's version, and raises TypeError without it (``optimizer_config.py:383``,
@@ -165,39 +164,56 @@ def _placement(settings: ActorSettings) -> dict[str, object]:
     }
 
 
-def _precision(settings: ActorSettings) -> dict[str, object]:
-    """Dtypes of Adam's state, where it supports others than float32.
-
-    HybridDeviceOptimizer needs the layout of weights and gradients that
-    ``use_precision_aware_optimizer`` selects, so the flag is always set with it (Megatron-LM's
-    command line rejects one without the other). Its own state is float32.
-    """
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    given = {name: getattr(settings, name) for name in names}
-    other = [
-        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value != "fp32"
-    ]
-    is_hybrid = settings.optimizer_cpu_offload and torch.cuda.is_available()
-    if is_hybrid and not settings.use_distributed_optimizer:
+def _check_hybrid(settings: ActorSettings, dtype: torch.dtype) -> None:
+    """Check the settings that HybridDeviceOptimizer excludes; raises ConfigError."""
+    if not settings.use_distributed_optimizer:
         raise ConfigError(
             "--optimizer-cpu-offload on a GPU needs --use-distributed-optimizer true; "
             "set it, or omit --optimizer-cpu-offload"
         )
-    if is_hybrid and not other:
-        return {"use_precision_aware_optimizer": True}
-    if not settings.use_precision_aware_optimizer:
-        return {}
-    if torch.cuda.is_available() and has_transformer_engine() and not is_hybrid:
-        return {"use_precision_aware_optimizer": True} | {
-            name: DTYPES[value] for name, value in given.items()
-        }
+    if settings.use_precision_aware_optimizer:
+        _check_state_is_float32(settings)
+    if dtype != torch.bfloat16:
+        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
+        # 0.16.1).
+        raise ConfigError(
+            "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
+            "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"
+        )
+
+
+def _check_state_is_float32(settings: ActorSettings) -> None:
+    """Raise ConfigError if a dtype of Adam's state is not float32."""
+    other = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in _state_dtypes(settings).items()
+        if value != "fp32"
+    ]
     if other:
         raise ConfigError(
             f"--use-precision-aware-optimizer with {', '.join(other)} needs CUDA and TransformerEngine, and excludes "
             "--optimizer-cpu-offload, whose state is float32; use fp32 for all of them or omit the flag"
         )
+
+
+def _precision(settings: ActorSettings) -> dict[str, object]:
+    """Fields for the dtypes of Adam's state, where it supports others than float32.
+
+    Raises ConfigError where it does not, and they are set.
+    """
+    if not settings.use_precision_aware_optimizer:
+        return {}
+    if torch.cuda.is_available() and has_transformer_engine():
+        dtypes = {name: DTYPES[value] for name, value in _state_dtypes(settings).items()}
+        return {"use_precision_aware_optimizer": True} | dtypes
+    _check_state_is_float32(settings)
     logger.warning("--use-precision-aware-optimizer has no effect: all its dtypes are fp32")
     return {}
+
+
+def _state_dtypes(settings: ActorSettings) -> dict[str, str]:
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {name: getattr(settings, name) for name in names}
 
 
 def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_steps: int) -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlpost.actor import device, parallel, step
+from rlpost.actor.metric_reduction import global_metrics
 from rlpost.actor.mtp import LossOf, MtpTraining, shifted
 from rlpost.actor.packing import (
     PackedMicroBatch,
@@ -27,7 +28,6 @@ from rlpost.actor.packing import (
     pack,
     unpack,
 )
-from rlpost.actor.report import global_metrics
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints

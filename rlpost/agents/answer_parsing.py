@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlpost.agents.messages import END_THINK, THINK, Tool
+from rlpost.agents.chat_messages import END_THINK, THINK, Tool
 
 Tools = Sequence[Tool]
 Format = Literal["qwen", "glm", "none"]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlpost.agents.messages import (
+from rlpost.agents.chat_messages import (
     BadRequest,
     Message,
     Tool,

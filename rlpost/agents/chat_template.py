@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from rlpost.agents.messages import Message
+from rlpost.agents.chat_messages import Message
 from rlpost.columns import IntColumn
 from rlpost.data.tokenizer import check_tokenizer_folder, hf_tokenizer
 from rlpost.errors import ConfigError, DataError

@@ -32,8 +32,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rlpost.agents.chat_messages import Message, Tool
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.messages import Message, Tool
 from rlpost.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.errors import DataError

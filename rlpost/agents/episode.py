@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, Format, format_of, parse_answer
+from rlpost.agents.chat_messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation, RequestPlan
-from rlpost.agents.messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.requests import (
     AnswerEnd,
     ChatChoice,

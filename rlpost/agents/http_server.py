@@ -20,8 +20,8 @@ import orjson
 from aiohttp import web
 
 from rlpost.agents import anthropic_format, openai_format, responses_format
+from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
-from rlpost.agents.messages import BadRequest
 from rlpost.agents.requests import ChatRequest, Completion, Reply
 from rlpost.errors import RolloutError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlpost.agents.messages import BadRequest, Tool, constrains_sampling, messages_from_openai
+from rlpost.agents.chat_messages import BadRequest, Tool, constrains_sampling, messages_from_openai
 from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlpost.agents.messages import Message, Tool
+from rlpost.agents.chat_messages import Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]

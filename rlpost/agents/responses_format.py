@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.agents.messages import (
+from rlpost.agents.chat_messages import (
     BadRequest,
     Message,
     Tool,

@@ -160,9 +160,9 @@ def _take_away(lane: Path, *, into: Path) -> None:
 def check_attempt(folder: Path, driver: str, run: str) -> None:
     """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of it.
 
-    ``driver`` is ``Cluster.driver_name``; a name of another form is older than any other. For the
-    final write of an attempt that may not have claimed the folder. Storage errors and a missing or
-    damaged OWNER are ignored.
+    ``driver`` is ``Cluster.driver_name``; a name of another form is older than every attempt,
+    attempt 0 included. For the final write of an attempt that may not have claimed the folder.
+    Storage errors and a missing or damaged OWNER are ignored.
     """
     try:
         found = read_owner(folder)
@@ -171,12 +171,15 @@ def check_attempt(folder: Path, driver: str, run: str) -> None:
     if found is None:
         return
     owner, _, of_run = found.attempt.partition(" of ")
-    if of_run == run and _order(owner) > max(_order(driver), (0,)):
+    if of_run == run and _order(owner) > _order(driver):
         raise Fenced(f"{folder} belongs to {found}; attempt {driver} of {run} stops writing")
 
 
 def _order(driver: str) -> tuple[int, ...]:
-    """Attempt and number of a driver, for comparison; empty for a name of another form."""
+    """Attempt and number of a driver, for comparison.
+
+    A name of another form gives an empty tuple, which is less than that of every attempt.
+    """
     numbers = driver.split(".")
     return tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpost.errors import CheckpointError
-from rlpost.records import backlog_from, backlog_json
+from rlpost.group_records import backlog_from, backlog_json
 from rlpost.types import Backlog
 
 
@@ -57,7 +57,7 @@ class RunState:
         return "".join(self.json_pieces())
 
     def json_pieces(self) -> Iterator[str]:
-        """The text of ``to_json`` in pieces; see ``records.backlog_json``."""
+        """The text of ``to_json`` in pieces; see ``group_records.backlog_json``."""
         record = {
             "step": self.step,
             "cursor": self.cursor,

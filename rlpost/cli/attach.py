@@ -33,8 +33,8 @@ from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
 from slurm.environment import outside_any_job
+from slurm.job_step import Inside, step_argv
 from slurm.states import JobState
-from slurm.step import Inside, step_argv
 
 DASHBOARD_PORT = 8265  # of the tunnel, on the user's machine
 _DASHBOARD = re.compile(

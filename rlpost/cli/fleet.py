@@ -27,7 +27,7 @@ from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.load import files_of, parse_dump, read_toml
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from slurm.client import cancel, is_available
 from slurm.errors import JobError, SlurmError
 from slurm.render_fleet import render_fleet

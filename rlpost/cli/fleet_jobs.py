@@ -21,7 +21,7 @@ from rlpost.config.keys import without_keys
 from rlpost.config.load import absolute_paths
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from slurm.client import cancel
 from slurm.executor import submit_fleet
 from slurm.queue import queue

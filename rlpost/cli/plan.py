@@ -29,7 +29,7 @@ from rlpost.cli.terminal import terminal_width
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
-from rlpost.config.plan.layouts import FittingLayout, nearest, suggest
+from rlpost.config.plan.layout_search import FittingLayout, nearest, suggest
 from rlpost.config.plan.reference import notes_of
 from rlpost.config.plan.save_interval import (
     WRITE_GBPS,

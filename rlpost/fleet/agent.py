@@ -47,17 +47,17 @@ from rlpost.fleet.agent_rules import (
     ServerState,
     end_of_run,
 )
-from rlpost.fleet.files import FleetError, FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetError, FleetFolder, settings_digest
 from rlpost.fleet.records import EngineRecord, EngineState, Lease
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
 POLL_S, BEAT_S = 0.5, 2.0
 LEDGER_S = 30.0  # between reads of the ledger while there is no driver
 CONTROL_S = 10.0  # timeout of one control request to the agent's server
-START_S = 3600.0  # a large model loads slowly; the engine serves nothing meanwhile
+START_S = 3600.0  # a large model loads slowly; the engine serves nothing before that
 NOT_ADMITTED = "not-admitted"
 """Weight version of a new server; not an integer, so that an answer that carries it is an error."""
 PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports

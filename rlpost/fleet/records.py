@@ -1,7 +1,7 @@
 """Records that engine jobs, the driver and the command line exchange in files.
 
 Input: JSON text of a file that another host wrote. Output: frozen values, or a RecordError that
-names the field. Pure; ``rlpost.fleet.files`` knows the paths.
+names the field. Pure; ``rlpost.fleet.fleet_folder`` knows the paths.
 
 Each record has one writer:
 
@@ -110,7 +110,8 @@ class Lease:
         beat: grows with every write.
         version: the policy version that engines must have; None before the first update.
         weights: folder with these weights; empty before the first update.
-        settings: digest of the settings that a server depends on (``files.settings_digest``).
+        settings: digest of the settings that a server depends on
+            (``fleet_folder.settings_digest``).
         engines: what the driver does with each engine, for the user.
         in_use: incarnations that requests may be sent to.
         host: the driver's node, for messages.

@@ -25,7 +25,7 @@ def process_gb(pid: int | None = None) -> float:
     try:
         one = psutil.Process(pid)
         for process in [one, *one.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it ended after it was listed
                 total += process.memory_info().rss
     except psutil.Error:
         return 0.0

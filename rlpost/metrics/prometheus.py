@@ -24,7 +24,7 @@ from common.addresses import host_port, http_url
 from common.files import write_atomic
 from common.scrape_targets import NONE, targets_text
 from rlpost.errors import ConfigError
-from rlpost.metrics.names import declared
+from rlpost.metrics.metric_names import declared
 from rlpost.metrics.prometheus_names import COUNTERS, prometheus_name
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from rlpost.metrics.names import METRICS, declared
+from rlpost.metrics.metric_names import METRICS, declared
 
 COUNTERS = frozenset({"run/num_attempts", "run/num_preemptions", "run/num_engine_restarts"})
 """Metrics that only grow over a run; all others are gauges."""

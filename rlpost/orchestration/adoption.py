@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 from rlpost.errors import EngineDied, RlpostError, RolloutError
 from rlpost.orchestration.worker_groups import EngineWorkers
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import MAX_CONNECTIONS, connection_name, stage_group
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
 from rlpost.orchestration.training import RecordEvent
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 

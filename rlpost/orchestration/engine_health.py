@@ -85,7 +85,7 @@ class EngineHealth:
         self._version = version
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
-        """Bring all engines to ``version``; restart those that fail meanwhile or were dismissed.
+        """Bring all engines to ``version``; restart those that fail or were dismissed.
 
         ``before`` is awaited before each attempt to send weights, ``ready`` once they have arrived.
 
@@ -161,7 +161,7 @@ class EngineHealth:
             logger.warning("%s", error)
 
     async def over(self, generating: Awaitable[T]) -> T:
-        """Return the result of ``generating``; health-check and repair engines meanwhile.
+        """Return the result of ``generating``; health-check and repair engines until it ends.
 
         A repair that fails cancels it, and its error is raised, except after a stop request:
         ``generating`` polls for that itself and aborts its requests.
@@ -238,7 +238,7 @@ class EngineHealth:
     async def _repair(
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
     ) -> None:
-        """Restart engines and update all; repeat if a node is lost meanwhile."""
+        """Restart engines and update all; repeat if a node is lost before that is done."""
         to_restart = set(sick)
         while True:
             to_restart.update(self._nodes.engines)

@@ -36,9 +36,9 @@ from rlpost.orchestration.workers import (
     kill_workers,
     left_workers,
 )
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.external import external_addresses
 from rlpost.rollout.features import Feature, check_servers, has
@@ -321,8 +321,7 @@ class Fleet:
     async def admit(self, indices: Sequence[int]) -> None:
         """Let the router send requests to these engines again; it checks all of them concurrently.
 
-        Raises EngineDied when one has ended meanwhile, RolloutError when the router does not reach
-        one.
+        Raises EngineDied when one has ended, RolloutError when the router does not reach one.
         """
         await self._add_to_router(indices)
         self.dismissed.difference_update(indices)

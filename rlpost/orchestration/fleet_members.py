@@ -27,7 +27,7 @@ from threading import Lock
 from rlpost.bounded import for_each
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Fenced, RlpostError, RolloutError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.membership import Action, Admit, Dismiss, EngineUsage, Membership, Update
 from rlpost.fleet.records import EngineRecord, Lease, LeaseState, Orders
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines, FleetServers
@@ -204,7 +204,7 @@ class FleetMembers:
         """Make a serving engine leave if it does not generate."""
         since = self._membership.serves_since(record)
         problem = await self._servers.check(record)
-        # The result does not count if the engine was paused for new weights meanwhile.
+        # The result does not count if the engine was paused for new weights during the check.
         if problem is None or since is None or self._membership.serves_since(record) != since:
             return
         self._membership.failed(record.engine, record.incarnation, problem)

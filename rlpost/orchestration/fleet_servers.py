@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlpost.errors import RolloutError
 from rlpost.fleet.records import EngineRecord
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.server_proof import check_server
 
 logger = logging.getLogger(__name__)

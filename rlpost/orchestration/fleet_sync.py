@@ -32,7 +32,7 @@ from rlpost.errors import (
     TrainerDied,
     WorkerFailed,
 )
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.membership import FleetLimits, Membership
 from rlpost.fleet.records import EngineRecord, Lease
 from rlpost.orchestration.checkpoints import folder_bytes

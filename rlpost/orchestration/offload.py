@@ -25,7 +25,7 @@ from rlpost.orchestration.worker_groups import ActorGroup
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"  # rlpost.actor.memory
 ALL = (WEIGHTS, GRADS, OPTIMIZER)
 SAVED = (WEIGHTS, OPTIMIZER)
-"""The parts that a checkpoint holds; gradients would take memory that engines use meanwhile."""
+"""The parts that a checkpoint holds; gradients would take memory that engines use."""
 CACHE = ("kv_cache", "cuda_graph")
 
 

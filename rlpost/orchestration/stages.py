@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlpost.checkpoint.state import RunState
-from rlpost.fleet.files import FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetFolder, settings_digest
 from rlpost.fleet.records import Lease
 from rlpost.orchestration.engine_events import EngineEvents
 from rlpost.orchestration.engine_health import EngineHealth
@@ -167,7 +167,7 @@ class ClusterStages(RunStages):
         return self.generation.rollouts(state, journal, self._watched)
 
     async def _watched(self, generating: Awaitable[T]) -> T:
-        """Await ``generating``; engines and idle ranks that die are restarted meanwhile."""
+        """Await ``generating``; restart engines and idle ranks that die before it ends."""
 
         async def with_ranks() -> T:
             async with self.recovery.watch():

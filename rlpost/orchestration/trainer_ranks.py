@@ -46,7 +46,7 @@ class TrainerRanks:
         return self._offload.engines_hold_gpus()
 
     def paused(self) -> AbstractAsyncContextManager[object]:
-        """Return a context with exclusive use of the ranks: no engine is repaired meanwhile."""
+        """Return a context with exclusive use of the ranks: no engine is repaired within it."""
         return self._engine_health.paused()
 
     async def prepare(self) -> None:

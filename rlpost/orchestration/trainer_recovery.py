@@ -45,8 +45,8 @@ from rlpost.orchestration.trainer_ranks import TrainerRanks
 from rlpost.orchestration.training import RecordEvent, Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
-from rlpost.recovery.causes import lost_peer_or_device
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
+from rlpost.recovery.rank_errors import lost_peer_or_device
 from rlpost.rollout.trained_batches import TrainedBatches
 
 logger = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ class TrainerRecovery:
     async def watch(self) -> AsyncIterator[None]:
         """Restart dead ranks while the block generates, instead of after it.
 
-        It does nothing if engines use the ranks' GPUs meanwhile. The next ``over`` raises the error
-        of a recovery that failed.
+        It does nothing if engines use the ranks' GPUs. The next ``over`` raises the error of a
+        recovery that failed.
         """
         if self._ranks.engines_hold_gpus():
             yield

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 from rlpost.config.plan.shape import Layout, layers_of
 from rlpost.config.plan.shape import Shape as ModelShape
-from rlpost.rehearsal.facts import CheckpointPart, RankFacts, Shape, Weight
 from rlpost.rehearsal.published import Published
 from rlpost.rehearsal.rank_coordinates import RankCoordinates, place
+from rlpost.rehearsal.rank_facts import CheckpointPart, RankFacts, Shape, Weight
 
 EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from rlpost.config.plan.shape import critic_parameters
 from rlpost.rehearsal import coverage
-from rlpost.rehearsal.check import Expected, parameters_of
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.contradictions import Expected, parameters_of
 from rlpost.rehearsal.published import Published
 from rlpost.rehearsal.rank_coordinates import place
+from rlpost.rehearsal.rank_facts import RankFacts
 
 LM_HEAD, SCORE_WEIGHT, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
 """Names of transformers, the last two in its classes for token classification."""

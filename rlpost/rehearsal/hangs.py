@@ -17,7 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlpost.rehearsal.calls import POINT_TO_POINT, SEND, SPLIT, Call, Recording, by_group
+from rlpost.rehearsal.distributed_calls import (
+    POINT_TO_POINT,
+    SEND,
+    SPLIT,
+    Call,
+    Recording,
+    by_group,
+)
 
 Group = tuple[int, ...]
 

@@ -15,7 +15,7 @@ import torch
 
 from rlpost.actor import memory
 from rlpost.actor.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
-from rlpost.rehearsal.calls import OffloadCycle
+from rlpost.rehearsal.distributed_calls import OffloadCycle
 
 PARTS = (WEIGHTS, GRADS, OPTIMIZER)
 

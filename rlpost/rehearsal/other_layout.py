@@ -13,9 +13,9 @@ from dataclasses import replace
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
-from rlpost.rehearsal.facts import RankFacts, Shape
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.rank_facts import RankFacts, Shape
 from rlpost.rehearsal.result import RehearsalCheck
 
 SIZES = {

@@ -33,13 +33,13 @@ from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.value_model import value_inventory
 from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
-from rlpost.rehearsal.calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.distributed_calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
 from rlpost.rehearsal.given import Schedule, given_values
 from rlpost.rehearsal.meta import as_rank, building
 from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.offload import run_cycle, without_host_memory
 from rlpost.rehearsal.rank import as_on_gpu
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.types import TrainBatch, TrainSample
 from rlpost.weights.importer import HuggingFaceFolder

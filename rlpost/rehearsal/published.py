@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlpost.actor.hf_config import MODEL_TYPES
-from rlpost.rehearsal.facts import Shape
+from rlpost.rehearsal.rank_facts import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from rlpost.actor.torch_dist.written import (
     written_weights,
 )
 from rlpost.actor.value_model import build_value_model, value_inventory
-from rlpost.rehearsal.facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.rehearsal.meta import as_rank, building
+from rlpost.rehearsal.rank_facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.weights import names
 from rlpost.weights.inventory import OUTPUT_LAYER, Entry, Held, Inventory
 from rlpost.weights.low_rank import ADAPTER_A, ADAPTER_B

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlpost.rehearsal.calls import RECEIVE, SEND, SPLIT, Call, OffloadCycle, Recording
+from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, OffloadCycle, Recording
 from rlpost.rehearsal.meta_results import MetaResults
 
 KINDS = {

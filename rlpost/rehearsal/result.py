@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, PlannedRank
-from rlpost.rehearsal.calls import TRAIN, UPDATE, Recording
+from rlpost.rehearsal.distributed_calls import TRAIN, UPDATE, Recording
 from rlpost.rehearsal.hangs import Fault
 
 BAR = 40

@@ -17,10 +17,9 @@ from common.counting import counted
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
-from rlpost.rehearsal import check, coverage, critic
-from rlpost.rehearsal.calls import Recording
-from rlpost.rehearsal.check import Expected, expected_of
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal import contradictions, coverage, critic
+from rlpost.rehearsal.contradictions import Expected, expected_of
+from rlpost.rehearsal.distributed_calls import Recording
 from rlpost.rehearsal.hangs import hangs
 from rlpost.rehearsal.meta_results import MetaResults
 from rlpost.rehearsal.model import description_of
@@ -29,6 +28,7 @@ from rlpost.rehearsal.phases import Phases, rehearse_phases
 from rlpost.rehearsal.planned import PlannedStep, planned_step
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.result import (
     RehearsalCheck,
     RehearsalResult,
@@ -144,17 +144,19 @@ def _built(
     ranks, tensors = f"{counted(len(facts), 'rank')}", f"{counted(len(model.tensors), 'tensor')}"
     weights = [
         *coverage.weight_problems(facts, layout, expected.shape, model),
-        *check.parameter_problems(facts, expected),
-        *check.adapter_problems(facts, expected),
+        *contradictions.parameter_problems(facts, expected),
+        *contradictions.adapter_problems(facts, expected),
         *critic.weight_problems(facts, expected, policy),
     ]
     update = [
-        *check.plan_problems(facts, plans, expected),
-        *check.sender_problems(facts, layout),
+        *contradictions.plan_problems(facts, plans, expected),
+        *contradictions.sender_problems(facts, layout),
     ]
     buckets = f"{tensors} in {counted(len(plans[0]), 'bucket')}, {counted(expected.config.num_engines, 'engine')}"
     return [
-        RehearsalCheck("groups of the layout", tuple(check.group_problems(facts, layout)), ranks),
+        RehearsalCheck(
+            "groups of the layout", tuple(contradictions.group_problems(facts, layout)), ranks
+        ),
         RehearsalCheck("each weight on its ranks, once", tuple(weights), tensors),
         RehearsalCheck(
             "optimizer state of each weight, once",
@@ -169,7 +171,7 @@ def _built(
             "each part of a checkpoint, once",
             (
                 *coverage.checkpoint_problems(
-                    facts, layout, model, num_adapted=check.num_adapted(expected)
+                    facts, layout, model, num_adapted=contradictions.num_adapted(expected)
                 ),
                 *critic.checkpoint_problems(facts, expected, policy),
             ),

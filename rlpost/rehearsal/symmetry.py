@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlpost.rehearsal.calls import Recording, translated
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.distributed_calls import Recording, translated
+from rlpost.rehearsal.rank_facts import RankFacts
 
 
 @dataclass(frozen=True, slots=True)

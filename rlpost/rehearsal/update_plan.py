@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from rlpost.config.tree import Config
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.types import Bucket
 from rlpost.weights.exporter import Exporter
 from rlpost.weights.inventory import Entry, Inventory, in_order

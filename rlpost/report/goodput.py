@@ -392,7 +392,7 @@ def _gpu_seconds(attempt: _Attempt, layout: GpuLayout) -> dict[Use, float]:
     spent["saving"] = gpus * attempt.saving_s
     spent["evaluation"] = gpus * attempt.evaluation_s
     spent[rest] += gpus * attempt.rest_s
-    # engines that need not wait for the trainer generate meanwhile
+    # engines that need not wait for the trainer generate during its recovery
     generating = 0 if layout.is_colocated or layout.is_synchronous else engines
     spent["recovery"] += (gpus - generating) * attempt.recovered_s
     spent["trained"] += generating * attempt.recovered_s

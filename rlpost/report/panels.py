@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlpost.metrics.names import declared
+from rlpost.metrics.metric_names import declared
 from rlpost.metrics.pace import finite, is_timed
 from rlpost.metrics.writer import eval_rewards
 from rlpost.report.series import not_finite, points

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 
-from rlpost.reward.answers import END_OF_THOUGHT, answer_after_thinking, last_boxed
+from rlpost.reward.answer_extraction import END_OF_THOUGHT, answer_after_thinking, last_boxed
 
 RESPONSE_MARK = "###Response"
 UNITS = (

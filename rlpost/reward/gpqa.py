@@ -19,7 +19,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.errors import DataError
-from rlpost.reward.answers import answer_after_thinking
+from rlpost.reward.answer_extraction import answer_after_thinking
 
 LETTERS = string.ascii_uppercase[:10]
 

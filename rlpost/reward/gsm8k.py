@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from rlpost.reward.answers import answer_after_thinking, last_boxed
+from rlpost.reward.answer_extraction import answer_after_thinking, last_boxed
 
 MARK = "####"
 MAX_NUMBER_LENGTH = 300  # characters

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlpost.errors import DataError, suggestion
-from rlpost.reward.answers import after_thinking
+from rlpost.reward.answer_extraction import after_thinking
 
 Check = Callable[..., bool]
 FIXED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")

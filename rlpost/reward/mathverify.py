@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlpost.reward.answers import answer_after_thinking, last_boxed
+from rlpost.reward.answer_extraction import answer_after_thinking, last_boxed
 
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$")
 # thousands separator; the library reads a product

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlpost.errors import ConfigError, suggestion
-from rlpost.reward.answers import last_boxed
+from rlpost.reward.answer_extraction import last_boxed
 from rlpost.reward.dapo import dapo, same_number
 from rlpost.reward.deepscaler import answer_equals, deepscaler
 from rlpost.reward.f1 import f1

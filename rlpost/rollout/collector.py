@@ -63,7 +63,7 @@ class Writer(Protocol):
 
 
 Watched = Callable[[Awaitable[None]], Awaitable[None]]
-"""Awaits its argument, and health-checks the engines meanwhile."""
+"""Awaits its argument, and health-checks the engines until it is done."""
 
 
 async def unwatched(generating: Awaitable[None]) -> None:

@@ -26,8 +26,8 @@ from rlpost.bounded import for_each
 from rlpost.columns import IntColumn
 from rlpost.errors import RolloutError
 from rlpost.rollout.answer import Answer, parse
-from rlpost.rollout.client import EngineClient, authorization
 from rlpost.rollout.engine import LONGEST_GENERATION_S
+from rlpost.rollout.engine_client import EngineClient, authorization
 from rlpost.rollout.places import GivenUp, JoiningPlaces, Place, Places
 from rlpost.rollout.routes import RouteFormat
 

@@ -60,7 +60,7 @@ class _ServedHere:
 
         Not for a thread with an event loop.
         """
-        from rlpost.rollout.client import EngineClient
+        from rlpost.rollout.engine_client import EngineClient
 
         client = EngineClient(self.url, self._api_key, timeout_s=CALL_S, name=self.name)
         return asyncio.run(client.request(method, path, body))
@@ -138,7 +138,7 @@ class Engine(_ServedHere):
         )
         if self._node_rank:
             return EngineAddress(url=self.url, num_gpus=self._num_gpus)
-        import_module("rlpost.rollout.client")  # 0.1 s, spent while the server starts
+        import_module("rlpost.rollout.engine_client")  # 0.1 s, spent while the server starts
         try:
             self._server.wait_ready(deadline_s)
         except RolloutError:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 from rlpost.errors import RolloutError, SyncError
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.types import Bucket, EngineAddress
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ follows these from file to file. Segments of format 1 (up to November 2026) have
 checksum covers one record alone, and a missing segment between two others goes unnoticed.
 
 A crash truncates a segment anywhere: reading ends before the first record that is incomplete or
-does not match its checksum. The columns of a group follow a short JSON text (``records.Behind``): 8
-bytes a token for ids and log-probs, which are restored bit for bit. Segments of formats 1 and 2
-hold log-probs as doubles and a byte per entry of a mask; a resume copies such records as they are,
-so that a segment of format 3 may hold them too.
+does not match its checksum. The columns of a group follow a short JSON text
+(``group_records.Behind``): 8 bytes a token for ids and log-probs, which are restored bit for bit.
+Segments of formats 1 and 2 hold log-probs as doubles and a byte per entry of a mask; a resume
+copies such records as they are, so that a segment of format 3 may hold them too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from rlpost.errors import CheckpointError
-from rlpost.records import Behind, group_from, group_record
+from rlpost.group_records import Behind, group_from, group_record
 from rlpost.types import Prompt, SampleGroup
 
 T = TypeVar("T")

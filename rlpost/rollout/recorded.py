@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.files import write_atomic
 from rlpost.errors import ConfigError, DataError
-from rlpost.records import group_from, group_record
+from rlpost.group_records import group_from, group_record
 from rlpost.types import SampleGroup
 
 PLACEHOLDER = "{rollout_id}"

@@ -24,7 +24,7 @@ import orjson
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import ConfigError, GradingLost, RolloutError
-from rlpost.rollout.client import authorization
+from rlpost.rollout.engine_client import authorization
 from rlpost.types import Sample, ScoredSample
 
 logger = logging.getLogger(__name__)

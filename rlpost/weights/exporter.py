@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from rlpost.types import Bucket
 from rlpost.weights import layouts
 from rlpost.weights.bucket_plan import Travelling, deal
-from rlpost.weights.files import INDEX, SINGLE
 from rlpost.weights.flat import num_bytes
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.weights.inventory import Entry, Inventory
 from rlpost.weights.names import LOADED_TOGETHER
 from rlpost.weights.quantise import BlockFp8
 from rlpost.weights.quantised_gather import all_gather, gather_quantised
+from rlpost.weights.safetensors_files import INDEX, SINGLE
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from safetensors import safe_open
 
 from rlpost.errors import WeightError
 from rlpost.weights import layouts
-from rlpost.weights.files import tensor_files
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.mxfp4 import BLOCKS, SCALES, is_mxfp4, unpacked
 from rlpost.weights.names import Rule, expert_number
 from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
+from rlpost.weights.safetensors_files import tensor_files
 
 logger = logging.getLogger(__name__)
 

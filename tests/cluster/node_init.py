@@ -36,8 +36,8 @@ def cache(folder: str, seconds: int) -> None:
     """Mount ``folder`` over itself through FUSE, so that the kernel caches names and attributes for
     ``seconds``.
 
-    A file that this node looked up before another node created it stays hidden meanwhile, as with
-    the negative cache of an NFS client. The daemon is a process of this node and ends with it.
+    A file that this node looked up before another node created it stays hidden for that time, as
+    with the negative cache of an NFS client. The daemon is a process of this node and ends with it.
     """
     kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
     subprocess.run(["bindfs", "-o", kept, folder, folder], check=True)

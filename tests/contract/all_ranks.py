@@ -20,12 +20,12 @@ from rlpost.config.plan.rank_memory import (
 from rlpost.config.plan.shape import rank_parameters, stored_bytes
 from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
-from rlpost.rehearsal import check, coverage
-from rlpost.rehearsal.check import Expected
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal import contradictions, coverage
+from rlpost.rehearsal.contradictions import Expected
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_coordinates import place
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.update_plan import GPU_BYTES, Plan, update_plans
 
 PADDING = 64
@@ -70,7 +70,7 @@ def rehearse(
     }
     plans = update_plans(ranks, config)
     compared = description.hf_config if hf is None else hf
-    return Rehearsal(ranks, plans, check.expected_of(config, compared))
+    return Rehearsal(ranks, plans, contradictions.expected_of(config, compared))
 
 
 def problems(
@@ -82,18 +82,18 @@ def problems(
     if missing:
         return [f"ranks {missing}: no facts, or no plan"]
     return [
-        *check.group_problems(ranks, layout),
+        *contradictions.group_problems(ranks, layout),
         *coverage.weight_problems(ranks, layout, expected.shape, model),
         *coverage.optimizer_problems(ranks, spread=expected.config.perf.use_distributed_optimizer),
         *coverage.checkpoint_problems(
-            ranks, layout, model, num_adapted=check.num_adapted(expected)
+            ranks, layout, model, num_adapted=contradictions.num_adapted(expected)
         ),
-        *check.parameter_problems(ranks, expected),
-        *check.adapter_problems(ranks, expected),
+        *contradictions.parameter_problems(ranks, expected),
+        *contradictions.adapter_problems(ranks, expected),
         *memory_problems(ranks, expected),
-        *check.plan_problems(ranks, plans, expected),
+        *contradictions.plan_problems(ranks, plans, expected),
         *traffic_problems(plans[0], expected),
-        *check.sender_problems(ranks, layout),
+        *contradictions.sender_problems(ranks, layout),
     ]
 
 
@@ -150,7 +150,7 @@ def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) ->
     )
     buffers = expected.published.buffers
     sizes = [
-        sum(size for name, size in check.tensor_bytes(bucket) if name not in buffers)
+        sum(size for name, size in contradictions.tensor_bytes(bucket) if name not in buffers)
         for bucket in plan
     ]
     engine = stored_bytes(expected.shape, 1 if in_fp8 else width)

@@ -121,7 +121,7 @@ def train_alone(
 ) -> dict[str, Any]:
     """Train a critic as ``train_critic`` does, on ranks without a policy.
 
-    Saves in the background after the second step, and continues training meanwhile.
+    Saves in the background after the second step, and continues training before the save ends.
     """
     first = 0 if load is None else 2
     rank.import_weights() if load is None else rank.load(load)

@@ -28,7 +28,7 @@ from rlpost.actor.memory import DeviceMemory
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.teacher_description import teacher_description, teacher_settings
-from rlpost.rehearsal.check import parameters_of
+from rlpost.rehearsal.contradictions import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
 
 # after the stand-in for CUDA, which rlpost.actor installs

@@ -122,21 +122,14 @@ def test_optimizer_offload_with_cuda_sets_the_options_that_megatron_requires(mon
     """Megatron-LM refuses --optimizer-cpu-offload without --use-precision-aware-optimizer."""
     import torch
 
-    from rlpost.actor.optimizer import _placement, _precision
+    from rlpost.actor.optimizer import optimizer_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    offloaded = ActorSettings("", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    assert _precision(offloaded) == {"use_precision_aware_optimizer": True}
-    placement = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-    assert _placement(offloaded).items() >= placement.items()
-    with pytest.raises(ConfigError, match=r"needs --use-distributed-optimizer"):
-        _precision(dataclasses.replace(offloaded, use_distributed_optimizer=False))
-    narrow = dataclasses.replace(
-        offloaded, use_precision_aware_optimizer=True, exp_avg_dtype="bf16"
+    made = optimizer_config(
+        ActorSettings("", bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     )
-    with pytest.raises(ConfigError, match=r"--optimizer-cpu-offload, whose state is float32"):
-        _precision(narrow)
-    assert _precision(ActorSettings("")) == {}
+    assert made.optimizer_cpu_offload and made.optimizer_offload_fraction == 0.5
+    assert made.use_precision_aware_optimizer
 
 
 def test_a_schedule_continues_after_a_resume_even_without_the_state_of_adam(models, tmp_path):

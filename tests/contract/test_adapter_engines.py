@@ -19,7 +19,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.config.engine_args import adapter_args
 from rlpost.config.tree import Config
 from rlpost.errors import RolloutError
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import AdapterMover, WeightUpdate
 from rlpost.types import EngineAddress
 from tests.contract.actor_ranks import run_ranks

@@ -267,7 +267,7 @@ def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, 
     assert found["hash"] not in {of_policy["hash"], from_hf["hash"]}
 
 
-def test_the_critic_is_offloaded_with_the_trainer_and_saved_meanwhile(models, tmp_path):
+def test_the_critic_is_offloaded_with_the_trainer_and_saved_while_offloaded(models, tmp_path):
     """Two ranks, each of which saves in the background."""
     ranks = run_ranks(
         leave_and_come_back,

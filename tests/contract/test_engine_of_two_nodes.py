@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import WeightUpdate, num_engine_ranks
 from rlpost.types import EngineAddress
 from tests.contract.conftest import START_DEADLINE_S

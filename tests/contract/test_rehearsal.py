@@ -17,13 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.actor import logprobs, report
+from rlpost.actor import logprobs, metric_reduction
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.shape import layout_of
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.rehearsal.calls import RECEIVE, SEND, SPLIT, Call, Recording
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
 from rlpost.rehearsal.hangs import Fault, hangs
 from rlpost.rehearsal.meta_results import MetaResults
@@ -31,6 +30,7 @@ from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import unread
 from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
 from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
 from rlpost.types import TrainBatch, TrainSample
@@ -184,8 +184,8 @@ IN_CODE: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
         "rlpost/actor/logprobs.py",
     ),
     "the wrong group": (
-        lambda: patch.object(report.parallel, "data_parallel_group", world_group),
-        "rlpost/actor/report.py",
+        lambda: patch.object(metric_reduction.parallel, "data_parallel_group", world_group),
+        "rlpost/actor/metric_reduction.py",
     ),
     "another map of experts": (
         lambda: patch.object(BalancedMap, "sum", skewed),

@@ -19,9 +19,9 @@ from rlpost.actor.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.rehearsal import check, coverage, critic
-from rlpost.rehearsal.facts import RankFacts
+from rlpost.rehearsal import contradictions, coverage, critic
 from rlpost.rehearsal.published import published
+from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.result import RehearsalResult
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from tests.contract.all_ranks import num_optimized, rehearse
@@ -155,7 +155,7 @@ def built(model: str, folder: Path, changed: dict[str, Any]) -> tuple[Config, di
 
 def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(tmp_path):
     config, ranks = built(DENSE, tmp_path, LORA)
-    expected = check.expected_of(config, hf_of(tmp_path))
+    expected = contradictions.expected_of(config, hf_of(tmp_path))
     assert all(one.adapters for one in ranks.values())
     adapters = ranks[5].adapters
     index = next(number for number, one in enumerate(adapters) if one.num_shards == 2)
@@ -164,7 +164,7 @@ def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(tmp_p
         **ranks,
         5: replace(ranks[5], adapters=(*adapters[:index], moved, *adapters[index + 1 :])),
     }
-    (fault,) = check.adapter_problems(wrong, expected)
+    (fault,) = contradictions.adapter_problems(wrong, expected)
     assert fault.startswith(f"rank 5: it holds shard {moved.shard} of {moved.name}")
     without = replace(adapters[index], optimizer=None)
     spread = config.perf.use_distributed_optimizer
@@ -174,7 +174,7 @@ def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(tmp_p
     }
     assert without.name in " ".join(coverage.optimizer_problems(bare, spread=spread))
     fewer = {**ranks, 6: replace(ranks[6], adapters=ranks[6].adapters[:-1])}
-    (fault,) = check.adapter_problems(fewer, expected)
+    (fault,) = contradictions.adapter_problems(fewer, expected)
     assert fault.startswith("rank 6: ")
     assert "are in adapters, the planner counts" in fault
 
@@ -187,7 +187,7 @@ def hf_of(folder: Path) -> dict[str, Any]:
 def test_a_critic_without_its_head_or_its_optimizer_is_found(tmp_path):
     config, ranks = built(MOE, tmp_path, PPO)
     hf = hf_of(tmp_path)
-    expected, policy = check.expected_of(config, hf), published(hf)
+    expected, policy = contradictions.expected_of(config, hf), published(hf)
     assert list(critic.weight_problems(ranks, expected, policy)) == []
 
     def changed(rank: int, **fields: Any) -> dict[int, RankFacts]:

@@ -12,7 +12,7 @@ import torch
 
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal import run as run_module
-from rlpost.rehearsal.calls import Recording
+from rlpost.rehearsal.distributed_calls import Recording
 from rlpost.rehearsal.meta_results import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.rehearsal.symmetry import Recorded, record

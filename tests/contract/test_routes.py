@@ -21,9 +21,9 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.columns import RouteColumn
 from rlpost.orchestration.batches import train_samples
 from rlpost.rollout.answer_routes import AnswerRoutes
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Engine, Router
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import DiskMover, PauseMode, WeightUpdate
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.routes import ROUTES_FROM, RouteFormat

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpost.agents.environments.env_names import parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.names import parse_envs
 from rlpost.agents.environments.plain import PlainRunner
 from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.agents.sandbox import wire

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlpost.actor.settings import ActorSettings
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import WeightUpdate
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample

@@ -22,8 +22,8 @@ import pytest
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.metrics.writer import read_metrics
 from rlpost.reward.gsm8k import gsm8k
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.engine import Engine
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.recorded import read_groups
 from tests.e2e.runs import RECIPE, ROOT
 from tests.ports import free_ports

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.check import Check
+from bootstrap.check_result import Check
 from bootstrap.preflight.table import Preflight
 from common.run_folder import create_run_folder
 from rlpost.cli.main import help_page, verbs

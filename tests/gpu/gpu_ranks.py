@@ -16,7 +16,7 @@ def leave_and_return(actor: Any, steps: Sequence[Sequence[TrainSample]]) -> dict
 
     Returns the hash of the weights before and after the offload, the loss of the second step, the
     bytes of each part that was offloaded, and the bytes that torch counted on the device before,
-    meanwhile and after (zeros without CUDA).
+    during and after it (zeros without CUDA).
     """
     import torch
 

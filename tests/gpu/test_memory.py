@@ -32,13 +32,13 @@ def test_offloaded_memory_is_free_and_restored_bit_for_bit(
         str(model), bf16=None, use_distributed_optimizer=use_distributed_optimizer
     )
     (seen,) = run_ranks(leave_and_return, 1, settings, steps=STEPS)
-    before, meanwhile, after = seen["bytes"]
+    before, offloaded, after = seen["bytes"]
     freed = sum(seen["freed"].values())
     assert all(seen["freed"][part] > 0 for part in PARTS)
     assert seen["hashes"][0] == seen["hashes"][1]
     if device == "cuda":
-        assert before - meanwhile >= 0.95 * freed
+        assert before - offloaded >= 0.95 * freed
         assert after == pytest.approx(before, rel=0.05)
         record_property(
-            "figure", f"{before / MIB:.0f} MiB held, {meanwhile / MIB:.0f} MiB while away"
+            "figure", f"{before / MIB:.0f} MiB held, {offloaded / MIB:.0f} MiB while offloaded"
         )

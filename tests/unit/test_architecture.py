@@ -26,7 +26,7 @@ FORBIDDEN = {
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"slurm", "bootstrap"},
     "rlpost.columns": (HEAVY - {"numpy"}) | {"rlpost", "slurm", "bootstrap"},
-    "rlpost.records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},
+    "rlpost.group_records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.config": HEAVY
     | {
         "slurm",

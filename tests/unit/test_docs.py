@@ -26,7 +26,7 @@ from rlpost import __version__
 from rlpost.cli import main as cli
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.grpo import GrpoConfig
-from rlpost.metrics.names import METRICS
+from rlpost.metrics.metric_names import METRICS
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.rollout.server_args import server_arg_names
 from rlpost.weights.families import FAMILIES

@@ -13,7 +13,7 @@ from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.config.flags import flag
 from rlpost.config.load import files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layouts import FittingLayout, suggest
+from rlpost.config.plan.layout_search import FittingLayout, suggest
 from rlpost.config.tree import Config
 
 

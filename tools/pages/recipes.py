@@ -14,7 +14,7 @@ from rich.console import Console
 from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import ENGINE_CONTEXT, RESERVE, TRAINER_CONTEXT, Estimate, estimate
-from rlpost.config.plan.layouts import FittingLayout
+from rlpost.config.plan.layout_search import FittingLayout
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rlpost.agents.environments.calls import unless_halted
-from rlpost.agents.environments.names import EnvName, env_of
+from rlpost.agents.environments.env_names import EnvName, env_of
 from rlpost.agents.environments.results import EpisodeResult, record_of, rewarded
 from rlpost.agents.sandbox.protocol import Pool
 from rlpost.config.groups.env import EnvConfig

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from rlpost.agents.environments.env_names import EnvName, parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Runner
 from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.names import EnvName, parse_envs
 from rlpost.agents.environments.plain import PlainRunner
 from rlpost.agents.gateway import Gateway
 from rlpost.agents.sandbox.protocol import Pool

@@ -131,7 +131,7 @@ class LocalPool:
         except SandboxLost as lost:
             logger.warning("%s", lost)
             raise
-        # Callers may have taken all places meanwhile.
+        # Callers may have taken all places while it started.
         if self._closed or len(self._warm) + self._num_held >= self.size:
             await sandbox.close()
         else:

@@ -29,8 +29,8 @@ from rlpost.algorithm.plugin import load_function as import_function
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.data.tokenizer import HfTokenizer, hf_tokenizer
 from rlpost.errors import ConfigError
-from rlpost.rollout.client import authorization
 from rlpost.rollout.connection import Connection, Halted
+from rlpost.rollout.engine_client import authorization
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt

@@ -17,7 +17,7 @@ from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, shown
 from rlpost.errors import ConfigError
-from rlpost.reward.answers import last_boxed
+from rlpost.reward.answer_extraction import last_boxed
 from rlpost.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
 from rlpost.reward.deepscaler import deepscaler
 from rlpost.reward.f1 import f1, words

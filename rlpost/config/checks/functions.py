@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.compat.slime.names import lacking
+from rlpost.compat.slime.provided_names import lacking
 from rlpost.compat.slime.signatures import Kind, problem, signature_of
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.flags import flag

@@ -395,7 +395,7 @@ def _critic_phase(
 ) -> tuple[MemoryPhase, ...]:
     """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
 
-    The GPUs are separate ones, or those of the policy, which is offloaded meanwhile.
+    The GPUs are separate ones, or those of the policy, which is offloaded at that time.
     """
     if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
         return ()

@@ -507,7 +507,7 @@ STAGES, STARTUP, PROCESS = (
     "rlpost/rollout/process.py",
 )
 TURNS, FLEET = "rlpost/orchestration/offload.py", "rlpost/orchestration/engines.py"
-CLIENT = "rlpost/rollout/client.py"
+CLIENT = "rlpost/rollout/engine_client.py"
 
 FACTS = (
     Fact(

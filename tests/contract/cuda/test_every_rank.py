@@ -26,11 +26,11 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.rehearsal.check import Expected, plan_problems
-from rlpost.rehearsal.facts import Weight
+from rlpost.rehearsal.contradictions import Expected, plan_problems
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.rehearsal.rank_facts import Weight
 from rlpost.rehearsal.update_plan import update_plans
 from rlpost.types import Bucket
 from rlpost.weights.families import family

@@ -21,9 +21,9 @@ from rlpost.agents.trajectory import Trajectory
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.reward.grader import InlineGrader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.connection import Connection
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import DiskMover, PauseMode, WeightUpdate
 from rlpost.rollout.features import has
 from rlpost.rollout.generate import GroupWriter

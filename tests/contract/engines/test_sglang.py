@@ -25,9 +25,9 @@ from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
 from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
-from rlpost.rollout.client import EngineClient
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.engine import Router
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,
@@ -616,7 +616,7 @@ def test_requests_of_a_killed_router_are_answered_by_the_restarted_one(
         router.start(host, int(port), deadline_s=60)
         router.add_engines(sglang.router.engine_urls, deadline_s=60)
 
-    async def killed_meanwhile() -> list[SampleGroup]:
+    async def killed_while_engines_generate() -> list[SampleGroup]:
         working = asyncio.create_task(asyncio.to_thread(groups_of, sglang, prompts, GREEDY, 2))
         await asyncio.sleep(0.2)
         os.kill(router.pid, signal.SIGKILL)
@@ -624,7 +624,7 @@ def test_requests_of_a_killed_router_are_answered_by_the_restarted_one(
         return await working
 
     assert not router.is_gone(timeout_s=1.0)
-    groups = asyncio.run(killed_meanwhile())
+    groups = asyncio.run(killed_while_engines_generate())
     assert [group.prompt_id for group in groups] == [prompt.prompt_id for prompt in prompts]
     assert {len(group.samples) for group in groups} == {2}
 

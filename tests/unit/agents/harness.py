@@ -7,8 +7,8 @@ import json
 import random
 from typing import Any
 
+from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
-from rlpost.agents.messages import BadRequest
 from rlpost.agents.openai_format import chat_request
 
 TOOLS = [

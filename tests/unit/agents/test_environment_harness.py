@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rlpost.agents.environments.env_names import parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.names import parse_envs
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.algorithm.turns import turns_of
 from rlpost.config.groups.env import EnvConfig

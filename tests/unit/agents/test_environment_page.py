@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlpost.agents.environments.env_names import parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.harness import HarnessRunner
 from rlpost.agents.environments.make import make_environments
-from rlpost.agents.environments.names import parse_envs
 from rlpost.algorithm.plugin import load_function
 from rlpost.config.checks.agents import agent_problems
 from rlpost.config.load import load

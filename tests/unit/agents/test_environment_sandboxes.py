@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from rlpost.agents.environments import make as make_module
+from rlpost.agents.environments.env_names import parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.make import make_environments
-from rlpost.agents.environments.names import parse_envs
 from rlpost.agents.environments.plain import PlainRunner
 from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.agents.sandbox.local import LocalSandbox, Root

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from rlpost.agents.environments.env_names import parse_envs
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.export import main
 from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.names import parse_envs
 from rlpost.agents.environments.of_verifiers import VerifiersHarness, refuse_untrained
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.config.groups.env import EnvConfig

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import Access, EpisodeLimits, OpenEpisode, Policy
-from rlpost.agents.messages import BadRequest
 from rlpost.agents.openai_format import chat_request
 from rlpost.agents.requests import Completion
 from rlpost.agents.trajectory import to_samples

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
-from rlpost.agents.messages import BadRequest, Message, ToolCall
+from rlpost.agents.chat_messages import BadRequest, Message, ToolCall
 from rlpost.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check

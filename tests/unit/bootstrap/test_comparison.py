@@ -1,7 +1,7 @@
 """Invariant: exactly the values that differ from the majority are marked."""
 
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import Interface, NetworkFacts, RdmaPort
+from bootstrap.network.network_facts import Interface, NetworkFacts, RdmaPort
 from bootstrap.preflight.comparison import comparison_table, network_row
 
 

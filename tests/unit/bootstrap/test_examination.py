@@ -18,7 +18,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import NodeReport, Reception
-from bootstrap.check import Check
+from bootstrap.check_result import Check
 from bootstrap.preflight.examination import (
     Examination,
     NoContactError,

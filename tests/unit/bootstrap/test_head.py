@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +17,20 @@ from typing import Any
 import pytest
 
 from bootstrap.agent import head
+from bootstrap.agent import link as link_module
 from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.head import HeadAgent
 from bootstrap.agent.identity import Facts
+from bootstrap.agent.link import Link
+from bootstrap.agent.message_codec import MessageCodec
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import parse_options
-from bootstrap.agent.rendezvous import NodeReport
+from bootstrap.agent.rendezvous import BringupError, NodeReport
 from bootstrap.agent.replacement import Replacements
-from bootstrap.agent.verdict import AttemptVerdict
+from bootstrap.agent.verdict import AttemptVerdict, HostLoss, write_verdict
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import Interface, NetworkFacts
 from bootstrap.network.here import Address
+from bootstrap.network.network_facts import Interface, NetworkFacts
 from common.cluster import Cluster, Node
 
 HOSTS = ("n1", "n2", "n3")
@@ -111,19 +116,187 @@ def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
     run(scene)
 
 
+class ConnectedNode:
+    """A node whose agent has joined, at the other end of a link that beats."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(link_module, "BEAT_S", 0.01)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+
+    async def join(self, agent: HeadAgent) -> None:
+        streams = await asyncio.open_connection(*self._listener.getsockname())
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(5.0)
+        agent._reception.links[1] = Link(*streams, MessageCodec(b"key", "head"))
+        agent._reception.links[1].start_beating()
+
+    def hears_the_head(self) -> bool:
+        """Whether heartbeats arrive; blocks the calling thread."""
+        try:  # the first read returns what was sent before this call
+            return all([self._connection.recv(65_536) for _ in range(3)])
+        except TimeoutError:
+            return False
+
+    def close(self) -> None:
+        self._connection.close()
+        self._listener.close()
+
+
+def test_heartbeats_continue_while_the_write_of_the_head_file_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, heard = ConnectedNode(monkeypatch), []
+
+    def hangs(path: Path, _: str) -> None:
+        heard.append((path.name, node.hears_the_head()))
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(head, "write_atomic", hangs)
+    monkeypatch.setattr(HeadAgent, "_prepare_ray", lambda _: asyncio.sleep(0))
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        await node.join(agent)
+        with pytest.raises(OSError, match="Input/output error"):
+            await agent._bring_up()
+        agent._reception.links[1].close()
+        agent._reception.close()
+
+    run(scene)
+    node.close()
+    assert heard == [("head.json", True)]
+
+
+def test_heartbeats_continue_while_the_write_of_the_verdict_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the other nodes would report the head lost. No loss counts from then on."""
+    node, heard = ConnectedNode(monkeypatch), []
+
+    async def fails(_: HeadAgent) -> Cluster:
+        raise BringupError("n3 did not join")
+
+    def hangs(folder: Path, verdict: AttemptVerdict) -> None:
+        heard.append(node.hears_the_head())
+        write_verdict(folder, verdict)
+
+    monkeypatch.setattr(HeadAgent, "_bring_up", fails)
+    monkeypatch.setattr(head, "write_verdict", hangs)
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        await node.join(agent)
+        assert (await agent.run()).cause == "n3 did not join"
+
+    run(scene)
+    node.close()
+    assert heard == [True]
+    assert (tmp_path / "verdict").read_text() == "failed\n"
+
+
+def test_heartbeats_continue_while_reads_of_logs_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the driver, and at the deadline of the bring-up."""
+    node, heard = ConnectedNode(monkeypatch), []
+
+    def hangs(*_: object) -> str:
+        heard.append(node.hears_the_head())
+        return "last words"
+
+    for name in ("tail", "text_or_empty", "describe_missing"):
+        monkeypatch.setattr(head, name, hangs)
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        await node.join(agent)
+        exited = asyncio.get_running_loop().create_future()
+        exited.set_result(1)
+        outcome = await agent._driver_ended(SimpleNamespace(exited=exited))  # type: ignore[arg-type]
+        assert (outcome.driver_code, outcome.driver_tail) == (1, "last words")
+        assert "n3 of 3 nodes did not join" in str(await agent._too_late())
+        agent._reception.links[1].close()
+
+    run(scene)
+    node.close()
+    assert heard == [True] * 3
+
+
+def test_a_node_that_is_lost_while_the_verdict_is_written_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement would write the list of excluded hosts, which is part of the verdict."""
+    taken: list[str] = []
+    lost = threading.Event()
+
+    async def fails(_: HeadAgent) -> Cluster:
+        raise BringupError("n3 did not join")
+
+    async def scene() -> None:
+        loop, agent = asyncio.get_running_loop(), agent_of(tmp_path, "--spare-nodes=1")
+
+        def lose_a_node() -> None:
+            agent._gathering.used = HOSTS[:2]
+            agent._on_node_end("n2", HostLoss("n2 is gone"))
+            lost.set()
+
+        def hangs(folder: Path, verdict: AttemptVerdict) -> None:
+            loop.call_soon_threadsafe(lose_a_node)
+            assert lost.wait(10)
+            write_verdict(folder, verdict)
+
+        monkeypatch.setattr(head, "write_verdict", hangs)
+        await agent.run()
+
+    monkeypatch.setattr(HeadAgent, "_bring_up", fails)
+    monkeypatch.setattr(Replacements, "take", lambda _, host, loss: taken.append(host))
+    run(scene)
+    assert taken == []
+
+
+def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def fails(_: HeadAgent) -> Cluster:
+        raise BringupError("n3 did not join", exclude=["n3"])
+
+    def slow(folder: Path, verdict: AttemptVerdict) -> None:
+        begun.set()
+        cancelled.wait(10)
+        write_verdict(folder, verdict)
+
+    monkeypatch.setattr(HeadAgent, "_bring_up", fails)
+    monkeypatch.setattr(head, "write_verdict", slow)
+
+    async def scene() -> None:
+        running = asyncio.create_task(agent_of(tmp_path).run())
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        cancelled.set()
+
+    run(scene)  # like the agent, it returns when the threads have ended
+    assert (tmp_path / "exclude").read_text() == "n3\n"
+    assert (tmp_path / "verdict").read_text() == "failed\n"
+
+
 def test_who_is_late_is_named(tmp_path: Path) -> None:
     async def scene() -> None:
         agent = agent_of(tmp_path, "--bringup-deadline-s=5")
-        assert "n2, n3 of 3 nodes did not join within 5 s" in str(agent._too_late())
+        assert "n2, n3 of 3 nodes did not join within 5 s" in str(await agent._too_late())
         for rank, host in enumerate(HOSTS[1:], start=1):
             agent._reception.links[rank] = SimpleNamespace()  # type: ignore[assignment]
             agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
-        assert "Ray did not come up within 5 s on:\nn1: " in str(agent._too_late())
+        assert "Ray did not come up within 5 s on:\nn1: " in str(await agent._too_late())
         agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
-        assert "preflight did not finish within 5 s" in str(agent._too_late())
+        assert "preflight did not finish within 5 s" in str(await agent._too_late())
         agent._gathering.used = HOSTS
         agent._ray.registered["10.0.0.1"] = 2
-        assert "Ray did not come up within 5 s on:\nn3: " in str(agent._too_late())
+        assert "Ray did not come up within 5 s on:\nn3: " in str(await agent._too_late())
 
     run(scene)
 

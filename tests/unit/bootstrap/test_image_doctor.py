@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement as Packaging
 
-from bootstrap.check import GIB, UNLIMITED
+from bootstrap.check_result import GIB, UNLIMITED
 from bootstrap.image.checks import ImageFacts, check_image
 from bootstrap.image.doctor import CODE, compiled_packages, main, wanted_packages
-from bootstrap.image.facts import nccl_version, read_image
+from bootstrap.image.image_facts import nccl_version, read_image
 from bootstrap.image.pins import canonical, parse, python_required, read_pins, requirements
 
 PINS = read_pins(CODE)

@@ -9,7 +9,6 @@ import pytest
 
 from bootstrap.network import here as network
 from bootstrap.network import host as network_host
-from bootstrap.network.facts import Interface, NetworkFacts
 from bootstrap.network.here import (
     Address,
     NetworkError,
@@ -19,6 +18,7 @@ from bootstrap.network.here import (
     reachable_addresses,
     socket_environment,
 )
+from bootstrap.network.network_facts import Interface, NetworkFacts
 
 ADDRESSES = (
     Address("lo", "127.0.0.1"),

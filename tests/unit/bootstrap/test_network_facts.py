@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.network.facts import FactsFileError, parse_facts
+from bootstrap.network.network_facts import FactsFileError, parse_facts
 
 
 def test_numbers_in_quotes_and_an_address_that_is_no_list_are_read() -> None:

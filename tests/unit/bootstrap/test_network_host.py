@@ -12,7 +12,7 @@ import pytest
 from bootstrap.network import here as network
 from bootstrap.network import host as network_host
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import FactsFileError, load_facts, parse_facts
+from bootstrap.network.network_facts import FactsFileError, load_facts, parse_facts
 
 Tree = Callable[[Mapping[str, str]], Path]
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from benchmarks import netlayouts
-from bootstrap.network import facts as network_facts
+from bootstrap.network import network_facts
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import load_document, parse_facts
+from bootstrap.network.network_facts import load_document, parse_facts
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = sorted((ROOT / "tests/data/netlayouts").glob("*.yaml"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap.network.detect import Detection, detect
-from bootstrap.network.facts import Gid, GpuLocation, Interface, NetworkFacts, RdmaPort
+from bootstrap.network.network_facts import Gid, GpuLocation, Interface, NetworkFacts, RdmaPort
 
 LO = Interface("lo", "loopback", "up", ("127.0.0.1/8",), ("::1/128",))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from bootstrap.network.detect import detect
-from bootstrap.network.facts import Gid, Interface, NetworkFacts, parse_facts
+from bootstrap.network.network_facts import Gid, Interface, NetworkFacts, parse_facts
 from tests.unit.bootstrap.test_network_rules import FAST, host, names, nic, port
 
 RAIL = nic("r", "192.168.0.1/24")

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bootstrap.check import GIB, UNLIMITED, Check, level_of
+from bootstrap.check_result import GIB, UNLIMITED, Check, level_of
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.gpus import Gpu, GpuReading
 from bootstrap.preflight.probe import mount_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap.agent import rendezvous
-from bootstrap.agent.messages import MessageCodec, hello_key
+from bootstrap.agent.message_codec import MessageCodec, hello_key
 from bootstrap.agent.ports import claim_block, ephemeral_floor
 from bootstrap.agent.rendezvous import (
     BringupError,

@@ -5,6 +5,7 @@ would without spares; always exactly one of both.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bootstrap.agent.rendezvous import NodeReport
 from bootstrap.agent.replacement import Decision, Replacements, choose_spare
 from bootstrap.agent.verdict import HostLoss
 from common.cluster import Cluster, Node
-from common.lost_nodes import read_lost_nodes, write_replaceable
+from common.lost_nodes import LostNode, read_lost_nodes, write_lost_nodes, write_replaceable
 
 HOSTS = ("n1", "n2", "n3", "n4")
 ORDER = {"kind": "start_ray", "head_ip": "10.0.0.1", "port_base": 20_000}
@@ -221,6 +222,37 @@ def test_a_node_that_the_driver_needs_ends_the_attempt_and_no_spare_is_used_up(
         await head.settled()
         assert head.given_up[0].cause.endswith("the driver cannot continue without n2")
         assert head.states == [] and head.gathering.spares == ("n3", "n4")
+
+    run(scene)
+
+
+def test_a_replacement_that_is_cancelled_writes_nothing_after_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list of excluded hosts must not replace that of the verdict."""
+    write_replaceable(tmp_path, ["n2"])
+    began, resume = threading.Event(), threading.Event()
+
+    def slow(folder: Path, lost: list[LostNode]) -> None:
+        began.set()
+        resume.wait(10)
+        write_lost_nodes(folder, lost)
+
+    monkeypatch.setattr(replacement, "write_lost_nodes", slow)
+
+    async def scene() -> None:
+        head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
+        head.replacements.take("n2", SILENT)
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        ending = asyncio.create_task(head.replacements.end())
+        await asyncio.sleep(0.05)
+        assert not ending.done()
+        resume.set()
+        await ending
+        assert head.states == [("n2", "joining", "")]
+        assert (tmp_path / "exclude").read_text() == "n2\n"
+        assert head.replacements.unsettled is None and head.links[2].sent == []
 
     run(scene)
 

@@ -6,7 +6,7 @@ import pytest
 
 from bootstrap.agent.rendezvous import BringupError
 from bootstrap.agent.selection import choose_hosts
-from bootstrap.check import Check
+from bootstrap.check_result import Check
 from bootstrap.preflight.table import Preflight
 
 HOSTS = ("n1", "n2", "n3", "n4")

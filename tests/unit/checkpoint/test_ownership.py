@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, recoverable
-from rlpost.checkpoint.ownership import claim, read_owner
+from rlpost.checkpoint.ownership import check_attempt, claim, read_owner
 from rlpost.errors import CheckpointError, Fenced
 from tests.unit.paused_thread import PausedThread
 
@@ -96,6 +96,34 @@ def test_a_later_claim_wins_and_the_error_names_its_owner(tmp_path):
     ):
         first.check()
     assert not first.lane.exists() and second.lane.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("driver", "owner", "is_fenced"),
+    [
+        ("3", "3", False),
+        ("3", "4", True),
+        ("3", "3.1", True),
+        ("3.1", "3", False),
+        ("9", "10", True),
+        ("0", "0", False),
+        ("trial", "0", True),
+        ("trial", "4.1", True),
+        ("trial", "trial", False),
+        ("trial", "another trial", False),
+        ("0", "trial", False),
+        ("", "0", True),
+    ],
+)
+def test_a_driver_is_fenced_by_every_newer_one_of_its_run(tmp_path, driver, owner, is_fenced):
+    """A name that is not of numbers is older than every attempt, attempt 0 included."""
+    claim(tmp_path, f"{owner} of runs/a")
+    check_attempt(tmp_path, driver, "runs/b")
+    if not is_fenced:
+        check_attempt(tmp_path, driver, "runs/a")
+        return
+    with pytest.raises(Fenced, match=f"belongs to attempt {owner} of runs/a .*stops writing"):
+        check_attempt(tmp_path, driver, "runs/a")
 
 
 def test_a_missing_or_damaged_owner_file_does_not_fence_an_attempt_with_a_lane(tmp_path, caplog):
@@ -194,7 +222,7 @@ def test_an_older_attempt_that_resumes_anywhere_in_its_commit_changes_nothing(
     tmp_path, has_the_step
 ):
     """It stopped after each call of the system in turn; the newer one has committed the same step
-    meanwhile.
+    before it resumes.
     """
     for number in range(1, 1000):
         folder = tmp_path / str(number)

@@ -12,7 +12,7 @@ from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.load import dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, Orders
 from rlpost.report.fleet_use import used_of
 from slurm.queue import QueueEntry

@@ -10,7 +10,7 @@ from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.fleet_view import arrays_of
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.submit import main
 
 ASKED = ("--engines", "3", "--engine-partition", "preempt", "--engine-time", "60")

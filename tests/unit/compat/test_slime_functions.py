@@ -17,8 +17,8 @@ from rlpost.compat.slime.generate import _sampling_mask
 from rlpost.compat.slime.sample import shown
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.group_records import sample_from, sample_record
 from rlpost.orchestration.generation import evaluation_rollout
-from rlpost.records import sample_from, sample_record
 from rlpost.reward import grader as grading
 from rlpost.reward.grader import InlineGrader, make_grader
 from rlpost.rollout.connection import Connection, RouterAddress

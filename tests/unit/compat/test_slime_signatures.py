@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from rlpost.algorithm.plugin import load_function
-from rlpost.compat.slime import modules, names
+from rlpost.compat.slime import modules, provided_names
 from rlpost.compat.slime.signatures import FORMS, Kind, interface, problem, signature_of
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.flags import flag
@@ -190,7 +190,7 @@ def test_rollout_functions_of_slime_are_settings_here_and_others_are_refused() -
 
 def test_every_name_that_plugins_may_import_exists() -> None:
     """They are imported in a separate interpreter, as in the driver, without slime installed."""
-    wanted = [(module, name) for module, known in names.PROVIDED.items() for name in known]
+    wanted = [(module, name) for module, known in provided_names.PROVIDED.items() for name in known]
     code = (
         "from importlib import import_module\nfrom rlpost.compat.slime import modules\nmodules.install()\n"
         f"for module, name in {wanted!r}:\n    assert callable(getattr(import_module(module), name)), (module, name)\n"
@@ -206,7 +206,7 @@ def test_the_documentation_lists_the_provided_names() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     rows = [
         f"| `{module}` | {', '.join(f'`{name}`' for name in known)} |"
-        for module, known in names.PROVIDED.items()
+        for module, known in provided_names.PROVIDED.items()
     ]
     assert "\n".join(rows) in page
 

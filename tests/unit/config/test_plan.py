@@ -22,7 +22,7 @@ from rlpost.config.plan.activations import (
 )
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import estimate
-from rlpost.config.plan.layouts import bubble, nearest, suggest
+from rlpost.config.plan.layout_search import bubble, nearest, suggest
 from rlpost.config.plan.rank_memory import RankMemory, held_memory
 from rlpost.config.plan.shape import (
     Layout,

@@ -26,7 +26,7 @@ from rlpost.fleet.agent import (
     server_args,
 )
 from rlpost.fleet.agent_rules import AgentRules, Patience
-from rlpost.fleet.files import FleetError, FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetError, FleetFolder, settings_digest
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, LeaseState
 from rlpost.types import EngineAddress
 

@@ -62,7 +62,7 @@ def test_no_engine_is_updated_before_there_is_a_version_or_its_server_answers():
     assert words(fleet.step([record(beat=2), starting], 1)) == [("Update", "7_0")]
 
 
-def test_an_update_to_a_version_that_was_replaced_meanwhile_is_repeated(fleet):
+def test_an_update_to_a_version_that_was_replaced_before_it_ended_is_repeated(fleet):
     one = record()
     (update,) = fleet.step([one], 0)
     fleet.set_version(4)

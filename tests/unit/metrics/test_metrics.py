@@ -154,7 +154,7 @@ def test_an_older_attempt_that_wakes_anywhere_changes_nothing_of_the_newer_ones_
     tmp_path, what
 ):
     """Whether it hangs while it makes its file or while it appends; the newer one finishes the run
-    meanwhile.
+    before it wakes.
     """
     for number in range(1, 100):
         path, owner = tmp_path / f"{number}.jsonl", Ownership()

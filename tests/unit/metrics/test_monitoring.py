@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlpost.metrics.names import METRICS
+from rlpost.metrics.metric_names import METRICS
 from rlpost.metrics.prometheus import LAST_STEP
 from rlpost.metrics.prometheus_names import COUNTERS, all_names, prometheus_name
 

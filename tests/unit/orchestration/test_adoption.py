@@ -16,7 +16,7 @@ from rlpost.orchestration.adoption import difference, is_adopted
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.orchestration.workers import StandbyWorker
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import connection_name
 
 SETTINGS = {"model_path": "/m", "server_args": {"nccl_port": 1}, "num_gpus": 1, "node_rank": 0}

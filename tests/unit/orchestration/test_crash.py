@@ -158,7 +158,7 @@ def test_filtered_groups_and_skipped_rows_are_neither_generated_nor_counted_agai
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_skipped_row_is_counted_once_wherever_a_run_is_killed(tmp_path, mode, place):
-    """Rows that are skipped while later prompts are fetched count for the batch taken meanwhile."""
+    """Rows that are skipped while later prompts are fetched count for the batch taken then."""
     for count in range(1, 8):
         folder = tmp_path / str(count)
         folder.mkdir()

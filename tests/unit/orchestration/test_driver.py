@@ -153,7 +153,7 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
 
 
 class Reading:
-    """Stages whose prompts are read until released; a stop is requested meanwhile."""
+    """Stages whose prompts are read until released; a stop is requested before that."""
 
     def __init__(self, stop_file):
         self.stop_file, self.released = stop_file, threading.Event()

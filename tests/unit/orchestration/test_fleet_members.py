@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rlpost.errors import RolloutError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.membership import FleetLimits, Membership
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, LeaseState
 from rlpost.orchestration import fleet_members as module

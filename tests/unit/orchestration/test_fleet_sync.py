@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import ConfigError, Fenced, RolloutError
-from rlpost.fleet.files import FleetFolder
+from rlpost.fleet.fleet_folder import FleetFolder
 from rlpost.fleet.membership import FleetLimits
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, LeaseState
 from rlpost.orchestration import fleet_sync as module

@@ -119,7 +119,7 @@ class FakeStages:
     async def train(self, groups):
         self._enter("train")
         for _ in range(5):
-            await asyncio.sleep(0)  # engines generate meanwhile in the asynchronous modes
+            await asyncio.sleep(0)  # engines generate at this time in the asynchronous modes
         self.staleness += [self.versions[-1] - group.oldest_version for group in groups]
         self.seen += [group.prompt_id for group in groups]
         trained = json.dumps([[group.prompt_id, group.rewards] for group in groups])

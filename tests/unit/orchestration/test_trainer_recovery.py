@@ -63,7 +63,7 @@ class Ranks:
     async def train(self, groups):
         self.passes("train")
         for _ in range(5):
-            await asyncio.sleep(0)  # engines generate meanwhile in the asynchronous modes
+            await asyncio.sleep(0)  # engines generate at this time in the asynchronous modes
         trained = json.dumps([[group.prompt_id, group.rewards] for group in groups])
         self.weights = hashlib.sha256((self.weights + trained).encode()).hexdigest()
         self.passes("trained")
@@ -347,7 +347,7 @@ def test_a_rank_whose_gpu_failed_is_restarted_although_its_process_lives(tmp_pat
     assert stages.ranks.log[0] == "kill"
 
 
-def test_an_operation_that_failed_because_a_rank_died_meanwhile_is_repeated(tmp_path):
+def test_an_operation_that_failed_because_a_rank_died_is_repeated(tmp_path):
     """For instance, engines did not take a bucket because its sender was killed."""
     ranks = Ranks()
     ranks.dead_ranks = [0]

@@ -291,7 +291,7 @@ def test_a_trainer_that_is_started_again_within_a_step_is_recovery_and_not_train
     assert found == pytest.approx({"trained": 950, "recovery": 60, "start-up": 100, "other": 40})
 
 
-def test_engines_that_generate_meanwhile_are_not_idle_in_an_asynchronous_run():
+def test_engines_that_generate_during_a_recovery_are_not_idle_in_an_asynchronous_run():
     layout = GpuLayout(4, 1, trainer=3, engines=1, is_synchronous=False)
     found = recovering(recovered(550, 40.0, step=4), layout=layout)
     assert found["recovery"] == pytest.approx(40 * 3 / 4)

@@ -310,7 +310,7 @@ def test_a_page_that_hangs_in_storage_does_not_keep_a_run_from_its_end(
     assert "still being written" in caplog.text
 
 
-def test_a_page_is_written_beside_the_training_and_all_who_ask_meanwhile_get_one_more(
+def test_a_page_is_written_beside_the_training_and_all_who_ask_before_it_ends_get_one_more(
     tmp_path, monkeypatch
 ):
     writers, may_end, begun = [], threading.Event(), threading.Event()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlpost.reward.answers import last_boxed
+from rlpost.reward.answer_extraction import last_boxed
 from rlpost.reward.dapo import dapo, normalized, same_number
 from rlpost.reward.deepscaler import answer_equals, deepscaler, plain_form
 from rlpost.reward.mathverify import math

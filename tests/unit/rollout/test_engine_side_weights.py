@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlpost.errors import SyncError
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
     DeltaMover,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import ConfigError, DataError
-from rlpost.records import group_record
+from rlpost.group_records import group_record
 from rlpost.rollout.recorded import read_groups, write_groups
 from rlpost.types import Sample, SampleGroup, ScoredSample
 

@@ -1,6 +1,6 @@
 """Scripts around a node's container: start, a command beside the agent, removal, with a fake
 enroot. It makes a root in a mount namespace, so the tests need root; test_container.py and
-test_step.py need none.
+test_job_step.py need none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from slurm.container import Container
-from slurm.step import Inside, step_argv
+from slurm.job_step import Inside, step_argv
 
 ROOT = Path(__file__).parents[3]
 FAKES = ROOT / "tests/fakes/bin"

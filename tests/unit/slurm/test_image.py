@@ -100,6 +100,29 @@ def test_without_enroot_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
         ensure("a", tmp_path)
 
 
+def test_a_file_that_is_missing_is_named_and_enroot_is_not_blamed(
+    registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean-up of the cache deletes the image between the import and its publication."""
+    monkeypatch.setattr("slurm.image._share", Path.unlink)
+    with pytest.raises(
+        ImageError, match=r"cache/\..*\.sqsh is missing, so .*was not imported"
+    ) as it:
+        ensure(NAME, registry / "cache")
+    assert "no enroot" not in str(it.value)
+
+
+def test_an_enroot_whose_interpreter_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "enroot"
+    program.write_text("#!/nowhere/bash\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageError, match=f"the interpreter of {program} is missing"):
+        ensure("a", tmp_path / "cache")
+
+
 def test_an_image_is_described_by_its_digest_or_by_its_file(tmp_path: Path) -> None:
     """An image that only compute nodes have is described by its path."""
     file = tmp_path / "image.sqsh"

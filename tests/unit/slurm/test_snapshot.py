@@ -71,7 +71,7 @@ def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: 
     assert files(target)["pkg/a.py"] == "newer"
 
 
-def test_a_job_that_starts_meanwhile_finds_the_whole_code(
+def test_a_job_that_starts_during_a_submission_finds_the_whole_code(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Removing the code of the last submission takes seconds on a shared file system."""

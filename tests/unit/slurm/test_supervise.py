@@ -53,7 +53,7 @@ def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -
     assert code(Ending("requeue"), SUBMITTED, cancelled, SUBMITTED) is None
 
 
-def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_meanwhile(
+def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_before_its_entry(
     tmp_path: Path,
 ) -> None:
     """Cancelled between the decision to restart and the entry with the next job."""

@@ -108,7 +108,7 @@ def write(request: Request) -> None:
 def snapshot(request: Request) -> None:
     """Write all entries of a folder to standard output.
 
-    No process of the agent is alive, so nothing changes meanwhile; links are never followed.
+    No process of the agent is alive, so nothing changes the folder; links are never followed.
     """
     budget = _Budget(request["max_bytes"], request["max_files"])
     with _opened(request["path"]) as folder:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rlpost.check import check
-from rlpost.config.checks.environment import environment_problems
+from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.load import JOBS, files_of, load, read_toml
 from rlpost.errors import ConfigError
 

@@ -10,7 +10,7 @@ import torch
 
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective, sft_objective
-from rlpost.metrics.names import METRICS, declared
+from rlpost.metrics.metric_names import METRICS, declared
 from rlpost.orchestration.batches import rollout_metrics, staleness_metrics
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.evaluate import pass_rates, summarise
@@ -59,7 +59,7 @@ def test_literal_names_in_the_code_are_declared():
     """Every word of the form area/name in the trainer's source."""
     found = set()
     for path in (ROOT / "rlpost").rglob("*.py"):
-        if path.name != "names.py":
+        if path.name != "metric_names.py":
             found |= set(
                 re.findall(
                     r'"((?:reward|rollout|train|time|perf|sync|checkpoint|driver|memory|run)/[a-z0-9_]+)"',

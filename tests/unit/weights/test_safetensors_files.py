@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.errors import WeightError
-from rlpost.weights.files import INDEX, SINGLE, file_problems, tensor_files
+from rlpost.weights.safetensors_files import INDEX, SINGLE, file_problems, tensor_files
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b.c": torch.ones(3, dtype=torch.bfloat16)}
 
@@ -103,7 +103,6 @@ def test_an_unreadable_file_is_reported_with_the_permission_to_request():
 
 
 def test_the_check_of_weight_files_imports_no_heavy_package():
-    program = (
-        "import sys, rlpost.weights.files; assert not {'torch', 'safetensors'} & set(sys.modules)"
-    )
+    heavy = "{'torch', 'safetensors'}"
+    program = f"import sys, rlpost.weights.safetensors_files; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

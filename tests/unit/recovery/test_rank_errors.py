@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.recovery.causes import lost_peer_or_device
+from rlpost.recovery.rank_errors import lost_peer_or_device
 
 LOST = [
     "RuntimeError: [gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.2]:33128",

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from rlpost.errors import EngineDied, RolloutError
-from rlpost.rollout import client
-from rlpost.rollout.client import EngineClient
+from rlpost.rollout import engine_client
+from rlpost.rollout.engine_client import EngineClient
 from rlpost.types import Bucket
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -52,7 +52,7 @@ def test_an_engine_that_no_longer_listens_and_never_answers_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang stops listening on TERM while it waits for its scheduler; a slow engine is awaited."""
-    monkeypatch.setattr(client, "LISTENING_POLL_S", 0.05)
+    monkeypatch.setattr(engine_client, "LISTENING_POLL_S", 0.05)
 
     async def asked() -> tuple[bool, float]:
         asked = asyncio.Event()

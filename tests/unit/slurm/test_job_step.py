@@ -8,7 +8,7 @@ import pytest
 
 from slurm.container import Container
 from slurm.errors import JobError
-from slurm.step import Inside, step_argv
+from slurm.job_step import Inside, step_argv
 
 RUN, CODE = Path("/runs/a"), Path("/runs/a/code")
 

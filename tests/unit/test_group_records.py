@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from rlpost.columns import RouteColumn
-from rlpost.records import BASE64, Behind, backlog_from, backlog_json, group_from, group_record
+from rlpost.group_records import (
+    BASE64,
+    Behind,
+    backlog_from,
+    backlog_json,
+    group_from,
+    group_record,
+)
 from rlpost.rollout.journal_format import GROUP, Framing, Record, group_content
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 

@@ -26,9 +26,9 @@ from rlpost.config.plan.shape import Shape as ModelShape
 from rlpost.config.tree import Config
 from rlpost.hf_shape import hf_shape
 from rlpost.rehearsal import coverage
-from rlpost.rehearsal.facts import RankFacts, Weight
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
+from rlpost.rehearsal.rank_facts import RankFacts, Weight
 from rlpost.rehearsal.update_plan import Plan
 from rlpost.types import Bucket
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Iterator, Mapping  # noqa: UP035
 
-from bootstrap.check import UNLIMITED
+from bootstrap.check_result import UNLIMITED
 from bootstrap.image.checks import RDMA_LIBRARIES, ImageFacts
 from bootstrap.image.pins import canonical
 

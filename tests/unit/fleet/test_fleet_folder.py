@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from rlpost.fleet.files import FleetError, FleetFolder, settings_digest
+from rlpost.fleet.fleet_folder import FleetError, FleetFolder, settings_digest
 from rlpost.fleet.records import (
     EngineRecord,
     EngineState,
