@@ -30,8 +30,8 @@ MARKED_FOLDERS = ("cluster", "e2e", "gpu")
 # compute. Short files come last, so that the workers end at about the same time.
 ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
 # Folders whose files run in one worker, in the order of their names: they share servers that take
-# long to start.
-TOGETHER = ("contract/engines",)
+# long to start, or what a long process has observed.
+TOGETHER = ("contract/engines", "contract/cuda/observed")
 
 settings.register_profile("any machine", deadline=None)  # a slow machine is not a failure
 settings.load_profile("any machine")

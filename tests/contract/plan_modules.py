@@ -8,6 +8,7 @@ process that is the only rank.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -130,6 +131,8 @@ def kept_bytes(chunk: Any, hidden: int) -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    gc.freeze()  # collections would visit the imported modules again and again
+    gc.set_threshold(100_000, 20, 100)
     for line in sys.stdin:
         case = json.loads(line)
         made = {"measure": measure, "count": count, "teacher": count_teacher}[case["what"]](case)

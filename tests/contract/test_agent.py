@@ -1,6 +1,7 @@
 """The agent with real Ray on one machine.
 
-Every way in which an attempt can end leaves a verdict and no process.
+Every way in which an attempt can end leaves a verdict and no process. An attempt waits more than it
+computes, so those of ``BESIDE`` start together, beside the first test that requests them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ import pytest
 from common.cluster import Cluster
 
 DEADLINE_S = 120
+BESIDE: dict[str, Sequence[str]] = {
+    "stopped during the start": (),
+    "killed agent": (),
+    "killed raylet": (),
+    "ignored STOP": ("--stop-grace-s=1",),
+}
+"""Attempts whose driver ignores the STOP file, with the agent's options; each is for one test."""
 
 # A driver like the trainer's: it waits for its cluster, works on it, polls the STOP file and exits
 # with its own code.
@@ -43,8 +51,6 @@ print("worked on", *ray.get(where.remote())[:2])
 print("CPUs", ray.cluster_resources()["CPU"])
 pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
 os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
-if sys.argv[1] == "leave":
-    sys.exit(0)
 while not cluster.stop_file.exists():
     time.sleep(0.05)
 if sys.argv[1] == "work_on_when_stopped":
@@ -174,6 +180,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Attempt]]:
         attempt.process.wait()
 
 
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Attempt]]:
+    """Start the attempts of ``BESIDE``, and stop the one that is stopped during the start of Ray.
+
+    Their agents are killed after the last test.
+    """
+    attempts = {
+        name: Attempt(tmp_path_factory.mktemp("beside"), *driver("ignore_stop"), options=options)
+        for name, options in BESIDE.items()
+    }
+    stopped = attempts["stopped during the start"]
+    try:
+        stopped.wait_for(lambda: list(stopped.folder.glob("ray-*.log")), "start of Ray")
+        stopped.process.send_signal(signal.SIGUSR2)
+        yield attempts
+    finally:
+        for attempt in attempts.values():
+            attempt.process.kill()
+            attempt.process.wait()
+
+
 def driver(mode: str) -> tuple[str, ...]:
     return sys.executable, "-c", DRIVER, mode
 
@@ -197,11 +224,13 @@ def ray_status(cluster: Cluster, attempt: Attempt) -> str:
 
 
 def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[..., Attempt]) -> None:
-    attempt = start(*driver("work_on_when_stopped"))
+    """Ray gets the CPUs that the agent may use, not those of the machine."""
+    attempt = start(*driver("work_on_when_stopped"), cpus={min(os.sched_getaffinity(0))})
     cluster = attempt.wait_until_it_works()
     (node,) = cluster.nodes
     assert (node.ip, node.ifname, node.num_gpus) == ("127.0.0.2", "lo", 2)
     assert cluster.port_count > 0 and "worked on 127.0.0.2 lo" in attempt.driver_log
+    assert "CPUs 1.0" in attempt.driver_log
 
     without_token = f"import ray; ray.init(address={cluster.ray_address!r}, logging_level='ERROR'); print('INSIDE')"
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
@@ -240,13 +269,6 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_a_driver_that_ends_with_zero_is_done(start: Callable[..., Attempt]) -> None:
-    """Ray gets the CPUs that the agent may use, not those of the machine."""
-    attempt = start(*driver("leave"), cpus={min(os.sched_getaffinity(0))})
-    assert attempt.wait()[0] == "done"
-    assert "CPUs 1.0" in attempt.driver_log
-
-
 @pytest.mark.parametrize(("code", "verdict"), [(78, "config"), (1, "failed")])
 def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
     start: Callable[..., Attempt], code: int, verdict: str
@@ -256,8 +278,32 @@ def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
     assert "the recipe is wrong" in cause
 
 
-def test_no_process_survives_a_kill_of_the_agent(start: Callable[..., Attempt]) -> None:
-    attempt = start(*driver("ignore_stop"))
+def test_workers_that_outlive_a_killed_driver_are_adopted_and_end_with_the_attempt(
+    start: Callable[..., Attempt], beside: dict[str, Attempt]
+) -> None:
+    """The attempt of a driver that ends with zero is done."""
+    attempt = start(sys.executable, "-c", ADOPTING_DRIVER)
+    attempt.wait_for((attempt.folder / "pids").exists, "workers")
+    engine, actor = map(int, (attempt.folder / "pids").read_text().split())
+    processes = [psutil.Process(pid) for pid in (engine, actor)]
+    assert attempt.wait()[0] == "done", attempt.driver_log
+    (adopted,) = (line for line in attempt.driver_log.splitlines() if line.startswith("adopted"))
+    aside, again, new_actor = map(int, adopted.split()[1:])
+    assert aside == again == engine, "while it is busy, and after the dead driver's call"
+    assert new_actor != actor, "a rank ends with its driver"
+    assert "driver 1 of this attempt replaces one that died: signal SIGKILL" in attempt.driver_log
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+
+
+def test_a_stop_during_the_start_of_ray_ends_the_attempt(beside: dict[str, Attempt]) -> None:
+    attempt = beside["stopped during the start"]
+    word, cause = attempt.wait()
+    assert word == "requeue" and "stop was requested" in cause
+    assert not (attempt.folder / "cluster").exists(), "the driver got no cluster"
+
+
+def test_no_process_survives_a_kill_of_the_agent(beside: dict[str, Attempt]) -> None:
+    attempt = beside["killed agent"]
     attempt.wait_until_it_works()
     processes = attempt.processes()
     # agent, two keepers, driver, `ray start`, gcs, raylet, its agents, workers
@@ -267,8 +313,8 @@ def test_no_process_survives_a_kill_of_the_agent(start: Callable[..., Attempt]) 
     attempt.wait_for(lambda: not attempt.temp_dir.exists(), "removal of Ray's folder")
 
 
-def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attempt]) -> None:
-    attempt = start(*driver("ignore_stop"))
+def test_a_killed_raylet_fails_the_attempt_in_seconds(beside: dict[str, Attempt]) -> None:
+    attempt = beside["killed raylet"]
     attempt.wait_until_it_works()
     processes = attempt.processes()
     (raylet,) = (process for process in processes if process.name() == "raylet")
@@ -285,13 +331,13 @@ def test_a_killed_raylet_fails_the_attempt_in_seconds(start: Callable[..., Attem
 
 
 def test_a_driver_that_ignores_the_stop_file_is_killed_at_the_deadline(
-    start: Callable[..., Attempt],
+    beside: dict[str, Attempt],
 ) -> None:
     """The batch script writes the STOP file as well.
 
     What was committed before is still valid, so the run is requeued.
     """
-    attempt = start(*driver("ignore_stop"), options=["--stop-grace-s=1"])
+    attempt = beside["ignored STOP"]
     attempt.wait_until_it_works()
     processes = attempt.processes()
     (attempt.folder / "STOP").write_text('{"reason": "signal USR2"}')
@@ -306,27 +352,3 @@ def test_a_second_agent_in_the_same_folder_fails(start: Callable[..., Attempt]) 
     again = start("sh", "-c", "exit 0")
     assert again.process.wait(DEADLINE_S) == 1
     assert first.wait()[0] == "config"
-
-
-def test_a_stop_during_the_start_of_ray_ends_the_attempt(start: Callable[..., Attempt]) -> None:
-    attempt = start(*driver("ignore_stop"))
-    attempt.wait_for(lambda: list(attempt.folder.glob("ray-*.log")), "start of Ray")
-    attempt.process.send_signal(signal.SIGUSR2)
-    word, cause = attempt.wait()
-    assert word == "requeue" and "stop was requested" in cause
-
-
-def test_workers_that_outlive_a_killed_driver_are_adopted_and_end_with_the_attempt(
-    start: Callable[..., Attempt],
-) -> None:
-    attempt = start(sys.executable, "-c", ADOPTING_DRIVER)
-    attempt.wait_for((attempt.folder / "pids").exists, "workers")
-    engine, actor = map(int, (attempt.folder / "pids").read_text().split())
-    processes = [psutil.Process(pid) for pid in (engine, actor)]
-    assert attempt.wait()[0] == "done", attempt.driver_log
-    (adopted,) = (line for line in attempt.driver_log.splitlines() if line.startswith("adopted"))
-    aside, again, new_actor = map(int, adopted.split()[1:])
-    assert aside == again == engine, "while it is busy, and after the dead driver's call"
-    assert new_actor != actor, "a rank ends with its driver"
-    assert "driver 1 of this attempt replaces one that died: signal SIGKILL" in attempt.driver_log
-    assert not psutil.wait_procs(processes, DEADLINE_S)[1]

@@ -11,6 +11,7 @@ imported. With ``stub/`` in PYTHONPATH it finds the stub.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -45,6 +46,7 @@ from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     OF_EXPERTS,
+    RECIPES,
     SETTINGS,
 )
 from tests.contract.families import MTP
@@ -218,12 +220,13 @@ def plain(config: Any) -> dict[str, Any]:
 
 def main(assets: str, families: str) -> None:
     """Print all observations as one line of JSON after OBSERVED."""
+    gc.freeze()  # collections would visit the imported modules again and again
+    gc.set_threshold(100_000, 20, 100)
     logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
-    recipes = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
     without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
     found = {
-        "recipes": {name: observe_recipe(name, {}) for name in recipes},
+        "recipes": {name: observe_recipe(name, {}) for name in RECIPES},
         "recipes without kernels": {
             name: observe_recipe(name, without_kernels) for name in OF_EXPERTS
         },

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlpost.config.load import JOBS
+
+AS_GLM45 = {"glm46_355b", "glm47_355b"}
+"""Recipes with the layout and the shape of GLM-4.5, which are not built again.
+
+tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
+"""
+RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_GLM45)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: (ranks, settings)
     "one": (1, {}),
     "tp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -59,7 +67,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),
 }
 """Single settings whose effect depends on CUDA or TransformerEngine."""
-ON_HOST = ("glm45_355b", "glm46_355b", "glm47_355b", "qwen3_30b_a3b")
+ON_HOST = ("glm45_355b", "qwen3_30b_a3b")
 """Recipes that request kernels of TransformerEngine and keep Adam in host memory."""
 OF_EXPERTS = (*ON_HOST, "qwen3_235b_a22b")
 """Recipes that request these kernels, with Adam in host memory or not."""

@@ -37,6 +37,7 @@ from rlpost.weights.families import family
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.quantise import SUFFIX, BlockFp8
 from tests.contract.all_ranks import Rehearsal, problems, rehearse, traffic_problems
+from tests.contract.cuda.observations_table import RECIPES
 from tests.unit.config.test_models import PUBLISHED
 
 from megatron.core import parallel_state  # isort: skip  (after the stand-in for CUDA)
@@ -52,12 +53,6 @@ TINY = {
     "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
-AS_GLM45 = {"glm46_355b", "glm47_355b"}
-"""Recipes with the layout and the shape of GLM-4.5, which are not built again.
-
-tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
-"""
-RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - AS_GLM45)
 
 
 def recipe_config(

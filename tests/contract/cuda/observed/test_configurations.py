@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.load import JOBS
 from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
-from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST
+from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST, RECIPES
 
 pytestmark = pytest.mark.timeout(300)
-RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 # Interleaved rotary embedding (two), latent attention, and YaRN.
 WITHOUT_ROTARY_KERNEL = ("glm_z1_9b", "glm4-0414", "deepseek-v3-moe", "qwen3-long")
 

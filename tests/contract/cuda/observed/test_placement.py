@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.load import JOBS
 from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
-from tests.contract.cuda.observations_table import OF_EXPERTS
+from tests.contract.cuda.observations_table import OF_EXPERTS, RECIPES
 
 pytestmark = pytest.mark.timeout(300)
-RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 
 
 def nothing_left(found):
