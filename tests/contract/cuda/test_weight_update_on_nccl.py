@@ -25,7 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 NUM_BYTES = 3 << 20
 """Size of a bucket: more than sockets buffer, so that a broadcast completes only if the peer reads.
 """
-DEADLINE_S = 8.0  # includes joining, for which a new process imports torch
+DEADLINE_S = 3.0  # of joining too, for which an engine is ready once it has imported torch
+READY_S = 30.0
 FAR_S = 600.0
 SOON_S = 5.0
 
@@ -49,9 +50,12 @@ class Buckets:
         return {"weight": torch.full((NUM_BYTES,), index, dtype=torch.uint8)}
 
 
-def engine(port: int, name: str, num_buckets: int, then: str, results: Any, backend: str) -> None:
+def engine(
+    port: int, name: str, num_buckets: int, then: str, results: Any, backend: str, is_ready: Any
+) -> None:
     """Join, receive some buckets, put their first bytes on the queue; then leave, exit or hang."""
     register()
+    is_ready.set()
     group = join(port, name, backend)
     seen = []
     for _ in range(num_buckets):
@@ -102,10 +106,12 @@ class Engines:
 
     def start(self, port: int, name: str, num_buckets: int, then: str, backend: str) -> Any:
         self.results.append(self.context.Queue())
-        arguments = (port, name, num_buckets, then, self.results[-1], backend)
+        is_ready = self.context.Event()
+        arguments = (port, name, num_buckets, then, self.results[-1], backend, is_ready)
         process = self.context.Process(target=engine, args=arguments, daemon=True)
         process.start()
         self.processes.append(process)
+        assert is_ready.wait(READY_S), f"engine {name} is not ready within {READY_S:.0f} s"
         return process
 
     def last_result(self) -> list[int]:
