@@ -114,10 +114,14 @@ for number in range(3, 64):
 }
 
 
+# A solution that loops computes until each of these limits.
+IMPATIENT = {"test.py": TEST.replace(b"timeout=5", b"timeout=2")}
+
+
 @pytest.mark.parametrize(
     "verifier",
     [
-        CommandVerifier(BY_COMMAND.command, BY_COMMAND.files, timeout=12),
+        CommandVerifier(BY_COMMAND.command, IMPATIENT, timeout=8),
         CaseVerifier(BY_CASES.command, CASES[:2], timeout=1),
     ],
 )
