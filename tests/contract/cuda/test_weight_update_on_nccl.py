@@ -20,13 +20,13 @@ from rlpost.weights.trainer_side import Broadcast
 from tests.contract.cuda.nccl_like import NAME, NcclLike, register
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NUM_BYTES = 3 << 20
 """Size of a bucket: more than sockets buffer, so that a broadcast completes only if the peer reads.
 """
-DEADLINE_S = 3.0  # of joining too, for which an engine is ready once it has imported torch
-READY_S = 30.0
+DEADLINE_S = 6.0  # of joining too, for which an engine is ready once it has imported torch
+READY_S = 60.0
 FAR_S = 600.0
 SOON_S = 5.0
 
