@@ -2,8 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
-# Three on two cores, because tests wait: for Slurm, deadlines and each other.
-PYTEST_ARGS ?= -n 3 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile
 # One more than there are cores, because some tests wait; eight at most, for each imports the libraries anew.
 FAST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 # As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
