@@ -340,12 +340,17 @@ def test_a_pool_is_bounded_and_serves_in_order(size):
         async with LocalPool(SMALL, size=size, warm=size) as pool:
             order: list[int] = []
             most = 0
+            is_full = asyncio.Event()
 
             async def episode(number: int) -> None:
                 nonlocal most
                 async with fresh(pool) as sandbox:
                     order.append(number)
                     most = max(most, pool.in_use)
+                    if most == size:
+                        is_full.set()
+                    # on a busy machine the first would end before the second has started
+                    await asyncio.wait_for(is_full.wait(), 60)
                     assert (await sandbox.run("ls")).text == ""
                     await sandbox.run("touch used")
 
