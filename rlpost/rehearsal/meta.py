@@ -7,9 +7,8 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -80,16 +79,10 @@ def _meta_in_place_of_cuda() -> Iterator[None]:
 
 @contextmanager
 def _fake_groups_only() -> Iterator[None]:
-    """Let Megatron form fake groups instead of gloo groups, and only those of this rank.
-
-    gloo would wait for the other ranks. On GPUs every rank also takes part in forming the groups
-    that it does not belong to, hundreds in a large layout, and Megatron drops them at once.
-    """
+    """Megatron also forms gloo groups for its optimizers; gloo would wait for the other ranks."""
     create = parallel_state.create_group
 
-    def create_fake(ranks: Collection[int] | None = None, **options: Any) -> object:
-        if ranks is not None and dist.get_rank() not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
+    def create_fake(ranks: object = None, **options: Any) -> object:
         return create(ranks, **(options | {"backend": None}))
 
     parallel_state.create_group = create_fake
@@ -97,11 +90,6 @@ def _fake_groups_only() -> Iterator[None]:
         yield
     finally:
         parallel_state.create_group = create
-
-
-@cache
-def _type_on_host(dtype: torch.dtype) -> str:
-    return torch.empty(0, dtype=dtype, device="cpu").type()
 
 
 class MetaAsHost(TorchFunctionMode):
@@ -130,7 +118,7 @@ class MetaAsHost(TorchFunctionMode):
     def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
         """Call ``function``, or answer for it."""
         if function is _TYPE and len(args) == 1 and not options and args[0].is_meta:
-            return _type_on_host(args[0].dtype)
+            return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
         if function is _CPU and args[0].is_meta:
             return args[0]
         return function(*args, **options)
