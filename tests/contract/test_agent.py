@@ -51,6 +51,8 @@ print("worked on", *ray.get(where.remote())[:2])
 print("CPUs", ray.cluster_resources()["CPU"])
 pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
 os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
+if sys.argv[1] == "leave":
+    sys.exit(0)
 while not cluster.stop_file.exists():
     time.sleep(0.05)
 if sys.argv[1] == "work_on_when_stopped":
@@ -269,6 +271,10 @@ def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[...,
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+def test_a_driver_that_ends_with_zero_is_done(start: Callable[..., Attempt]) -> None:
+    assert start(*driver("leave")).wait()[0] == "done"
+
+
 @pytest.mark.parametrize(("code", "verdict"), [(78, "config"), (1, "failed")])
 def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
     start: Callable[..., Attempt], code: int, verdict: str
@@ -281,7 +287,6 @@ def test_a_driver_that_ends_before_the_cluster_is_up_does_not_wait_for_it(
 def test_workers_that_outlive_a_killed_driver_are_adopted_and_end_with_the_attempt(
     start: Callable[..., Attempt], beside: dict[str, Attempt]
 ) -> None:
-    """The attempt of a driver that ends with zero is done."""
     attempt = start(sys.executable, "-c", ADOPTING_DRIVER)
     attempt.wait_for((attempt.folder / "pids").exists, "workers")
     engine, actor = map(int, (attempt.folder / "pids").read_text().split())

@@ -75,6 +75,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_fail
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
+    "DP 2": ("qwen3", 2, {}),
     "TP 2, DP 2": ("qwen3", 4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "PP 2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
     "EP 2, ETP 1, DP 2": (
