@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from collections.abc import Callable, Generator
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.rare_collections import collect_rarely
 
 # Threads of torch spin while they wait for each other, here and in every process that a test starts.
 # Must be set before torch is imported. Not on a host with GPUs, where tests measure CPU work.
@@ -37,13 +38,11 @@ settings.register_profile("any machine", deadline=None)  # a slow machine is not
 settings.load_profile("any machine")
 
 
-# Modules and collected tests live to the end of the session. Scanning them again and again would
-# take a sixth of its time: collect rarely, and exclude them (``freeze``).
-gc.set_threshold(100_000, 20, 100)
+collect_rarely()  # for the imports of the tests
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()
+    collect_rarely()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

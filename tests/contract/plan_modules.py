@@ -8,7 +8,6 @@ process that is the only rank.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.teacher_description import teacher_description, teacher_settings
 from rlpost.rehearsal.contradictions import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
+from tests.rare_collections import collect_rarely
 
 # after the stand-in for CUDA, which rlpost.actor installs
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -131,8 +131,7 @@ def kept_bytes(chunk: Any, hidden: int) -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    gc.freeze()  # collections would visit the imported modules again and again
-    gc.set_threshold(100_000, 20, 100)
+    collect_rarely()
     for line in sys.stdin:
         case = json.loads(line)
         made = {"measure": measure, "count": count, "teacher": count_teacher}[case["what"]](case)

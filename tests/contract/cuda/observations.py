@@ -11,7 +11,6 @@ imported. With ``stub/`` in PYTHONPATH it finds the stub.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -50,6 +49,7 @@ from tests.contract.cuda.observations_table import (
     SETTINGS,
 )
 from tests.contract.families import MTP
+from tests.rare_collections import collect_rarely
 
 Found = dict[str, Any]
 
@@ -220,8 +220,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 def main(assets: str, families: str) -> None:
     """Print all observations as one line of JSON after OBSERVED."""
-    gc.freeze()  # collections would visit the imported modules again and again
-    gc.set_threshold(100_000, 20, 100)
+    collect_rarely()
     logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
     without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
