@@ -86,13 +86,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
     return folder, trained_versions(folder, "qwen3-wide", TARGETS)
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
-    """Start all engines from one process, which imports SGLang once."""
-    with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
-        yield started
-
-
 @contextmanager
 def started(
     engines: ForkedEngines, folder: Path, targets: tuple[str, ...], **more: object

@@ -6,7 +6,6 @@ After a training step and an update its log-probs are those of the trainer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,6 @@ def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) 
     ).eval()
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
-    """Start engines of all families from one process, which imports SGLang once."""
-    with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
-        yield started
 
 
 @pytest.mark.parametrize("name", SERVED)
