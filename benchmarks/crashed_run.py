@@ -35,7 +35,7 @@ SETTINGS = (
 )
 DEADLINE_S = 240.0  # of each wait
 POLL_S = 0.1
-QUERY_S = 1.0  # between two queries of Slurm about a job; each starts four processes
+QUERY_S = 1.0  # between two queries of Slurm about a job; a process runs three programs for each
 
 
 class CrashedRun:

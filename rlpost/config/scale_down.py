@@ -278,10 +278,10 @@ def _cluster_values(config: Config, layout: Layout, *, given_gpus: bool) -> Valu
     cluster = config.cluster
     has_fleet = bool(config.fleet.engines or config.fleet.min_engines)
     engines = min(config.num_engines or int(has_fleet), ENGINES)
-    if given_gpus and not cluster.colocate:
-        engines = cluster.rollout_num_gpus
     if cluster.colocate:
         engines = next((count for count in range(engines, 0, -1) if layout.world % count == 0), 0)
+    elif given_gpus:
+        engines = cluster.rollout_num_gpus
     size = layout.world // engines if cluster.colocate and engines else 1
     generates = 0 if cluster.colocate else engines * size
     values = {

@@ -73,8 +73,8 @@ def wait_until(
 ) -> bool:
     """Poll until the condition is true; return False at the deadline.
 
-    For conditions that neither Slurm nor the kernel reports as an event. The longer it has waited
-    the longer are the pauses, because most conditions ask Slurm, which starts four processes.
+    For conditions that neither Slurm nor the kernel reports as an event. Pauses grow with the time
+    waited, because most conditions ask Slurm, for which a process runs three programs.
     """
     begin = time.monotonic()
     while not condition():
