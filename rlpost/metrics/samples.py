@@ -61,22 +61,14 @@ class SampleWriter:
             check: raises Fenced when another attempt owns the run.
         """
         self._writer = MetricsWriter(report_folder / FILE_NAME, check=check)
-        self._fixed_path = report_folder / FIXED_NAME
-        self._fixed = MetricsWriter(self._fixed_path, check=check)
+        self._fixed = MetricsWriter(report_folder / FIXED_NAME, check=check)
         self._interval = max(1, -(-num_steps // MAX_LINES))
         self._decode = decode
 
     async def begin(self, step: int) -> None:
         """Remove the answers of all steps after ``step``. Raises Fenced."""
         await self._writer.begin(step)
-        if self._fixed_path.exists():
-            await self._fixed.begin(step)
-
-    def rewind(self, step: int) -> None:
-        """Like ``begin``, but blocking and without a deadline. Raises OSError and Fenced."""
-        self._writer.rewind(step)
-        if self._fixed_path.exists():
-            self._fixed.rewind(step)
+        await self._fixed.begin(step)
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Queue sample answers if ``step`` is selected. A failed write never ends the run."""

@@ -1,8 +1,9 @@
 """Answers that are kept for people: few, telling, readable, each step once."""
 
 import asyncio
+import threading
 
-from rlpost.metrics.samples import FIXED_NAME, MAX_LINES, SampleWriter, chosen, cut
+from rlpost.metrics.samples import FILE_NAME, FIXED_NAME, MAX_LINES, SampleWriter, chosen, cut
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -53,11 +54,28 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
 
 
 def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_once(tmp_path):
-    writer = SampleWriter(tmp_path, num_steps=40, decode=decode)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def hold_the_first_write():
+        if not has_begun.is_set():
+            has_begun.set()
+            may_go_on.wait()
+
+    writer = SampleWriter(tmp_path, num_steps=40, decode=decode, check=hold_the_first_write)
     for step in (0, 20):
         writer.write_evaluated(step, {"b": [group(0, (1.0,))], "a": [group(0, (0.5, 1.0))]})
     writer.write_evaluated(21, {})
-    asyncio.run(writer.begin(19))
+    has_begun.wait()
+
+    async def resume_while_the_write_is_held():
+        resumed = asyncio.create_task(writer.begin(19))
+        while not (tmp_path / FILE_NAME).exists():  # the other file is done
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        await resumed
+
+    asyncio.run(resume_while_the_write_is_held())
     writer.write_evaluated(20, {"a": [group(0, (0.25,))]})
     writer.close()
     found = [
