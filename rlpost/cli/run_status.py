@@ -125,6 +125,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     if attempt is None or str(ended.get("attempt")) != attempt:
         ended = {}
     committed = last(events, "committed")
+    recovered = [str(event.get("role")) for event in events if event.get("event") == "recovered"]
     return Status(
         name=run.root.name,
         folder=str(run.root),
@@ -146,7 +147,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         checkpoint_age_s=seconds_since(committed.get("time")),
         num_attempts=sum(event.get("event") == "started" for event in events),
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
-        recoveries=dict(Counter(_recovered_roles(events))),
+        recoveries=dict(Counter(recovered)),
         warnings=warnings_in(tail_or_empty(latest / DRIVER_LOG, LOG_TAIL)),
         **_progress(run, events, entry),
     )
@@ -156,11 +157,6 @@ def newest_attempt(run: RunFolder) -> str | None:
     """The name of the newest attempt's folder; None before the first."""
     latest = run.attempts / "latest"
     return latest.resolve().name if latest.exists() else None
-
-
-def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
-    """The role of each recovery within an attempt: trainer, critic, driver, node or engine."""
-    return [str(event.get("role")) for event in events if event.get("event") == "recovered"]
 
 
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
