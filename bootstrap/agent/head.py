@@ -65,7 +65,7 @@ from bootstrap.network.here import (
 from bootstrap.preflight.comparison import comparison_table, network_row
 from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
-from common.cluster import Cluster, Node
+from common.cluster import Cluster
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
@@ -235,14 +235,11 @@ class HeadAgent:
             if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
                 raise
             raise await self._too_late() from None
-        nodes = tuple(
-            Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports
-        )
         job_ports = ports.job_ports
         cluster = Cluster(
             host_port(reports[0].ip, ports.gcs),
             str(self._options.attempt_dir),
-            nodes,
+            tuple(report.node for report in reports),
             job_ports.start,
             len(job_ports),
         )

@@ -33,6 +33,7 @@ from bootstrap.agent.message_codec import MessageCodec, hello_key, new_nonce, se
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.network.here import Address
+from common.cluster import Node
 from common.files import tail
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ class NodeReport:
     ifname: str = ""
     host_facts: Mapping[str, Any] = field(default_factory=dict)  # of preflight.HostFacts
     network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison
+
+    @property
+    def node(self) -> Node:
+        """The node as the driver sees it."""
+        return Node(self.host, self.ip, self.ifname, self.num_gpus)
 
 
 @functools.cache
