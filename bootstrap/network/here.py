@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,37 +76,35 @@ def reachable_addresses(addresses: Iterable[Address]) -> tuple[Address, ...]:
     return tuple(address for address in addresses if may_be_reached(address))
 
 
-def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
+def ifname_of(ip: str, addresses: Sequence[Address]) -> str:
     """The interface that owns ``ip``.
 
     Raises:
         NetworkError: no interface does, e.g. behind address translation; lists the known addresses.
     """
-    known = tuple(addresses)
     if ipaddress.ip_address(ip).is_loopback:
         return LOOPBACK_IFNAME
-    for address in known:
+    for address in addresses:
         if address.ip == ip:
             return address.ifname
-    listed = ", ".join(f"{address.ifname}={address.ip}" for address in known)
+    listed = ", ".join(f"{address.ifname}={address.ip}" for address in addresses)
     raise NetworkError(
         f"no interface owns {ip} (there are: {listed}); name the right one with --socket-ifname"
     )
 
 
-def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
+def ip_of(ifname: str, addresses: Sequence[Address]) -> str:
     """The first address of the interface in --socket-ifname.
 
     Raises:
         NetworkError: no such interface has an address; lists the interfaces that have one.
     """
-    known = tuple(addresses)
-    for address in known:
+    for address in addresses:
         # An IPv6 link-local address is meaningless to other hosts.
         zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local
         if address.ifname == ifname and not zoned:
             return address.ip
-    listed = ", ".join(sorted({address.ifname for address in known}))
+    listed = ", ".join(sorted({address.ifname for address in addresses}))
     raise NetworkError(
         f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})"
     )
