@@ -331,12 +331,8 @@ def table(made: Estimate, speed: Speed) -> Table:
     ]
     if made.engine is not None:
         engine = made.engine
-        rows.append(
-            (
-                "engine GPU",
-                f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}",
-            )
-        )
+        text = f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}"
+        rows.append(("engine GPU", text))
         answers = max(0, engine.kv_tokens) // made.longest
         text = f"{max(0, engine.kv_tokens):,} tokens an engine: "
         text += f"{counted(answers, 'answer')} of {made.longest} tokens at once"
