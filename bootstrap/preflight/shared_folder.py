@@ -94,9 +94,8 @@ class Tried:
 def check_together(tried: Tried) -> Check:
     """The check for one node's result."""
     if tried.error is not None:
-        return Check(
-            "storage", "WARN", f"the run folder could not be tried with the others: {tried.error}"
-        )
+        said = f"the run folder could not be tried with the others: {tried.error}"
+        return Check("storage", "WARN", said)
     found = []
     for seconds, way in (
         (tried.head_file_s, "the head's file here"),
