@@ -146,7 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--socket-ifname", help="interface for sockets; overrides detection")
-    parser.add_argument("--connection-ip", help="local address of a connection to the head")
+    parser.add_argument(
+        "--connection-ip",
+        type=ipaddress.ip_address,
+        metavar="IP",
+        help="local address of a connection to the head",
+    )
     options = parser.parse_args(argv)
     if options.facts and options.save:
         parser.error("--save writes the facts of this host; omit --facts")
@@ -159,9 +164,8 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
     # this shell's variables do not apply to another host
     environ = {} if options.facts else os.environ
-    found = detect(
-        facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ
-    )
+    ip = None if options.connection_ip is None else str(options.connection_ip)
+    found = detect(facts, override=options.socket_ifname, connection_ip=ip, environ=environ)
     if options.json:
         print(json.dumps(found.to_document()))
     else:
