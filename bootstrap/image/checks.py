@@ -153,11 +153,9 @@ def _transformer_engine(
     have, torch_half = facts.packages.get(name), facts.packages.get(half)
     needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
     level: Level = "FATAL_CONFIG" if reasons else "WARN"
-    build = (
-        f"build jobs/container/Dockerfile, which compiles {pin.text}"
-        if pin
-        else "build jobs/container/Dockerfile"
-    )
+    build = "build jobs/container/Dockerfile"
+    if pin:
+        build += f", which compiles {pin.text}"
     if have is None:
         return Check("TransformerEngine", level, f"not installed; {needed}: {build}")
     if torch_half != have:
