@@ -131,6 +131,14 @@ def tail_text(path: Path, max_bytes: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def tail_or_empty(path: Path, max_bytes: int) -> str:
+    """``tail_text``; empty if the file is missing or cannot be read."""
+    try:
+        return tail_text(path, max_bytes)
+    except OSError:
+        return ""
+
+
 def text_or_empty(path: Path) -> str:
     """Stripped text of a file; empty if it is missing or cannot be read."""
     try:

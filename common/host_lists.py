@@ -51,7 +51,9 @@ def expand(text: str) -> tuple[str, ...]:
 def _expand_item(item: str, text: str) -> list[str]:
     parts = re.split(r"\[([^\]]*)\]", item)  # literal, ranges, literal, ...
     choices = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
-    return ["".join(words) for words in itertools.product(*choices)]
+    # several brackets multiply: one host more than the limit is enough for the error
+    found = itertools.islice(itertools.product(*choices), MAX_HOSTS + 1)
+    return ["".join(words) for words in found]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:

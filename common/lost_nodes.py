@@ -14,16 +14,14 @@ folder first.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from common.attempt import LOST_NODES_FILE, REPLACEABLE_FILE
 from common.cluster import Node
-from common.files import text_or_empty, write_atomic
+from common.files import is_there, text_or_empty, write_atomic
 
 State = Literal["joining", "replaced", "given up"]
 
@@ -52,10 +50,11 @@ def write_lost_nodes(attempt_dir: Path, lost: Iterable[LostNode]) -> None:
 
 def read_lost_nodes(attempt_dir: Path) -> tuple[LostNode, ...]:
     """The list of the attempt; empty before the first loss, and if it cannot be read."""
-    with suppress(OSError):  # makes an NFS client ask for new names in the folder
-        os.close(os.open(attempt_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    path = attempt_dir / LOST_NODES_FILE
+    if not is_there(path):
+        return ()
     try:
-        raw = json.loads((attempt_dir / LOST_NODES_FILE).read_text())
+        raw = json.loads(path.read_text())
         return tuple(_lost_node(entry) for entry in raw)
     except (OSError, ValueError, TypeError):
         return ()

@@ -267,11 +267,9 @@ def _never_launched(launch: str) -> Finding | None:
         return None
     if sign and sign.remedy:
         return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast lines:\n{words}")
-    what = (
-        "the image could not be imported"
-        if "enroot import" in launch
-        else "the nodes could not be started"
-    )
+    what = "the nodes could not be started"
+    if "enroot import" in launch:
+        what = "the image could not be imported"
     named = f" ({sign.what})" if sign else ""
     return Finding("failed", f"{what}{named}\nlast lines:\n{words}")
 

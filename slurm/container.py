@@ -132,8 +132,7 @@ _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 def pyxis_options(container: Container) -> str:
     """Lines of the srun command, each ending in a backslash; ``$image`` is a path."""
-    always = ("$run_folder:$run_folder", "$RLPOST_HOME:$RLPOST_HOME")
-    mounts = ",".join((*always, *(":".join(parts) for parts in _parts(container.mounts))))
+    mounts = ",".join(":".join(parts) for parts in _mounts(container))
     return f"""\
   --container-image="$image" --container-name={_NAME} --container-writable \\
   --container-mounts="{mounts}" --container-workdir="$RLPOST_HOME" \\

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Mapping, Sequence  # noqa: UP035
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
-from common.files import tail_text, write_atomic
+from common.files import tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
 from common.srun_output import failed_tasks
 from slurm.causes import Finding, HostEnd, explain, last_words, without_secrets
@@ -30,7 +30,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     ``nodelist`` is Slurm's compact list of its hosts. The verdict is ``none`` if agents had
     started, or if there is no evidence. Secrets of the run are masked.
     """
-    launch = tail(attempt_dir / LAUNCH_LOG)
+    launch = tail_or_empty(attempt_dir / LAUNCH_LOG, TAIL_BYTES)
     try:
         hosts: Sequence[str] = expand(nodelist)
     except HostListError:
@@ -39,9 +39,10 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     if not hosts:  # the ledger lacks the start of this attempt: use the hosts that left files
         logs = {path.stem[len("agent-") :] for path in attempt_dir.glob("agent-*.log")}
         hosts = sorted(logs | set(ends))
-    left = {
-        host: HostEnd(ends.get(host, ""), tail(attempt_dir / f"agent-{host}.log")) for host in hosts
-    }
+    left = {}
+    for host in hosts:
+        log = tail_or_empty(attempt_dir / f"agent-{host}.log", TAIL_BYTES)
+        left[host] = HostEnd(ends.get(host, ""), log)
     finding = explain(left, launch) if left else None
     if finding is None:
         said = last_words(launch)
@@ -67,9 +68,9 @@ def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
 
 def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:
     """Mask this run's secrets, and anything that looks like a secret, in a text."""
-    lines = tail(run_folder / "secrets.env").splitlines()
+    lines = text_or_empty(run_folder / "secrets.env").splitlines()
     values = [line.partition("=")[2].strip().strip("'\"") for line in lines]
-    return without_secrets(text, [*values, tail(attempt_dir / SECRET_FILE).strip()])
+    return without_secrets(text, [*values, text_or_empty(attempt_dir / SECRET_FILE)])
 
 
 def resume_point(run_folder: Path, entries: Sequence[Mapping[str, object]]) -> str:
@@ -87,14 +88,6 @@ def resume_point(run_folder: Path, entries: Sequence[Mapping[str, object]]) -> s
     if journal:  # which may contain no record
         return "no checkpoint yet: it starts from the beginning, with what the journal holds"
     return "nothing is saved yet: it starts from the beginning"
-
-
-def tail(path: Path) -> str:
-    """The last TAIL_BYTES bytes of a file; empty if it cannot be read."""
-    try:
-        return tail_text(path, TAIL_BYTES)
-    except OSError:
-        return ""
 
 
 def _save_folder(run_folder: Path) -> Path:

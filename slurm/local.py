@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.attempt import STOP_FILE, VERDICT_FILE
+from common.files import text_or_empty
 from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from common.stop_file import StopMessage, write_stop
@@ -74,7 +75,7 @@ class LocalAttempt:
             raise SlurmError(
                 f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended"
             ) from None
-        verdict = read_verdict(attempt_dir)
+        verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
         logger.info("agent ended (exit %d), verdict: %s", code, verdict)
         if verdict in ("done", "requeue"):
             return verdict
@@ -124,11 +125,3 @@ def request_stop(attempt_dir: Path, reason: str, *, deadline: float | None = Non
 
 def _named(number: int) -> str:
     return f"signal {signal.Signals(number).name} to the local run"
-
-
-def read_verdict(attempt_dir: Path) -> str:
-    """The attempt's verdict, or ``none``."""
-    try:
-        return (attempt_dir / VERDICT_FILE).read_text().strip() or "none"
-    except FileNotFoundError:
-        return "none"

@@ -58,11 +58,9 @@ def file_problem(name: str, path: str) -> str:
     if variable and not os.environ.get(variable):
         return f"{name}: {variable} is not set; export {variable}=FOLDER"
     place = HOME / os.environ.get(variable, "") / rest.partition("@[")[0]
-    return (
-        ""
-        if place.exists()
-        else f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
-    )
+    if place.exists():
+        return ""
+    return f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
 
 
 def container(options: argparse.Namespace) -> subprocess.CompletedProcess[str]:

@@ -134,11 +134,9 @@ def places(spec: JobSpec, *, is_supervised: bool = True) -> str:
     sets RLPOST_CONTAINER and, for a supervised job, host_python.
     """
     home = shlex.quote(spec.home) if spec.home else "${RLPOST_HOME:-$SLURM_SUBMIT_DIR}"
-    found = (
-        "${RLPOST_PYTHON:-python3}"
-        if spec.container
-        else "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
-    )
+    found = "${RLPOST_PYTHON:-$RLPOST_HOME/.venv/bin/python}"
+    if spec.container:
+        found = "${RLPOST_PYTHON:-python3}"
     python = shlex.quote(spec.python) if spec.python else found
     derived = f"${{RLPOST_RUN_FOLDER:-$RLPOST_HOME/runs/{spec.job_name}-$SLURM_JOB_ID}}"
     run_folder = shlex.quote(spec.run_folder) if spec.run_folder else derived
@@ -211,11 +209,9 @@ def image(spec: JobSpec, log: str = "$attempt_dir/launch.log") -> str:
 
 def _imported(container: Container, log: str) -> str:
     """Line that imports the image unless ``$image`` is a file path or empty."""
-    cache = (
-        shlex.quote(container.cache)
-        if container.cache
-        else '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
-    )
+    cache = '"${RLPOST_IMAGE_CACHE:-$RLPOST_HOME/runs/images}"'
+    if container.cache:
+        cache = shlex.quote(container.cache)
     return "[[ $image == /* || ! $image ]] || " + _get_image(f'"$image" --cache {cache}', log)
 
 
@@ -242,11 +238,9 @@ def _needed(variables: Sequence[str]) -> str:
 
 def shell_word(text: str) -> str:
     """Quote a word for the shell; a leading variable ``$NAME`` of a path is still expanded."""
-    return (
-        f'"{text}"'
-        if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text)
-        else shlex.quote(text)
-    )
+    if re.fullmatch(r"\$[A-Z][A-Z0-9_]*[A-Za-z0-9/._@%+=-]*", text):
+        return f'"{text}"'
+    return shlex.quote(text)
 
 
 def _record(spec: JobSpec) -> str:
@@ -287,11 +281,9 @@ def inside(spec: JobSpec) -> str:
         return ""
     if spec.container.backend == "auto":
         return '  ${inside[@]+"${inside[@]}"} \\\n'  # bash 4.3 calls an empty array unset
-    return (
-        pyxis_options(spec.container)
-        if spec.container.backend == "pyxis"
-        else enroot_command(spec.container)
-    )
+    if spec.container.backend == "pyxis":
+        return pyxis_options(spec.container)
+    return enroot_command(spec.container)
 
 
 def chosen_words(spec: JobSpec, folder: str) -> str:

@@ -68,15 +68,8 @@ exit "$code"
 
 def _begin(spec: JobSpec) -> str:
     before = (directives(spec, is_warned=False), _RENDERED, submits_itself(spec), _HEAD)
-    return "".join(
-        (
-            *before,
-            places(spec, is_supervised=False),
-            _FOLDER,
-            image(spec, "$run_folder/launch.log"),
-            chosen_words(spec, "$run_folder"),
-        )
-    )
+    container = (image(spec, "$run_folder/launch.log"), chosen_words(spec, "$run_folder"))
+    return "".join((*before, places(spec, is_supervised=False), _FOLDER, *container))
 
 
 def _srun(spec: JobSpec) -> str:

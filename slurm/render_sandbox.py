@@ -82,15 +82,8 @@ def render_sandbox(spec: SandboxSpec) -> str:
         array.append(f"--mem={spec.memory_mib}M")
     if spec.after is not None:
         array.append(f"--dependency=after:{spec.after}")
-    return "".join(
-        (
-            directives(job, first=[array]),
-            _HEAD,
-            places(job, is_supervised=False),
-            _command(spec),
-            _end(job),
-        )
-    )
+    before = (directives(job, first=[array]), _HEAD, places(job, is_supervised=False))
+    return "".join((*before, _command(spec), _end(job)))
 
 
 _HEAD = """\

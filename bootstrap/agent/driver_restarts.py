@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.exit_codes import EXIT_CRASHED
-from common.files import tail_text
+from common.files import tail_or_empty
 
 WINDOW_S = 600.0
 LAST_LINES_BYTES = 65_536
@@ -74,11 +74,7 @@ def is_crash(code: int) -> bool:
 
 def last_step(metrics: Path) -> int:
     """The step of the last complete line of ``metrics.jsonl``; -1 without one. Blocks."""
-    try:
-        lines = tail_text(metrics, LAST_LINES_BYTES).splitlines()
-    except OSError:
-        return -1
-    for line in reversed(lines):
+    for line in reversed(tail_or_empty(metrics, LAST_LINES_BYTES).splitlines()):
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
@@ -110,7 +111,7 @@ class Gathering:
         """Wait until another node has joined or enough nodes are present."""
         enough = asyncio.create_task(self.wait())
         first = asyncio.create_task(self._first.wait())
-        await asyncio.wait([enough, first], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(enough, first)
         enough.cancel()
         first.cancel()
 

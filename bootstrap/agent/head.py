@@ -65,7 +65,7 @@ from bootstrap.network.here import (
 from bootstrap.preflight.comparison import comparison_table, network_row
 from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
-from common.cluster import Cluster, Node
+from common.cluster import Cluster
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
@@ -235,14 +235,11 @@ class HeadAgent:
             if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
                 raise
             raise await self._too_late() from None
-        nodes = tuple(
-            Node(report.host, report.ip, report.ifname, report.num_gpus) for report in reports
-        )
         job_ports = ports.job_ports
         cluster = Cluster(
             host_port(reports[0].ip, ports.gcs),
             str(self._options.attempt_dir),
-            nodes,
+            tuple(report.node for report in reports),
             job_ports.start,
             len(job_ports),
         )
@@ -376,12 +373,7 @@ class HeadAgent:
             for host in failed.keys() - set(needed):
                 logger.warning("%s; the run continues without it", failed[host])
             if needed:
-                # As at the deadline: if all but the head failed, suspect the head rather than each
-                # of them.
-                all_others = len(causes) > 1 and len(causes) == len(hosts) - 1
-                self._lose(
-                    HostLoss("\n".join(causes.values()), () if all_others else tuple(causes))
-                )
+                self._lose(HostLoss("\n".join(causes.values()), self._suspected(causes)))
 
     def _on_joined(self, report: NodeReport, link: Link) -> None:
         self._gathering.joined(report)
@@ -417,6 +409,14 @@ class HeadAgent:
             self._stopped_before_loss = self._stop.requested.is_set()
             self._lost.set_result(loss)
 
+    def _suspected(self, hosts: Collection[str]) -> tuple[str, ...]:
+        """The hosts to exclude of those that did not join.
+
+        If they are all but the head, suspect the head or its port rather than each of them.
+        """
+        all_others = len(hosts) > 1 and len(hosts) == len(self._facts.hosts) - 1
+        return () if all_others else tuple(hosts)
+
     async def _too_late(self) -> BringupError:
         """Error that names the hosts that delayed the bring-up, with their last lines."""
         within = f"within {self._options.bringup_deadline_s:.0f} s"
@@ -424,10 +424,7 @@ class HeadAgent:
         if missing := self._reception.missing():
             logs = await asyncio.to_thread(describe_missing, missing, attempt_dir, "agent-HOST.log")
             cause = f"{', '.join(missing)} of {counted(len(self._facts.hosts), 'node')} did not join {within}:\n{logs}"
-            # If all but the head are missing, suspect the head or its port rather than each of
-            # them.
-            alone = len(missing) > 1 and len(missing) == len(self._facts.hosts) - 1
-            return BringupError(cause, exclude=() if alone else missing)
+            return BringupError(cause, exclude=self._suspected(missing))
         registered = self._ray.registered if self._ray is not None else {}
         reports = self._reception.reports.values()
         late = [

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import busy_ports
 from bootstrap.agent.ray_command import RayNode, ray_temp_dir, start_argv
@@ -101,8 +101,7 @@ class LocalRay:
         while missing := wanted.keys() - self.registered.keys():
             self._news.clear()
             news = asyncio.create_task(self._news.wait())
-            awaited: list[asyncio.Future[Any]] = [news, self.kept.exited]
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(news, self.kept.exited)
             news.cancel()
             if self.kept.exited.done():
                 raise RayError(

@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.disks import DiskFull, places_of, until_full
 from bootstrap.agent.early_exits import describe, read_failed_tasks
 from bootstrap.agent.gathering import read_this_host
@@ -156,11 +157,7 @@ class NodeAgent:
             )
         )
         stopped = asyncio.create_task(self._stop.requested.wait())
-        await asyncio.wait(
-            [joining, stopped],
-            timeout=options.bringup_deadline_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await first_of(joining, stopped, timeout_s=options.bringup_deadline_s)
         if joining.done():
             return joining.result()
         joining.cancel()
@@ -236,7 +233,7 @@ class NodeAgent:
             self._run_ray(link, head_ip=order["head_ip"], port_base=order["port_base"])
         )
         end_order = asyncio.create_task(self._next_order(link))
-        await asyncio.wait([life, end_order], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(life, end_order)
         if not end_order.done():
             error = life.exception()
             logger.error("%s", error)
@@ -269,8 +266,7 @@ class NodeAgent:
         self._ray.start(node, network_environment(self._environ, node, ifname, self._fabric))
         full = asyncio.create_task(until_full(places_of(Path(node.temp_dir), None)))
         try:
-            awaited: list[asyncio.Future[Any]] = [self._ray.kept.exited, full]
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(self._ray.kept.exited, full)
         finally:
             full.cancel()
         raise full.result() if full.done() else RayError(await self._ray.last_words())

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import logging
 import math
+import os
 import platform
 import socket
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -27,10 +30,10 @@ from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.message_codec import MessageCodec, hello_key, new_nonce, session_key
-from bootstrap.agent.packages import fingerprint
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.network.here import Address
+from common.cluster import Node
 from common.files import tail
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,9 @@ _RESOLVE_EVERY_S = 2.0  # bounds the load of waiting nodes on the name service
 _RESOLVE_S = 5.0  # timeout of a name lookup, after which the known addresses are tried
 _STAGGER_S = 0.5  # delay before the next candidate is tried in parallel
 _PREFERENCE_S = 0.1  # an earlier candidate that answers this much later still wins
+
+_NUM_DIGEST_CHARS = 8
+_METADATA = (".dist-info", ".egg-info")
 
 # Errors of connecting to an address where the head is not, or not yet, listening.
 _NOT_THE_HEAD = (OSError, LinkLost, TimeoutError, ValueError, KeyError)
@@ -74,6 +80,11 @@ class NodeReport:
     host_facts: Mapping[str, Any] = field(default_factory=dict)  # of preflight.HostFacts
     network: Mapping[str, str] = field(default_factory=dict)  # a row of the comparison
 
+    @property
+    def node(self) -> Node:
+        """The node as the driver sees it."""
+        return Node(self.host, self.ip, self.ifname, self.num_gpus)
+
 
 @functools.cache
 def installed_versions() -> Mapping[str, str | None]:
@@ -84,8 +95,23 @@ def installed_versions() -> Mapping[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    found["packages"] = fingerprint()
+    found["packages"] = package_fingerprint()
     return found
+
+
+def package_fingerprint(folders: Iterable[str] | None = None) -> str:
+    """Hexadecimal digest of every ``NAME-VERSION`` on the import path, independent of its order.
+
+    Names and versions are those of the folders of distributions; no file is read. The image's own
+    digest is not visible from inside the image.
+    """
+    found: set[str] = set()
+    for folder in sys.path if folders is None else folders:
+        try:
+            found.update(name for name in os.listdir(folder or ".") if name.endswith(_METADATA))
+        except OSError:  # archives and missing folders
+            continue
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_NUM_DIGEST_CHARS]
 
 
 def odd_versions(reports: Sequence[NodeReport]) -> dict[str, list[str]]:

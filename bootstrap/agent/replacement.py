@@ -31,7 +31,7 @@ from bootstrap.agent.message_codec import Message
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, check_versions
 from bootstrap.agent.verdict import HostLoss
 from common.attempt import EXCLUDE_FILE
-from common.cluster import Cluster, Node
+from common.cluster import Cluster
 from common.files import write_atomic
 from common.lost_nodes import LostNode, State, read_replaceable, write_lost_nodes
 
@@ -152,7 +152,7 @@ class Replacements:
             await self._end_agent(host)
             problem = await self._join(decision.spare)
             if problem is None:
-                spare = self._node(decision.spare)
+                spare = self._report(decision.spare).node
                 self._cluster = self._cluster.with_replacement(host, spare)
                 self._gathering.replace(host, decision.spare)
                 self.moved(self._cluster)
@@ -213,10 +213,6 @@ class Replacements:
 
     def _report(self, host: str) -> NodeReport:
         return next(each for each in self._reception.reports.values() if each.host == host)
-
-    def _node(self, host: str) -> Node:
-        report = self._report(host)
-        return Node(report.host, report.ip, report.ifname, report.num_gpus)
 
 
 def _write_record(attempt_dir: Path, lost: Sequence[LostNode], excluded: Sequence[str]) -> None:

@@ -106,11 +106,8 @@ def _python(facts: ImageFacts, python: Requirement) -> Check:
     said = f"{facts.python} ({facts.executable})"
     if python.allows(facts.python):
         return Check("python", "OK", said)
-    return Check(
-        "python",
-        "FATAL_CONFIG",
-        f"{said}, {python.text} needed: install one and name it with cluster.python",
-    )
+    found = f"{said}, {python.text} needed: install one and name it with cluster.python"
+    return Check("python", "FATAL_CONFIG", found)
 
 
 def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
@@ -127,11 +124,8 @@ def _packages(facts: ImageFacts, wanted: Sequence[Requirement]) -> Check:
         parts.append(
             ", ".join(f"{one.name} {facts.packages[one.name]} ({one.text} wanted)" for one in other)
         )
-    return Check(
-        "packages",
-        "FATAL_CONFIG",
-        f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image",
-    )
+    said = f"{'; '.join(parts)}: build jobs/container/Dockerfile on top of this image"
+    return Check("packages", "FATAL_CONFIG", said)
 
 
 def _needs(facts: ImageFacts) -> Check:
@@ -145,11 +139,8 @@ def _needs(facts: ImageFacts) -> Check:
     if unmet:
         more = f" and {len(unmet) - 6} more" if len(unmet) > 6 else ""
         return Check("their needs", "FATAL_CONFIG", "; ".join(unmet[:6]) + more)
-    return Check(
-        "their needs",
-        "OK",
-        f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}",
-    )
+    said = f"met: {', '.join(sorted(facts.needs)) or 'nothing installed that has any'}"
+    return Check("their needs", "OK", said)
 
 
 def _transformer_engine(
@@ -162,11 +153,9 @@ def _transformer_engine(
     have, torch_half = facts.packages.get(name), facts.packages.get(half)
     needed = f"needed for {', '.join(reasons)}" if reasons else f"needed for {TE_USES}"
     level: Level = "FATAL_CONFIG" if reasons else "WARN"
-    build = (
-        f"build jobs/container/Dockerfile, which compiles {pin.text}"
-        if pin
-        else "build jobs/container/Dockerfile"
-    )
+    build = "build jobs/container/Dockerfile"
+    if pin:
+        build += f", which compiles {pin.text}"
     if have is None:
         return Check("TransformerEngine", level, f"not installed; {needed}: {build}")
     if torch_half != have:
@@ -187,11 +176,8 @@ def _commands(facts: ImageFacts) -> Check:
     if "bash" in absent:
         return Check("commands", "FATAL_CONFIG", "no bash, which runs setup commands")
     if absent:
-        return Check(
-            "commands",
-            "WARN",
-            f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)",
-        )
+        said = f"without {', '.join(absent)}: kernels are compiled at the first use (Triton)"
+        return Check("commands", "WARN", said)
     return Check("commands", "OK", ", ".join(facts.commands))
 
 
@@ -224,9 +210,8 @@ def _rdma(facts: ImageFacts) -> Check:
     parts = [f"without {', '.join(absent)}"] if absent else []
     parts += [f"no provider for {', '.join(missing)}"] if missing else []
     fix = "apt-get install libibverbs1 ibverbs-providers librdmacm1, or the vendor's; else NCCL takes TCP"
-    return Check(
-        "RDMA", "FATAL_CONFIG" if facts.rdma_drivers else "WARN", f"{'; '.join(parts)}: {fix}"
-    )
+    said = f"{'; '.join(parts)}: {fix}"
+    return Check("RDMA", "FATAL_CONFIG" if facts.rdma_drivers else "WARN", said)
 
 
 def _nccl(facts: ImageFacts) -> Check:
@@ -235,16 +220,12 @@ def _nccl(facts: ImageFacts) -> Check:
         return Check("NCCL", level, "no libnccl.so.2: a torch without CUDA?")
     listed = ", ".join(f"{version} ({path})" for path, version in facts.nccl.items())
     if len(set(facts.nccl.values())) > 1:
-        return Check(
-            "NCCL",
-            "WARN",
-            f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others",
-        )
+        said = f"{listed}: which one is loaded depends on LD_LIBRARY_PATH; remove the others"
+        return Check("NCCL", "WARN", said)
     version = next(iter(facts.nccl.values()))
     if tuple(int(part) for part in version.split(".")[:2]) < _NCCL_GID:
-        return Check(
-            "NCCL", "WARN", f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE"
-        )
+        said = f"{listed}: before 2.21 NCCL_IB_GID_INDEX has to be given on RoCE"
+        return Check("NCCL", "WARN", said)
     return Check("NCCL", "OK", listed)
 
 
@@ -269,20 +250,16 @@ def _shm(facts: ImageFacts) -> Check:
     said = f"{facts.shm_bytes / GIB:.2f} GiB"
     if facts.shm_bytes >= _NEEDED_SHM:
         return Check("/dev/shm", "OK", said)
-    return Check(
-        "/dev/shm",
-        "FATAL_CONFIG" if facts.has_gpu_devices else "WARN",
-        f"{said}: docker run --shm-size=16g",
-    )
+    found = f"{said}: docker run --shm-size=16g"
+    return Check("/dev/shm", "FATAL_CONFIG" if facts.has_gpu_devices else "WARN", found)
 
 
 def _folders(facts: ImageFacts) -> Check:
     if not facts.unwritable:
         return Check("folders", "OK", f"HOME={facts.home} and the temporary folder can be written")
     fix = "caches of Triton and flashinfer lie there; set HOME in [cluster.environment], or make the image writable"
-    return Check(
-        "folders", "FATAL_CONFIG", f"cannot be written: {', '.join(facts.unwritable)}: {fix}"
-    )
+    said = f"cannot be written: {', '.join(facts.unwritable)}: {fix}"
+    return Check("folders", "FATAL_CONFIG", said)
 
 
 def _variables(facts: ImageFacts) -> Check:
@@ -316,8 +293,5 @@ def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
 def _entrypoint(facts: ImageFacts) -> Check:
     if not facts.entrypoints:
         return Check("entrypoint", "OK", "none")
-    return Check(
-        "entrypoint",
-        "OK",
-        f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot",
-    )
+    said = f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot"
+    return Check("entrypoint", "OK", said)

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,37 +76,35 @@ def reachable_addresses(addresses: Iterable[Address]) -> tuple[Address, ...]:
     return tuple(address for address in addresses if may_be_reached(address))
 
 
-def ifname_of(ip: str, addresses: Iterable[Address]) -> str:
+def ifname_of(ip: str, addresses: Sequence[Address]) -> str:
     """The interface that owns ``ip``.
 
     Raises:
         NetworkError: no interface does, e.g. behind address translation; lists the known addresses.
     """
-    known = tuple(addresses)
     if ipaddress.ip_address(ip).is_loopback:
         return LOOPBACK_IFNAME
-    for address in known:
+    for address in addresses:
         if address.ip == ip:
             return address.ifname
-    listed = ", ".join(f"{address.ifname}={address.ip}" for address in known)
+    listed = ", ".join(f"{address.ifname}={address.ip}" for address in addresses)
     raise NetworkError(
         f"no interface owns {ip} (there are: {listed}); name the right one with --socket-ifname"
     )
 
 
-def ip_of(ifname: str, addresses: Iterable[Address]) -> str:
+def ip_of(ifname: str, addresses: Sequence[Address]) -> str:
     """The first address of the interface in --socket-ifname.
 
     Raises:
         NetworkError: no such interface has an address; lists the interfaces that have one.
     """
-    known = tuple(addresses)
-    for address in known:
+    for address in addresses:
         # An IPv6 link-local address is meaningless to other hosts.
         zoned = ":" in address.ip and ipaddress.ip_address(address.ip).is_link_local
         if address.ifname == ifname and not zoned:
             return address.ip
-    listed = ", ".join(sorted({address.ifname for address in known}))
+    listed = ", ".join(sorted({address.ifname for address in addresses}))
     raise NetworkError(
         f"--socket-ifname {ifname}: this host has no such interface with an address ({listed})"
     )
@@ -148,7 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--socket-ifname", help="interface for sockets; overrides detection")
-    parser.add_argument("--connection-ip", help="local address of a connection to the head")
+    parser.add_argument(
+        "--connection-ip",
+        type=ipaddress.ip_address,
+        metavar="IP",
+        help="local address of a connection to the head",
+    )
     options = parser.parse_args(argv)
     if options.facts and options.save:
         parser.error("--save writes the facts of this host; omit --facts")
@@ -161,9 +164,8 @@ def main(argv: list[str] | None = None) -> int:
         write_atomic(options.save, json.dumps(document, indent=2) + "\n")
     # this shell's variables do not apply to another host
     environ = {} if options.facts else os.environ
-    found = detect(
-        facts, override=options.socket_ifname, connection_ip=options.connection_ip, environ=environ
-    )
+    ip = None if options.connection_ip is None else str(options.connection_ip)
+    found = detect(facts, override=options.socket_ifname, connection_ip=ip, environ=environ)
     if options.json:
         print(json.dumps(found.to_document()))
     else:

@@ -21,10 +21,6 @@ class Narrowing(Generic[Candidate]):
         self.left: Sequence[Candidate] = tuple(candidates)
         self.why = why
 
-    @property
-    def is_decided(self) -> bool:
-        return len(self.left) <= 1
-
     def keep(self, condition: Callable[[Candidate], bool], reason: str) -> None:
         """Keep the candidates that satisfy the condition, if there are any."""
         kept = tuple(one for one in self.left if condition(one))
@@ -35,6 +31,6 @@ class Narrowing(Generic[Candidate]):
 
     def keep_best(self, score: Callable[[Candidate], float], reason: str) -> None:
         """Keep the candidates with the highest score."""
-        if not self.is_decided:
+        if len(self.left) > 1:
             best = max(score(one) for one in self.left)
             self.keep(lambda one: score(one) == best, reason)

@@ -122,7 +122,8 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
     route = facts.interface(facts.default_route)
     if route is None or route not in candidates.left or not (route.routable or route.is_unlisted):
         return
-    private = [one for one in candidates.left if facts.is_wired(one) and _is_private(one)]
+    wired = [one for one in candidates.left if facts.is_wired(one)]
+    private = [one for one in wired if any(map(_is_internal, one.routable))]
     is_public = route.routable and not any(map(_is_internal, route.routable))
     if is_public and private and not facts.example_peer:
         names = ", ".join(one.name for one in private)
@@ -228,10 +229,6 @@ def _rate_mbps(facts: NetworkFacts, one: Interface) -> float:
 def _is_internal(text: str) -> bool:
     """Whether the address is in a range for internal use (RFC 1918, RFC 6598, RFC 4193)."""
     return not address_of(text).is_global
-
-
-def _is_private(one: Interface) -> bool:
-    return any(_is_internal(text) for text in one.routable)
 
 
 def _address_for_peers(facts: NetworkFacts, one: Interface) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import ifname_of, local_addresses, network_here
 from common.files import tail
-
-logger = logging.getLogger(__name__)
 
 DEADLINE_S = 120.0  # mostly for the import of torch from a shared file system
 _PROBE = "bootstrap.preflight.bandwidth_probe"

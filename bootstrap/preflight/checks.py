@@ -128,11 +128,8 @@ def _nvlink(facts: HostFacts) -> Check:
     gpus = facts.gpu_reading.gpus or ()
     if broken := [gpu for gpu in gpus if gpu.fabric in ("not started", "in progress")]:
         said = f"{broken[0].uuid} is not registered with the NVSwitches ({broken[0].fabric})"
-        return Check(
-            "nvlink",
-            "EXCLUDE_NODE",
-            f"{said}: is nvidia-fabricmanager running? CUDA would fail with 802",
-        )
+        found = f"{said}: is nvidia-fabricmanager running? CUDA would fail with 802"
+        return Check("nvlink", "EXCLUDE_NODE", found)
     counts = {gpu.uuid: gpu.num_nvlinks for gpu in gpus if gpu.num_nvlinks is not None}
     if not counts or not any(counts.values()):
         return Check("nvlink", "OK", "none known")
@@ -157,9 +154,8 @@ def _hcas(facts: HostFacts) -> Check:
 def _network(facts: HostFacts) -> Check:
     """A conflict never excludes a host: the variable may be right and detection wrong."""
     if facts.network_conflicts is None:
-        return Check(
-            "network", "OK", "unknown without another node; see python -m bootstrap.network"
-        )
+        said = "unknown without another node; see python -m bootstrap.network"
+        return Check("network", "OK", said)
     if facts.network_conflicts:
         return Check("network", "WARN", "; ".join(facts.network_conflicts))
     return Check("network", "OK", "no variable conflicts with the detected settings")
@@ -181,15 +177,13 @@ def _gpus(facts: HostFacts, wanted: Requirements) -> Check:
         known["Slurm"] = facts.num_gpus_by_slurm
     if not known:
         level: Level = "WARN" if reading.error else "OK"
-        return Check(
-            "gpus", level, reading.error or f"{wanted.num_gpus} asked for, their number is unknown"
-        )
+        said = reading.error or f"{wanted.num_gpus} asked for, their number is unknown"
+        return Check("gpus", level, said)
     source = min(known, key=lambda name: known[name])
     if known[source] < wanted.num_gpus:
         why = f" ({reading.error})" if reading.error else ""
-        return Check(
-            "gpus", "EXCLUDE_NODE", f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}"
-        )
+        said = f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}"
+        return Check("gpus", "EXCLUDE_NODE", said)
     return Check("gpus", "OK", f"{known[source]} by {source}")
 
 
@@ -241,11 +235,8 @@ def _warnings(gpu: Gpu) -> list[str]:
 
 def _memlock(facts: HostFacts) -> Check:
     if facts.memlock in (None, UNLIMITED) or not facts.hcas:
-        return Check(
-            "memlock",
-            "OK",
-            "unlimited" if facts.memlock == UNLIMITED else "no RDMA device needs it",
-        )
+        said = "unlimited" if facts.memlock == UNLIMITED else "no RDMA device needs it"
+        return Check("memlock", "OK", said)
     found = f"{facts.memlock} bytes, RDMA needs unlimited: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimits"
     return Check("memlock", "EXCLUDE_NODE", found + "Except=MEMLOCK in slurm.conf")
 
@@ -254,11 +245,8 @@ def _nofile(facts: HostFacts) -> Check:
     if facts.nofile in (None, UNLIMITED) or facts.nofile >= _WANTED_NOFILE:
         return Check("nofile", "OK", str(facts.nofile))
     level: Level = "EXCLUDE_NODE" if facts.nofile < _NEEDED_NOFILE else "WARN"
-    return Check(
-        "nofile",
-        level,
-        f"{facts.nofile} open files, {_WANTED_NOFILE} wanted: raise the hard limit (ulimit -n)",
-    )
+    said = f"{facts.nofile} open files, {_WANTED_NOFILE} wanted: raise the hard limit (ulimit -n)"
+    return Check("nofile", level, said)
 
 
 def _shm(facts: HostFacts, wanted: Requirements) -> Check:
@@ -269,9 +257,8 @@ def _shm(facts: HostFacts, wanted: Requirements) -> Check:
     if facts.shm_free < needed:
         # NCCL on GPUs fails without shared memory; the rest is slow.
         bad: Level = "EXCLUDE_NODE" if facts.gpu_reading.gpus else "WARN"
-        return Check(
-            "shm", bad, f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one"
-        )
+        said = f"{found} in /dev/shm, {needed / GIB:.2f} needed: mount a larger one"
+        return Check("shm", bad, said)
     level: Level = "WARN" if facts.shm_free < _WANTED_SHM_BYTES else "OK"
     return Check("shm", level, found)
 
@@ -286,11 +273,8 @@ def _temp_dir(facts: HostFacts) -> Check:
         return Check("temp-dir", "OK", "unknown")
     found = f"{facts.temp_free / GIB:.2f} GiB free in {facts.temp_path} ({facts.temp_fs})"
     if facts.temp_free < _NEEDED_TEMP_BYTES:
-        return Check(
-            "temp-dir",
-            "EXCLUDE_NODE",
-            f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up",
-        )
+        said = f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up"
+        return Check("temp-dir", "EXCLUDE_NODE", said)
     return Check("temp-dir", "WARN" if facts.temp_free < _WANTED_TEMP_BYTES else "OK", found)
 
 
@@ -298,28 +282,22 @@ def _ports(facts: HostFacts) -> Check:
     if not facts.taken_ports:
         return Check("ports", "OK", "the job's block is free")
     listed = ", ".join(map(str, facts.taken_ports))
-    return Check(
-        "ports", "EXCLUDE_NODE", f"{listed} of the job's block taken by another process (ss -ltnp)"
-    )
+    said = f"{listed} of the job's block taken by another process (ss -ltnp)"
+    return Check("ports", "EXCLUDE_NODE", said)
 
 
 def _folder(facts: HostFacts, seen: HeadObservations | None) -> Check:
     if facts.folder_error is not None:
-        return Check(
-            "folder", "EXCLUDE_NODE", f"the run folder cannot be written: {facts.folder_error}"
-        )
+        said = f"the run folder cannot be written: {facts.folder_error}"
+        return Check("folder", "EXCLUDE_NODE", said)
     if seen is not None and seen.canary_seen is False:
-        return Check(
-            "folder",
-            "EXCLUDE_NODE",
-            "what it writes into the run folder is not seen by the head: not shared",
-        )
+        said = "what it writes into the run folder is not seen by the head: not shared"
+        return Check("folder", "EXCLUDE_NODE", said)
     if facts.rename_ms is None:
         return Check("folder", "OK", "not checked")
     level: Level = "WARN" if facts.rename_ms > _MAX_RENAME_MS else "OK"
-    return Check(
-        "folder", level, f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})"
-    )
+    said = f"{facts.rename_ms:.1f} ms to write and rename a file ({facts.folder_fs})"
+    return Check("folder", level, said)
 
 
 def _clock(seen: HeadObservations | None) -> Check:
@@ -337,9 +315,8 @@ def _head_name(facts: HostFacts, seen: HeadObservations | None) -> Check:
         return Check("names", "WARN", "the head's name does not resolve")
     listed = ", ".join(facts.head_ips)
     if seen is not None and seen.head_ip and seen.head_ip not in facts.head_ips:
-        return Check(
-            "names", "WARN", f"the head's name leads to {listed}, the head is at {seen.head_ip}"
-        )
+        said = f"the head's name leads to {listed}, the head is at {seen.head_ip}"
+        return Check("names", "WARN", said)
     return Check("names", "OK", f"the head's name leads to {listed}")
 
 

@@ -107,11 +107,9 @@ def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple
     """
     names = [name.strip() for name in (cuda_visible_devices or "").split(",")]
     by_name = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.uuid: gpu for gpu in gpus}
-    return (
-        tuple(by_name[name] for name in names)
-        if all(name in by_name for name in names)
-        else tuple(gpus)
-    )
+    if not all(name in by_name for name in names):
+        return tuple(gpus)
+    return tuple(by_name[name] for name in names)
 
 
 def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ nodes wait for the slowest.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -33,6 +34,7 @@ CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
 _NAMESPACES_S = 20.0
 _PROJECT = Path(__file__).parents[2]
+_OCTAL = re.compile(r"\\([0-7]{3})")  # /proc/mounts has \040 for a blank
 
 
 def raise_limits() -> None:
@@ -111,7 +113,7 @@ def mount_of(path: str, mounts: str) -> str | None:
         fields = line.split()
         if len(fields) < 3:
             continue
-        point = fields[1].encode().decode("unicode_escape")  # a blank is written \040
+        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[1])
         inside = point == "/" or path == point or path.startswith(point + "/")
         if inside and (best is None or len(point) >= best[0]):  # a later mount hides an earlier one
             best = (len(point), fields[2])

@@ -30,7 +30,7 @@ from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.check_result import Check, Level
-from common.files import is_there
+from common.files import REFUSES_FOLDERS, is_there
 
 ORDER, ANSWER = "try folder", "folder tried"
 LOOK_S, ANSWER_S, POLL_S = 3.0, 5.0, 0.02
@@ -39,17 +39,7 @@ SLOW_S = 1.0
 NUM_LINES, MAX_WRITERS = 8, 8
 RENAME = "rename over a file"
 _HEAD, _LINES, _DONE = "head", "lines", ".done"
-_REFUSED = frozenset(
-    {
-        errno.EINVAL,
-        errno.ENOTSUP,
-        errno.EOPNOTSUPP,
-        errno.ENOSYS,
-        errno.EPERM,
-        errno.ENOLCK,
-        errno.EBADF,
-    }
-)
+_REFUSED = REFUSES_FOLDERS | {errno.ENOSYS, errno.EPERM, errno.ENOLCK}  # links and locks
 _COSTS = {
     RENAME: "no checkpoint can be committed: use another file system for the run folder",
     "hard links": "files that must not replace another are made in another way",
@@ -104,9 +94,8 @@ class Tried:
 def check_together(tried: Tried) -> Check:
     """The check for one node's result."""
     if tried.error is not None:
-        return Check(
-            "storage", "WARN", f"the run folder could not be tried with the others: {tried.error}"
-        )
+        said = f"the run folder could not be tried with the others: {tried.error}"
+        return Check("storage", "WARN", said)
     found = []
     for seconds, way in (
         (tried.head_file_s, "the head's file here"),

@@ -132,8 +132,7 @@ def stop_engines(run: RunFolder) -> int:
 def fleet_views(run: RunFolder) -> list[EngineView]:
     """Return a view of each engine: one query to Slurm, and the files of the fleet."""
     folder = FleetFolder(run.root)
-    tasks = _tasks(run)
-    jobs = queue(tasks) if tasks else {}
+    jobs = queue(_tasks(run))
     return views(jobs, folder.engines(), folder.lease(), folder.orders(), run.ledger.read())
 
 

@@ -27,7 +27,6 @@ from rlpost.errors import ConfigError
 from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.render_once import render_look
-from slurm.spec import JobSpec
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,11 +49,22 @@ def main(arguments: Sequence[str]) -> int:
     if options.recipe is not None:
         words += _needs_of(config)
     try:
-        spec = look_spec(job_spec(config, driver_args=tuple(words)))
+        spec = job_spec(config, driver_args=tuple(words)).with_python(sys.executable)
         runs_dir = Path(config.cluster.runs_dir)  # on the file system that nodes share
         runs_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=runs_dir, prefix=".image-") as folder:
-            spec = replace(spec, run_folder=folder, output=folder.replace("%", "%%") + "/job.out")
+            spec = replace(
+                spec,
+                job_name="rlpost-image",
+                nodes=1,
+                spare_nodes=0,
+                requeue="never",
+                time="30",
+                signal_lead_s=60,
+                home=str(PROJECT),
+                run_folder=folder,
+                output=folder.replace("%", "%%") + "/job.out",
+            )
             if options.dry_run:
                 print(render_look(spec), end="")
                 return 0
@@ -80,20 +90,6 @@ def words_of_recipes(words: Sequence[str]) -> list[str]:
 def _needs_of(config: Config) -> list[str]:
     reasons = [need.setting for need in needs_transformer_engine(config) if need.is_required]
     return [f"--te-for={','.join(reasons)}"] if reasons else []
-
-
-def look_spec(spec: JobSpec) -> JobSpec:
-    """Return the spec of a check: one node, 30 minutes, never requeued."""
-    return replace(
-        spec.with_python(sys.executable),
-        job_name="rlpost-image",
-        nodes=1,
-        spare_nodes=0,
-        requeue="never",
-        time="30",
-        signal_lead_s=60,
-        home=str(PROJECT),
-    )
 
 
 def _submitted(script: str, folder: Path) -> int:

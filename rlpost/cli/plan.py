@@ -99,28 +99,14 @@ def main(arguments: Sequence[str]) -> int:
     shape, width = model_of(config)
     gpu_bytes = parse_size(options.gpu_memory)
     speed = Speed(options.write_gbps, step_times(config, options.step_s, options.train_s))
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=width, teacher=teacher_shape(config))
     if options.json:
-        content = plan_object(
-            config,
-            shape,
-            gpu_bytes=gpu_bytes,
-            engine_width=width,
-            wants_suggestions=options.suggest,
-            speed=speed,
-        )
+        content = plan_object(config, shape, sizes, speed, wants_suggestions=options.suggest)
         print(json.dumps(content, indent=2))
         return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
     columns = min(WIDTH, terminal_width() or WIDTH)
     console = Console(file=sys.stdout, width=columns, highlight=False)
-    return show(
-        console,
-        config,
-        shape,
-        gpu_bytes=gpu_bytes,
-        engine_width=width,
-        speed=speed,
-        wants_suggestions=options.suggest,
-    )
+    return show(console, config, shape, sizes, speed, wants_suggestions=options.suggest)
 
 
 def add_gpus(made: argparse.ArgumentParser) -> None:
@@ -186,21 +172,13 @@ def show(
     console: Console,
     config: Config,
     shape: Shape,
-    *,
-    gpu_bytes: int,
-    engine_width: int,
+    sizes: Sizes,
     speed: Speed,
+    *,
     wants_suggestions: bool,
 ) -> int:
-    """Print the plan and return the exit code.
-
-    Args:
-        engine_width: bytes of a weight in the engines.
-        speed: of disks and of steps.
-    """
-    problems = layout_problems(config)
-    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
-    fits = False
+    """Print the plan and return the exit code."""
+    problems, fits = layout_problems(config), False
     if not problems:
         made = estimate(config, shape, **sizes)
         problems, fits = list(made.problems), not made.problems
@@ -228,13 +206,7 @@ def show(
 
 
 def plan_object(
-    config: Config,
-    shape: Shape,
-    *,
-    gpu_bytes: int,
-    engine_width: int,
-    wants_suggestions: bool,
-    speed: Speed,
+    config: Config, shape: Shape, sizes: Sizes, speed: Speed, *, wants_suggestions: bool
 ) -> dict[str, object]:
     """Return the plan that ``show`` prints as an object for programs; sizes in bytes.
 
@@ -242,7 +214,6 @@ def plan_object(
     the recipe's does not.
     """
     problems = layout_problems(config)
-    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher_shape(config))
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
@@ -360,12 +331,8 @@ def table(made: Estimate, speed: Speed) -> Table:
     ]
     if made.engine is not None:
         engine = made.engine
-        rows.append(
-            (
-                "engine GPU",
-                f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}",
-            )
-        )
+        text = f"weights {_gb(engine.weights)}, KV cache {_gb(max(0, engine.kv_cache))}"
+        rows.append(("engine GPU", text))
         answers = max(0, engine.kv_tokens) // made.longest
         text = f"{max(0, engine.kv_tokens):,} tokens an engine: "
         text += f"{counted(answers, 'answer')} of {made.longest} tokens at once"

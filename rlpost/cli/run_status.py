@@ -18,6 +18,7 @@ from typing import Any
 
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
 from common.error_lines import error_line
+from common.files import tail_or_empty, text_or_empty
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
@@ -116,7 +117,7 @@ class Status:
 def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> Status:
     """The status of a run; ``entry`` is its job's queue entry."""
     latest = run.attempts / "latest"
-    verdict = _text(latest / VERDICT_FILE)
+    verdict = text_or_empty(latest / VERDICT_FILE) or None
     events = run.ledger.read()
     entry = _of_ledger(entry or _local_entry(job_id, verdict, events), events)
     attempt = newest_attempt(run)
@@ -124,6 +125,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     if attempt is None or str(ended.get("attempt")) != attempt:
         ended = {}
     committed = last(events, "committed")
+    recovered = [str(event.get("role")) for event in events if event.get("event") == "recovered"]
     return Status(
         name=run.root.name,
         folder=str(run.root),
@@ -145,8 +147,8 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         checkpoint_age_s=seconds_since(committed.get("time")),
         num_attempts=sum(event.get("event") == "started" for event in events),
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
-        recoveries=dict(Counter(_recovered_roles(events))),
-        warnings=warnings_in(_tail(latest / DRIVER_LOG)),
+        recoveries=dict(Counter(recovered)),
+        warnings=warnings_in(tail_or_empty(latest / DRIVER_LOG, LOG_TAIL)),
         **_progress(run, events, entry),
     )
 
@@ -157,17 +159,12 @@ def newest_attempt(run: RunFolder) -> str | None:
     return latest.resolve().name if latest.exists() else None
 
 
-def _recovered_roles(events: Sequence[Mapping[str, object]]) -> list[str]:
-    """The role of each recovery within an attempt: trainer, critic, driver, node or engine."""
-    return [str(event.get("role")) for event in events if event.get("event") == "recovered"]
-
-
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:
     """Last output line of a batch script that ended before its first attempt (exit code 78)."""
     if attempt is not None or not state.is_over:
         return ""
     logs = sorted(run.root.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
-    lines = _tail(logs[-1]).strip().splitlines() if logs else []
+    lines = tail_or_empty(logs[-1], LOG_TAIL).strip().splitlines() if logs else []
     return lines[-1] if lines else ""
 
 
@@ -226,15 +223,6 @@ def seconds_since(moment: str | None) -> float | None:
     return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
 
 
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _local_entry(
     job_id: str | None, verdict: str | None, events: Sequence[Mapping[str, Any]]
 ) -> QueueEntry:
@@ -269,13 +257,6 @@ def _of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
     if ended.get("event") == "verdict" and ended.get("answer") != AGAIN:
         state = _VERDICT_STATES.get(str(ended.get("verdict")), JobState.FAILED)
     return entry if state is None else replace(entry, state=state, reason="")
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip() or None
-    except OSError:
-        return None
 
 
 def _cause(path: Path) -> str:

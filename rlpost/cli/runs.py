@@ -46,14 +46,9 @@ def add_runs_dir(made: argparse.ArgumentParser) -> None:
         "--runs-dir",
         type=Path,
         metavar="FOLDER",
-        default=default_runs_dir(),
+        default=Path(os.environ.get(RUNS_DIR_VARIABLE) or RUNS_DIR),
         help=f"folder of the runs (default: ${RUNS_DIR_VARIABLE}, else {RUNS_DIR})",
     )
-
-
-def default_runs_dir() -> Path:
-    """Return the folder of the runs where neither a flag nor a file names one."""
-    return Path(os.environ.get(RUNS_DIR_VARIABLE) or RUNS_DIR)
 
 
 def find_run(word: str | None, runs_dir: Path) -> RunFolder:
@@ -113,17 +108,14 @@ def current_job(run: RunFolder) -> str:
     return job_id
 
 
-def slurm_job(run: RunFolder, *, what_for: str) -> str:
-    """Return the newest job. Raises ConfigError for a run without Slurm."""
+def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
+    """Return Slurm's entry of the newest job. Raises ConfigError unless it is running.
+
+    ``what_for``: the remedy for a run without Slurm.
+    """
     job_id = current_job(run)
     if job_id.startswith(LOCAL):
         raise ConfigError(f"{run.root.name} runs on this machine, not under Slurm; {what_for}")
-    return job_id
-
-
-def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
-    """Return Slurm's entry of the newest job. Raises ConfigError unless it is running."""
-    job_id = slurm_job(run, what_for=what_for)
     entry = queue([job_id])[job_id]
     if entry.state is not JobState.RUNNING:
         why = f" ({entry.reason})" if entry.reason else ""

@@ -62,26 +62,26 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         raise no_recipe("rlpost submit tiny")
     root = options.run_folder or _new_run_folder(loaded.config)
     config, local, said = checked(options, loaded, root)
+    planned = RunFolder(root.absolute())
     print_notes(said, told)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
     try:
         spec = job_spec(config)
-        engines = _missing_engines(config, RunFolder(root.absolute()), options)
+        engines = _missing_engines(config, planned, options)
         if engines:  # so that a problem is found before the run is submitted
-            fleet_spec(RunFolder(root.absolute()), engine_settings(config), engines)
+            fleet_spec(planned, engine_settings(config), engines)
         if options.dry_run:
-            run = RunFolder(root.absolute())
-            print(render_sbatch(completed(spec, run, home=run.code)), end="")
+            print(render_sbatch(completed(spec, planned, home=planned.code)), end="")
             if engines:
                 print(f"note: {_of_the_fleet(engines)} with it", file=sys.stderr)
             return 0
         if options.test_only:
-            print(_tested(completed(spec, RunFolder(root.absolute()), home=PROJECT)))
+            print(_tested(completed(spec, planned, home=PROJECT)))
             return 0
-        _check_wandb_key(config, RunFolder(root))
+        _check_wandb_key(config, planned)
         if options.resume:
-            _check_it_has_ended(RunFolder(root.absolute()))
+            _check_it_has_ended(planned)
         if options.run_folder is None:  # another submission may have taken the name since
             root = claim_folder(root)
         run = create_run_folder(root, dump(config), resume=options.resume)
@@ -109,13 +109,6 @@ def print_notes(notes: Sequence[str], told: Collection[str] = ()) -> None:
     for note in dict.fromkeys(notes):
         if note not in told:
             print(f"note: {note}", file=sys.stderr)
-
-
-def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options of a submission and a flag for every setting."""
-    made = parser(prog, description)
-    _add_options(made)
-    return made
 
 
 def checked(
@@ -246,7 +239,9 @@ def _tested(spec: JobSpec) -> str:
         return expected_start(Path(script.name), for_script(without_keys(os.environ), text))
 
 
-def _add_options(made: argparse.ArgumentParser) -> None:
+def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options of a submission and a flag for every setting."""
+    made = parser(prog, description)
     add_scale_down(made)
     add_switch(made, "--local", "run on this machine; the default where there is no Slurm")
     add_switch(
@@ -273,6 +268,7 @@ def _add_options(made: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="follow the run to its end and exit with its result (default with --local)",
     )
+    return made
 
 
 def _new_run_folder(config: Config) -> Path:

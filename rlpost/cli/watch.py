@@ -173,9 +173,9 @@ def _steps(status: Status, room: int) -> Text:
     if not status.num_steps:
         return Text(str(status.step))
     filled = round(room * min(1.0, status.step / status.num_steps))
-    eta = "" if status.eta_s is None else f", done in {duration(status.eta_s)}"
+    eta = f", done in {duration(status.eta_s)}" if status.eta_s else ""
     bar = [("━" * filled, "green"), ("━" * (room - filled), "dim")]
-    return Text.assemble(*bar, f"  {status.step}/{status.num_steps}{eta if status.eta_s else ''}")
+    return Text.assemble(*bar, f"  {status.step}/{status.num_steps}{eta}")
 
 
 def _checkpoint(view: View) -> Text:

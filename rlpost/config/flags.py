@@ -10,6 +10,7 @@ and ranges are checked once, for files and flags alike, in ``rlpost.config.load`
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import types
 import typing
@@ -37,7 +38,8 @@ def groups() -> dict[str, type[Group]]:
     }
 
 
-def fields() -> dict[str, str]:
+@functools.cache
+def fields() -> Mapping[str, str]:
     """Every key of the tree and the group it belongs to."""
     return {key: name for name, group in groups().items() for key in group.model_fields}
 

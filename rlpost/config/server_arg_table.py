@@ -55,12 +55,8 @@ def server_arg_table() -> ServerArgTable:
             args = source_args(Path(spec.submodule_search_locations[0]))
             return _table(f"the installed SGLang {installed}", args)
     owner = "the installed SGLang" if installed else "the pinned SGLang"
-    return _table(f"{owner} {copy['sglang']}", parsed_args(copy["args"]))
-
-
-def parsed_args(document: Mapping[str, Mapping[str, object]]) -> dict[str, ServerArg]:
-    """Parse the fields of a JSON table."""
-    return {name: _parsed(entry) for name, entry in document.items()}
+    args = {name: _parsed(entry) for name, entry in copy["args"].items()}
+    return _table(f"{owner} {copy['sglang']}", args)
 
 
 def _parsed(entry: Mapping[str, object]) -> ServerArg:

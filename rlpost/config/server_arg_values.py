@@ -162,7 +162,8 @@ def typed_value(name: str, arg: ServerArg, value: object) -> object:
     if arg.kind == OPAQUE:
         raise ValueError("a Python object, which text cannot express; leave it out")
     if value is None or (value == NONE and NONE not in arg.choices):
-        _check_unset(arg)
+        if not arg.may_be_none:
+            raise ValueError(f"cannot be unset; {_remedy(arg, None)}")
         return None
     if value is True and arg.const is not None:  # the flag without a value
         return arg.const
@@ -174,11 +175,6 @@ def typed_value(name: str, arg: ServerArg, value: object) -> object:
     if not values and not arg.may_be_empty and arg.default != []:
         raise ValueError("at least one value; leave the flag out for none")
     return [_checked(name, arg, one) for one in values]
-
-
-def _check_unset(arg: ServerArg) -> None:
-    if not arg.may_be_none:
-        raise ValueError(f"cannot be unset; {_remedy(arg, None)}")
 
 
 def _checked(name: str, arg: ServerArg, value: object) -> object:

@@ -7,7 +7,6 @@ flag, value, constraint, remedy, and names a setting by its flag alone:
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +31,7 @@ def spelled(config: Config, key: str) -> str:
 
 def value_of(config: Config, key: str) -> Any:
     """The value of a setting, whatever its table."""
-    return getattr(getattr(config, _tables()[key]), key)
+    return getattr(getattr(config, fields()[key]), key)
 
 
 def value_text(value: object) -> str:
@@ -56,7 +55,7 @@ def with_values(config: Config, **values: object) -> Config:
     """The same settings with other values, to try a remedy."""
     updates: dict[str, dict[str, object]] = {}
     for key, value in values.items():
-        updates.setdefault(_tables()[key], {})[key] = value
+        updates.setdefault(fields()[key], {})[key] = value
     groups = {
         name: getattr(config, name).model_copy(update=update) for name, update in updates.items()
     }
@@ -97,9 +96,9 @@ def with_origins(line: str, config: Config, origins: Mapping[str, str]) -> str:
     """
     seen: set[str] = set()
     for key in sorted(
-        (key for key in _tables() if flag(key) in line), key=lambda key: line.index(flag(key))
+        (key for key in fields() if flag(key) in line), key=lambda key: line.index(flag(key))
     ):
-        origin = origins.get(f"{_tables()[key]}.{key}", DEFAULT)
+        origin = origins.get(f"{fields()[key]}.{key}", DEFAULT)
         text = spelled(config, key)
         if origin != COMMAND_LINE and " " in text:
             found = re.search(rf"(?<![\w-]){re.escape(text)}(?=$|[\s;,:)])", line)
@@ -131,12 +130,7 @@ def as_flag(line: str) -> str:
     ('--exclude n[ is no list', "else: 'x'")
     """
     found = _KEY.match(line)
-    if found is None or found["key"] not in _tables():
+    if found is None or found["key"] not in fields():
         return line
     colon = ":" if found["colon"] else ""
     return f"{flag(found['key'])} {found['value'] or ''}{colon}{line[found.end() :]}"
-
-
-@functools.cache
-def _tables() -> dict[str, str]:
-    return fields()

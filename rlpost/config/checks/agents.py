@@ -17,8 +17,6 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.errors import ConfigError, suggestion
 
-PACKAGES = {"verifiers": "verifiers", "openenv": "openenv", "tau2": "tau2"}
-"""Kind of environment to the module that its adapter imports."""
 INSTALL = {
     "verifiers": "pip install 'rlpost[verifiers]'",
     "openenv": "pip install 'rlpost[openenv]'",
@@ -143,7 +141,8 @@ def _of(name: EnvName, config: Config) -> list[str]:
     """Problems of one environment."""
     if name.kind != "own":
         elsewhere = config.cluster.container != "none"  # the image may have it
-        if elsewhere or importlib.util.find_spec(PACKAGES[name.kind]) is not None:
+        # the module that an adapter imports has the name of the kind
+        if elsewhere or importlib.util.find_spec(name.kind) is not None:
             return []
         return [
             f"--env {name.word}: the package of {name.kind} is not installed; {INSTALL[name.kind]}"

@@ -187,10 +187,7 @@ def critic_problems(config: Config) -> list[str]:
     grpo, critic = config.grpo, config.critic
     estimator = spelled(config, "advantage_estimator")
     is_ppo = grpo.advantage_estimator == "ppo"
-    default = type(critic)()
-    given = [
-        key for key in type(critic).model_fields if getattr(critic, key) != getattr(default, key)
-    ]
+    given = critic.changed_keys
     words = listed([spelled(config, key) for key in given], "and")
     discounted = is_ppo or grpo.advantage_estimator == "reinforce_plus_plus"
     critic_lr = config.optimizer.lr if critic.critic_lr is None else critic.critic_lr

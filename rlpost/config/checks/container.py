@@ -45,16 +45,11 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     if not lost:
         return moved
     names = listed([f"{name} {path}" for name, path in lost], "and")
-    folders = dict.fromkeys(_mounted(path) for _, path in lost)
+    folders = dict.fromkeys(str(PurePosixPath(path).parent) for _, path in lost)
     return [
         *moved,
         f"{names}: not visible in the container ({shown}); use --container-mounts {' '.join([*given, *folders])}",
     ]
-
-
-def _mounted(path: str) -> str:
-    """The folder to mount for a path: its parent."""
-    return str(PurePosixPath(path).parent)
 
 
 def interpreter_note(config: Config) -> str | None:

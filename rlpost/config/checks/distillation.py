@@ -6,7 +6,6 @@ Input: a ``Config``. Output: one line for each problem.
 from __future__ import annotations
 
 from rlpost.config.flags import flag
-from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 
@@ -22,11 +21,9 @@ def distillation_problems(config: Config) -> list[str]:
     """Problems of the table [distillation]."""
     given = config.distillation
     if not given.use_opd:
-        set_keys = sorted(given.model_fields_set - {"use_opd"})
-        changed = [key for key in set_keys if getattr(given, key) != _default(key)]
-        if not changed:
+        if not given.changed_keys:
             return []
-        named = listed([flag(key) for key in changed], "and")
+        named = listed([flag(key) for key in sorted(given.changed_keys)], "and")
         return [f"{named} without --use-opd: no teacher is used; add --use-opd, or leave them out"]
     if given.opd_type is None:
         return [
@@ -115,7 +112,3 @@ def _conflicts(config: Config) -> list[str]:
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
-
-
-def _default(key: str) -> object:
-    return DistillationConfig.model_fields[key].default

@@ -13,7 +13,6 @@ import ast
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.compat.slime.provided_names import lacking
@@ -51,15 +50,6 @@ WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
 """slime's rollout functions, and the equivalent setting."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A function that a setting names."""
-
-    setting: str
-    path: str
-    kind: Kind
-
-
 def function_problems(config: Config) -> list[str]:
     """One line for each function that is missing or has the wrong signature."""
     given = [
@@ -71,16 +61,17 @@ def function_problems(config: Config) -> list[str]:
             for one in eval_sets(config.eval)
             for key, kind in OF_A_SET
         ]
-    found = [_Named(setting, path, _kind(kind, config)) for setting, path, kind in given if path]
     lines = []
-    for named in found:
+    for setting, path, kind in given:
+        if not path:
+            continue
         try:
-            problems = _problems(named, config)
+            problems = _problems(path, _kind(kind, config), config)
         except OSError as error:
             problems = [_unreadable(error)]
         except (SyntaxError, ValueError) as error:
             problems = [f"not valid Python: {error}; python -m py_compile shows the place"]
-        lines += [f"{named.setting} {named.path}: {each}" for each in problems]
+        lines += [f"{setting} {path}: {each}" for each in problems]
     return lines
 
 
@@ -124,12 +115,12 @@ def _kind(kind: Kind, config: Config) -> Kind:
     return "group reward" if kind == "reward" and config.rollout.group_rm else kind
 
 
-def _problems(named: _Named, config: Config) -> list[str]:
-    file, colon, name = named.path.rpartition(":")
+def _problems(path: str, kind: Kind, config: Config) -> list[str]:
+    file, colon, name = path.rpartition(":")
     # FILE.py reads as a module FILE with a function py
-    if not colon and Path(named.path).is_file():
-        there = listed(sorted(set(_names(ast.parse(Path(named.path).read_bytes()))))) or "FUNCTION"
-        return [f"names a file without a function; write {named.path}:{there}"]
+    if not colon and Path(path).is_file():
+        there = listed(sorted(set(_names(ast.parse(Path(path).read_bytes()))))) or "FUNCTION"
+        return [f"names a file without a function; write {path}:{there}"]
     if colon:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
@@ -137,11 +128,11 @@ def _problems(named: _Named, config: Config) -> list[str]:
             return [
                 f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"
             ]
-        return _problems_of(tree, name, named.kind, config)
-    module, _, name = named.path.rpartition(".")
+        return _problems_of(tree, name, kind, config)
+    module, _, name = path.rpartition(".")
     source = source_of(module)
     if source is not None:
-        return _problems_of(ast.parse(source.read_bytes()), name, named.kind, config)
+        return _problems_of(ast.parse(source.read_bytes()), name, kind, config)
     if (
         module.partition(".")[0] == SLIME
         and _may_lack_slime(config)

@@ -340,18 +340,12 @@ def model_problems(config: Config, hf_config: HfConfig) -> list[str]:
     experts = next((key for key in EXPERT_KEYS if key in hf_config), None)
     problems = _layer_problems(config, hf_config.get("num_hidden_layers"))
     if experts is not None:
+        ffn = "moe_intermediate_size"
+        if ffn not in hf_config:
+            ffn = "intermediate_size"
+        by_expert = EXPERT_TENSOR if expert_tensor else TENSOR
         sharded.append((EXPERT, perf.expert_model_parallel_size, (experts,)))
-        sharded.append(
-            (
-                EXPERT_TENSOR if expert_tensor else TENSOR,
-                expert_tensor or tensor,
-                (
-                    "moe_intermediate_size"
-                    if "moe_intermediate_size" in hf_config
-                    else "intermediate_size",
-                ),
-            )
-        )
+        sharded.append((by_expert, expert_tensor or tensor, (ffn,)))
     elif perf.expert_model_parallel_size > 1:
         problems.append(
             f"{spelled(config, EXPERT)}: the model has no experts; use --expert-model-parallel-size 1"

@@ -6,7 +6,6 @@ Input: a ``Config``. Output: one line for each problem.
 from __future__ import annotations
 
 from rlpost.config.checks.layout import EXPERT_KEYS
-from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.model_types import HfConfig
@@ -83,11 +82,9 @@ def lora_problems(config: Config) -> list[str]:
 
 
 def _unused(config: Config) -> list[str]:
-    given, default = config.lora, LoraConfig()
     return [
         f"{spelled(config, key)} has no effect without adapters; add --lora-rank, or omit it"
-        for key in LoraConfig.model_fields
-        if getattr(given, key) != getattr(default, key)
+        for key in config.lora.changed_keys
     ]
 
 

@@ -6,7 +6,6 @@ Input: a ``Config``. Output: one line for each problem, with the numbers.
 from __future__ import annotations
 
 from rlpost.config.flags import flag
-from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 
@@ -134,7 +133,7 @@ def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
 
 def _muon_rules(config: Config) -> list[tuple[bool, str]]:
     """Requirements of Muon, and settings of Muon without it."""
-    given, default = config.optimizer, OptimizerConfig()
+    given = config.optimizer
     is_muon = given.optimizer == "muon"
     names = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale")
     return [
@@ -150,7 +149,7 @@ def _muon_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         *(
             (
-                not is_muon and getattr(given, name) != getattr(default, name),
+                not is_muon and name in given.changed_keys,
                 f"{spelled(config, name)} has no effect with --optimizer adam; use --optimizer muon, or omit it",
             )
             for name in names

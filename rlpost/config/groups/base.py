@@ -95,3 +95,10 @@ class Group(BaseModel):
     """One TOML table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @property
+    def changed_keys(self) -> list[str]:
+        """The settings whose values are not the defaults."""
+        default = type(self)()
+        keys = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != getattr(default, key)]

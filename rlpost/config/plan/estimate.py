@@ -116,8 +116,9 @@ class PlannedEngine:
     """Tokens of all requests of an engine that fit in its KV cache."""
 
     @property
-    def generate(self) -> int:
-        return self.weights + max(0, self.kv_cache) + ENGINE_CONTEXT
+    def resident(self) -> int:
+        """Weights and KV cache."""
+        return self.weights + max(0, self.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,9 +358,7 @@ def _phases(
     buffers = ("buffers", update.gpu_bytes)
     sent = max(most_weights, held.weights)
     shadow = () if config.offload_train else (*kept, *of_critic)
-    there = (
-        () if config.offload_rollout else (("engine", engine.weights + max(0, engine.kv_cache)),)
-    )
+    there = () if config.offload_rollout else (("engine", engine.resident),)
     beside = ("engine's CUDA", ENGINE_CONTEXT)
     return (
         MemoryPhase("train", (*kept, *with_pass, *passing, context, beside, *there)),
@@ -410,7 +409,7 @@ def _critic_phase(
     if engine is not None and config.critic_shares_gpus and config.cluster.colocate:
         parts.append(("engine's CUDA", ENGINE_CONTEXT))
         if not config.offload_rollout:
-            parts.append(("engine", engine.weights + max(0, engine.kv_cache)))
+            parts.append(("engine", engine.resident))
     return (MemoryPhase("critic", tuple(parts)),)
 
 

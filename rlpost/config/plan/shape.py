@@ -357,7 +357,7 @@ def _matrices(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) ->
 
 def _attention_matrices(shape: Shape, tensor: int) -> int:
     if shape.latent is not None:
-        return sum(rows * columns for rows, columns in shape.attention_matrices) // tensor
+        return attention_elements(shape) // tensor
     rows = shape.heads * shape.head_dim // tensor
     return shape.hidden * (_qkv_columns(shape, tensor) + rows)
 
@@ -431,7 +431,6 @@ def layer_matrices(shape: Shape) -> int:
     total = sum(
         attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0)
     )
-    if (one := shape.linear) is not None:
-        linear = shape.hidden * (2 * one.keys + 3 * one.values + 2 * one.value_heads)
-        total += sum(one.layers) * (linear - attention)
+    if shape.linear is not None:
+        total += sum(shape.linear.layers) * (_linear_matrices(shape, 1) - attention)
     return total

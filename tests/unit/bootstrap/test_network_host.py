@@ -195,6 +195,12 @@ def test_a_file_that_is_no_layout_is_named(
         load_facts(path)
 
 
+def test_a_connection_needs_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        network.main(["--connection-ip", "eth0"])
+    assert "--connection-ip: invalid ip_address value: 'eth0'" in capsys.readouterr().err
+
+
 def test_facts_of_another_host_cannot_be_saved_as_this_ones(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         network.main(["--facts", str(tmp_path / "a"), "--save", str(tmp_path / "b")])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootstrap.agent.packages import fingerprint
+from bootstrap.agent.rendezvous import package_fingerprint
 
 
 def environment(folder: Path, *distributions: str) -> str:
@@ -19,9 +19,9 @@ def test_another_version_is_another_fingerprint_and_the_place_means_nothing(tmp_
     here = environment(tmp_path / "a", "ray-2.60.0", "torch-2.13.0")
     there = environment(tmp_path / "b", "torch-2.13.0", "ray-2.60.0")
     other = environment(tmp_path / "c", "torch-2.13.0", "ray-2.59.0")
-    assert fingerprint([here]) == fingerprint(["/no/such/folder", there])
-    assert fingerprint([here]) != fingerprint([other])
+    assert package_fingerprint([here]) == package_fingerprint(["/no/such/folder", there])
+    assert package_fingerprint([here]) != package_fingerprint([other])
 
 
 def test_this_environment_has_one() -> None:
-    assert fingerprint() == fingerprint() != fingerprint([])
+    assert package_fingerprint() == package_fingerprint() != package_fingerprint([])

@@ -319,6 +319,7 @@ tmpfs /tmp tmpfs rw 0 0
 server:/home /home nfs4 rw 0 0
 /dev/vdb /tmp xfs rw 0 0
 server:/x /data/my\\040runs lustre rw 0 0
+server:/y /mnt/größe nfs4 rw 0 0
 """
 
 
@@ -330,6 +331,7 @@ server:/x /data/my\\040runs lustre rw 0 0
         ("/tmpfoo", "ext4"),
         ("/home/me/runs", "nfs4"),
         ("/data/my runs/1", "lustre"),
+        ("/mnt/größe/runs", "nfs4"),
     ],
 )
 def test_the_mount_that_holds_a_path(path: str, kind: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from common.host_lists import HostListError, expand
@@ -38,3 +40,14 @@ def test_a_broken_host_list_is_shown(text: str) -> None:
     with pytest.raises(HostListError) as refusal:
         expand(text)
     assert repr(text) in str(refusal.value)
+
+
+def test_a_list_with_too_many_hosts_is_refused_before_it_fills_the_memory() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(HostListError, match="more than 65536 hosts"):
+            expand("r[0-999]n[0-999]")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20_000_000

@@ -21,7 +21,7 @@ from rlpost.config.plan.activations import (
     logits_bytes,
 )
 from rlpost.config.plan.adapters import adapter_parameters
-from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.estimate import Sizes, estimate
 from rlpost.config.plan.layout_search import bubble, nearest, suggest
 from rlpost.config.plan.rank_memory import RankMemory, held_memory
 from rlpost.config.plan.shape import (
@@ -416,15 +416,8 @@ def shown(*words: str) -> tuple[int, str]:
     memory = 24 * GB if "24GB" in words else 80 * GB
     console = Console(file=out, width=plan.WIDTH)
     wants = "--suggest" in words
-    code = plan.show(
-        console,
-        made,
-        shape,
-        gpu_bytes=memory,
-        engine_width=2,
-        speed=plan.Speed(),
-        wants_suggestions=wants,
-    )
+    sizes = Sizes(gpu_bytes=memory, engine_width=2, teacher=None)
+    code = plan.show(console, made, shape, sizes, plan.Speed(), wants_suggestions=wants)
     return code, out.getvalue()
 
 
