@@ -82,12 +82,13 @@ class RunStages(Stages):
         """Start the workers; load ``checkpoint`` or, without one, the Hugging Face weights."""
 
     @abstractmethod
-    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """Return the source of batches, resumed from ``state``."""
-
-    @abstractmethod
     async def weights_hash(self) -> str:
         """Return a hash of the weights under their Hugging Face names; empty without a trainer."""
+
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
+        """Return the source of batches, resumed from ``state``."""
+        self.observation.step = state.step
+        return self.generation.rollouts(state, journal)
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
