@@ -16,10 +16,10 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
-from rlpost.orchestration.training import RecordEvent
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.types import SampleGroup
 
@@ -30,7 +30,7 @@ def make_stages(
     *,
     checkpoints: Checkpoints,
     stop: StopRequest,
-    record: RecordEvent | None = None,
+    record: RecordEvent = not_recorded,
 ) -> RunStages:
     """Create the stages: full, rollout-only or train-only. ``record`` writes into the ledger."""
     kind: type[RunStages] = ClusterStages

@@ -41,7 +41,7 @@ from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes, within
 from rlpost.orchestration.debug_modes import make_stages
-from rlpost.orchestration.ledger_lines import LedgerLines
+from rlpost.orchestration.ledger_lines import LedgerLines, RecordEvent
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
 from rlpost.orchestration.observation import num_engine_restarts, run_metrics, steps_again
@@ -142,7 +142,7 @@ async def _attempt(
 
 def _counted(
     ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
-) -> tuple[dict[str, float], Callable[..., None]]:
+) -> tuple[dict[str, float], RecordEvent]:
     """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts in them."""
     always = run_metrics(entries)
 

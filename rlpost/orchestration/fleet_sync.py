@@ -38,6 +38,7 @@ from rlpost.fleet.records import EngineRecord, Lease
 from rlpost.orchestration.checkpoints import folder_bytes
 from rlpost.orchestration.fleet_members import FleetMembers
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.rollout.places import JoiningPlaces, Place
 from rlpost.run_files import LAST_S
 
@@ -49,7 +50,6 @@ ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
 Export = Callable[[str], Awaitable[object]]
-Record = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class FleetSync:
         export: Export,
         rules: FleetRules,
         check: Callable[[], None],
-        record: Record | None = None,
+        record: RecordEvent = not_recorded,
     ) -> None:
         """
         Args:
@@ -278,7 +278,7 @@ class FleetSync:
 
     def _account(self) -> None:
         """Write the engines' allocated GPU-seconds and serving seconds into the ledger."""
-        if self._record is None or self._members is None:
+        if self._members is None:
             return
         allocated = {engine: round(gpu_s, 1) for engine, gpu_s in self._members.allocated().items()}
         used = dict(self.used())

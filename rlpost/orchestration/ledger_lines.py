@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from common.ledger import Ledger
 from rlpost.run_files import RunFile
@@ -16,6 +17,17 @@ from rlpost.run_files import RunFile
 logger = logging.getLogger(__name__)
 
 LOST = "reports and the supervisor miss the event"
+
+
+class RecordEvent(Protocol):
+    """Writes an event with JSON values into the ledger."""
+
+    def __call__(self, event: str, **details: object) -> None:
+        """Write it soon."""
+
+
+def not_recorded(event: str, **details: object) -> None:
+    """Drop an event: a ``RecordEvent`` for a run without a ledger."""
 
 
 class LedgerLines:

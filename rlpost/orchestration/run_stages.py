@@ -21,13 +21,13 @@ from rlpost.orchestration.engine_targets import EngineTargets, engine_targets, h
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.loop import Rollouts, Stages
 from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.offload import SAVED, CriticOffload
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
-from rlpost.orchestration.training import RecordEvent
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.rollout.journal import Journal
 
@@ -47,7 +47,7 @@ class RunStages(Stages):
         *,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
     ) -> None:
         """``record`` writes an event into the ledger."""
         self.config = config

@@ -21,6 +21,7 @@ from rlpost.errors import RlpostError, TrainerDied, WorkerDied
 from rlpost.low_priority import at_low_priority
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.placement import (
     Placement,
@@ -32,7 +33,7 @@ from rlpost.orchestration.placement import (
 )
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.orchestration.training import RecordEvent, Training
+from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.orchestration.workers import StandbyWorker, WorkerGroup, connect
@@ -48,7 +49,7 @@ class Startup:
         cluster: Cluster,
         *,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
     ) -> None:
         """``record`` writes an event into the ledger."""
         self._config = config

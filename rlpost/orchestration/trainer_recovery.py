@@ -38,11 +38,12 @@ from rlpost.errors import (
     WorkerFailed,
 )
 from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.lost_nodes import LostNodes
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_ranks import TrainerRanks
-from rlpost.orchestration.training import RecordEvent, Training
+from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
@@ -79,7 +80,7 @@ class TrainerRecovery:
         placement: Placement,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
         nodes: LostNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -209,7 +210,7 @@ class TrainerRecovery:
         logger.error("trainer died at step %d in %s: %s", self._step, phase, death.cause)
         self._past.append(Recovery(began, self._step))
         if death.hang:
-            self._write("hang", **death.hang)
+            self._record("hang", **death.hang)
         try:
             async with self._ranks.paused():
                 again = await self._stop.unless_requested(self._restart(death))
@@ -227,7 +228,7 @@ class TrainerRecovery:
             "trainer recovered at step %d after %.1f s; steps trained again: %d",
             *(self._step, seconds, again),
         )
-        self._write(
+        self._record(
             "recovered",
             role=death.role,
             ranks=[rank - self._first(death.role) for rank in death.ranks],
@@ -349,10 +350,6 @@ class TrainerRecovery:
     def _first(self, role: str) -> int:
         """Return the number of the first rank of a role."""
         return len(self._placement.actors) if role == "critic" else 0
-
-    def _write(self, event: str, **details: object) -> None:
-        if self._record is not None:
-            self._record(event, **details)
 
 
 class _Refused(RlpostError):
