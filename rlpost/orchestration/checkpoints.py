@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlpost.checkpoint.ownership import Claim, claim
 from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.daemon_threads import in_daemon
+from rlpost.daemon_threads import in_daemon, within
 from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
 from rlpost.metrics.spans import SPANS
 
@@ -374,19 +374,6 @@ class Checkpoints:
                 "resuming %s with changed settings, so results differ from those of the original run: %s",
                 *(path, "; ".join(found.mathematics)),
             )
-
-
-@asynccontextmanager
-async def within(deadline_s: float, problem: str) -> AsyncIterator[None]:
-    """Raise CheckpointError with ``problem`` when the block exceeds ``deadline_s`` seconds."""
-    deadline = asyncio.timeout(deadline_s)
-    try:
-        async with deadline:
-            yield
-    except TimeoutError:
-        if not deadline.expired():
-            raise  # a TimeoutError of the storage
-        raise CheckpointError(problem) from None
 
 
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:

@@ -24,7 +24,7 @@ from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.daemon_threads import in_daemon, started
+from rlpost.daemon_threads import in_daemon, started, within
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import (
     ConfigError,
@@ -39,7 +39,7 @@ from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
-from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes, within
+from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes
 from rlpost.orchestration.debug_modes import make_stages
 from rlpost.orchestration.ledger_lines import LedgerLines, RecordEvent
 from rlpost.orchestration.loop import Loop

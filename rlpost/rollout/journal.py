@@ -25,7 +25,6 @@ would repeat generation (``segment_writer``).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -39,7 +38,7 @@ from typing import TypeVar
 
 from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.tree import Config
-from rlpost.daemon_threads import in_daemon
+from rlpost.daemon_threads import in_daemon, within
 from rlpost.errors import CheckpointError
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
@@ -338,17 +337,12 @@ async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:
     ``num_bytes`` is how much ``act`` reads and copies. Raises CheckpointError after the deadline.
     """
     seconds = deadline_s(num_bytes)
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            return await in_daemon(act)
-    except TimeoutError:
-        if not deadline.expired():
-            raise  # a TimeoutError of the storage
-        raise CheckpointError(
-            f"{what} within {seconds:.0f} s: the storage hangs; repair the storage or the mount. A requeue resumes "
-            "from the same checkpoint and journal"
-        ) from None
+    problem = (
+        f"{what} within {seconds:.0f} s: the storage hangs; repair the storage or the mount. A requeue resumes "
+        "from the same checkpoint and journal"
+    )
+    async with within(seconds, problem):
+        return await in_daemon(act)
 
 
 def _size(folder: Path) -> int:
