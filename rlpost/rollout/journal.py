@@ -56,7 +56,7 @@ from rlpost.rollout.journal_format import (
 )
 from rlpost.rollout.segment_file import make_folder
 from rlpost.rollout.segment_writer import SegmentWriter, deadline_s
-from rlpost.rollout.trained_batches import JournalBatches, JournalHistory
+from rlpost.rollout.trained_batches import JournalBatches
 from rlpost.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -223,8 +223,16 @@ class Journal:
         if self._folder is None or self._segment is None:
             raise CheckpointError("this run has no journal")
         header = self._segment.header
-        history = JournalHistory(self._folder, header.settings, header.data)
-        read = partial(JournalBatches.read, history, base, step, backlog=backlog, until=until)
+        read = partial(
+            JournalBatches.read,
+            self._folder,
+            base,
+            step,
+            settings=header.settings,
+            data=header.data,
+            backlog=backlog,
+            until=until,
+        )
         num_bytes = await _within(0, partial(_size, self._folder), f"{self._folder} was not listed")
         return await _within(num_bytes, read, f"the journal in {self._folder} was not read")
 
