@@ -251,16 +251,15 @@ class DiskMover:
 
     in_session = False
 
-    def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
-        """``prepare(version)`` writes the weights and returns the folder for each engine."""
-        self._prepare = prepare
+    def __init__(self, write: Callable[[int], Awaitable[str]]) -> None:
+        """``write(version)`` writes the weights and returns their folder."""
+        self._write = write
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Write the weights; all engines read them concurrently."""
-        folders = await self._prepare(version)
+        folder = await self._write(version)
         reading = [
-            one.client.update_weights_from_disk(folder, version=version)
-            for one, folder in zip(receivers, folders, strict=True)
+            one.client.update_weights_from_disk(folder, version=version) for one in receivers
         ]
         await _all_do("read the weights from disk", reading)
 

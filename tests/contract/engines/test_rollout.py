@@ -176,8 +176,8 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
         )
     update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
 
-    async def write(version: int) -> list[str]:
-        return [str(sglang.model)] * len(sglang.addresses)
+    async def write(version: int) -> str:
+        return str(sglang.model)
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> list[Sample]:
         met: list[Sample] = []

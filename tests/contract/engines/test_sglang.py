@@ -481,9 +481,9 @@ def test_weights_reach_every_engine_without_a_process_group(
     async def share(index: int) -> list[str]:
         return [rank.share(index) for rank in ranks]
 
-    async def write(version: int) -> list[str]:
+    async def write(version: int) -> str:
         new.save_pretrained(tmp_path)
-        return [str(tmp_path)] * len(sglang.addresses)
+        return str(tmp_path)
 
     movers = {
         "memory": SharingMover(buckets, share, ranks_of=((0,), (1,))),
