@@ -152,7 +152,7 @@ class FleetMembers:
 
     def usage(self) -> dict[str, EngineUsage]:
         """Return what each engine has contributed in this attempt."""
-        return dict(self._membership.usage(time.monotonic()))
+        return self._membership.usage(time.monotonic())
 
     @property
     def secret(self) -> str:

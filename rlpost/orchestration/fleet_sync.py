@@ -18,7 +18,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,11 +211,6 @@ class FleetSync:
             self._said_at = now
             logger.warning("%s; answers wait for an engine, %.0f s so far", message, waited_s)
 
-    def used(self) -> Mapping[str, float]:
-        """Return the seconds in which each engine served in this attempt."""
-        usage = {} if self._members is None else self._members.usage()
-        return {engine: round(one.engine_s, 1) for engine, one in usage.items()}
-
     def end(self) -> None:
         """Record that the run is done: ``close`` tells the engine jobs to leave."""
         self._has_ended = True
@@ -277,14 +272,18 @@ class FleetSync:
             self._account()
 
     def _account(self) -> None:
-        """Write the engines' allocated GPU-seconds and serving seconds into the ledger."""
+        """Write what the engines got and used in this attempt into the ledger.
+
+        ``allocated`` are GPU-seconds, ``used`` the seconds in which each engine served.
+        """
         if self._members is None:
             return
         allocated = {engine: round(gpu_s, 1) for engine, gpu_s in self._members.allocated().items()}
-        used = dict(self.used())
+        usage = self._members.usage()
+        used = {engine: round(one.engine_s, 1) for engine, one in usage.items()}
         if not (allocated or used):
             return
-        served = sum(one.gpu_s for one in self._members.usage().values())
+        served = sum(one.gpu_s for one in usage.values())
         details: dict[str, object] = {"used": used, "served_gpu_s": round(served, 1)}
         self._record("fleet", attempt=self._lease.attempt, **details, allocated=allocated)
 
