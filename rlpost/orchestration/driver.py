@@ -325,18 +325,14 @@ def _provenance(config: Config, run: RunFolder) -> Provenance:
 async def _journal(
     config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState
 ) -> Journal:
-    """Open the journal beside the checkpoints; --debug-rollout-only has none.
-
-    For a checkpoint of --load the journal holds no records.
-    """
+    """Open the journal beside the checkpoints; --debug-rollout-only has none."""
     if config.debug.debug_rollout_only:
         return Journal.off()
-    is_own = checkpoint is None or checkpoint.parent == checkpoints.save_folder
     folder = checkpoints.save_folder / "journal"
     resume = partial(
         Journal.resume,
         folder,
-        state.journal if is_own else 0,
+        checkpoints.journal_segment(checkpoint, state),
         step=state.step,
         settings=settings_hash(config),
         data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),

@@ -182,9 +182,8 @@ class ClusterStages(RunStages):
         recording = self.config.debug.load_debug_rollout_data
         if recording is not None:
             return RecordedBatches(recording)
-        is_own = checkpoint is None or checkpoint.parent == self.checkpoints.save_folder
         return await journal.trained_since(
-            state.journal if is_own else 0,
+            self.checkpoints.journal_segment(checkpoint, state),
             state.step,
             backlog=state.backlog.finished,
             until=until,
