@@ -54,8 +54,7 @@ from rlpost.rollout.journal_format import (
     read_header,
     segment_paths,
 )
-from rlpost.rollout.segment_file import make_folder
-from rlpost.rollout.segment_writer import SegmentWriter, deadline_s
+from rlpost.rollout.segment_writer import SegmentWriter, deadline_s, make_folder
 from rlpost.rollout.trained_batches import JournalBatches
 from rlpost.types import Prompt, SampleGroup
 
