@@ -41,13 +41,12 @@ from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes
 from rlpost.orchestration.debug_modes import make_stages
-from rlpost.orchestration.ledger_lines import LedgerLines, RecordEvent
+from rlpost.orchestration.ledger_lines import LedgerLines, RecordEvent, StartLines
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
 from rlpost.orchestration.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
-from rlpost.orchestration.start_lines import StartLines
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.run_files import LAST_S, storage_words
