@@ -192,11 +192,9 @@ class EngineClient:
         """Drop the prefix cache; refused while requests run."""
         await self.request("POST", "/flush_cache", None)
 
-    async def abort(self, rid: str | None = None) -> None:
-        """Abort the request ``rid``, or all; each returns its tokens so far."""
-        await self.request(
-            "POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}
-        )
+    async def abort(self) -> None:
+        """Abort all requests; each returns its tokens so far."""
+        await self.request("POST", "/abort_request", {"abort_all": True})
 
     async def rename_weights(self, version: int) -> None:
         """Set the version of the current weights."""
