@@ -57,7 +57,7 @@ class RunStages(Stages):
         self.record = record
         hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
         self.hf = hf
-        run = Path(cluster.attempt_dir).parents[1]
+        self.run_folder = run = Path(cluster.attempt_dir).parents[1]
         self.break_even = model_break_even(hf)
         self.startup = Startup(config, cluster, stop=stop, record=record)
         self.observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
@@ -148,10 +148,8 @@ class RunStages(Stages):
         """Keep RUN/engines.json up to date for Prometheus, if the engines serve metrics."""
         if not has_metrics(self.config.sglang.server_args):
             return
-        run = Path(self.cluster.attempt_dir).parents[1]
-        targets = EngineTargets(
-            run, partial(engine_targets, fleet, run.name), check=self.checkpoints.check_owner
-        )
+        wanted = partial(engine_targets, fleet, self.run_folder.name)
+        targets = EngineTargets(self.run_folder, wanted, check=self.checkpoints.check_owner)
         self.closing.push_async_callback(targets.close)
         await targets.begin()
 

@@ -130,7 +130,7 @@ class ClusterStages(RunStages):
 
     def _made_fleet_sync(self) -> FleetSync:
         """Create the sync with engines on other jobs, which ``rlpost fleet`` starts."""
-        attempt, head = Path(self.cluster.attempt_dir), self.cluster.nodes[0]
+        head = self.cluster.nodes[0]
         lease = Lease(
             self.cluster.driver_name,
             beat=0,
@@ -140,7 +140,7 @@ class ClusterStages(RunStages):
         )
         actors, interval = self._actors, self.config.rollout.update_weights_interval
         return FleetSync(
-            FleetFolder(attempt.parents[1]),
+            FleetFolder(self.run_folder),
             lease,
             self._fleet.router.fleet,
             export=actors.write_old_engine_folder if interval > 1 else actors.write_engine_folder,
