@@ -216,15 +216,6 @@ class EngineClient:
         """All settings of the server and its load, without the keys."""
         return _without_secrets(await self.request("GET", "/server_info", None))
 
-    async def checksum(self) -> list[dict[str, str]]:
-        """Return a checksum of each weight, one mapping for each tensor-parallel rank.
-
-        The names are SGLang's own (fused) ones. Up to SGLang 0.5.21 this requires CUDA; other
-        engines refuse.
-        """
-        answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
-        return [rank["checksums"] for rank in answer["ranks"]]
-
     async def request(
         self,
         method: str,
