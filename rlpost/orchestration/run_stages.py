@@ -58,8 +58,9 @@ class RunStages(Stages):
         hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
         self.hf = hf
         self.run_folder = run = Path(cluster.attempt_dir).parents[1]
-        self.break_even = model_break_even(hf)
-        self.startup = Startup(config, cluster, stop=stop, record=record)
+        self.startup = Startup(
+            config, cluster, stop=stop, break_even=model_break_even(hf), record=record
+        )
         self.observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
         self.generation = Generation(
             config,
@@ -99,9 +100,7 @@ class RunStages(Stages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
-        self.training = await self.startup.trainer(
-            self.ranks, placement, ports, checkpoint, break_even=self.break_even
-        )
+        self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
 
     async def save_ranks(
         self,

@@ -108,7 +108,6 @@ class ClusterStages(RunStages):
             weights=weights,
             engine_health=self._engine_health,
             standby=Standby(self.startup, wanted=self.config.cluster.trainer_standby),
-            break_even=self.break_even,
         )
         self.recovery = TrainerRecovery(
             self.config,

@@ -55,12 +55,14 @@ class Startup:
         cluster: Cluster,
         *,
         stop: StopRequest,
+        break_even: float,
         record: RecordEvent = not_recorded,
     ) -> None:
-        """``record`` writes an event into the ledger."""
+        """``break_even``: see ``batches.model_break_even``; ``record`` writes into the ledger."""
         self._config = config
         self._cluster = cluster
         self._stop = stop
+        self._break_even = break_even
         self._hosts = {node.ip: node.host for node in cluster.nodes}
         self._record = record
 
@@ -174,18 +176,11 @@ class Startup:
         )
 
     async def trainer(
-        self,
-        ranks: TrainingRanks,
-        placement: Placement,
-        ports: Ports,
-        checkpoint: Path | None,
-        *,
-        break_even: float,
+        self, ranks: TrainingRanks, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> Training:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
 
-        ``break_even`` is that of ``batches.model_break_even``. A critic that shares the
-        policy's GPUs is set up first, and offloaded.
+        A critic that shares the policy's GPUs is set up first, and offloaded.
         """
         actors, critics, of_critics = ranks.actors, ranks.critics, None
         if critics is not None:
@@ -205,7 +200,7 @@ class Startup:
             data_ranks,
             stop=self._stop,
             is_fresh=is_fresh,
-            break_even=break_even,
+            break_even=self._break_even,
             hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
             record=self._record,
             critics=of_critics,

@@ -81,12 +81,7 @@ class Journal:
         ``resume`` calls ``Journal.resume`` for ``folder``. Raises CheckpointError as that does, and
         when the deadline is missed.
         """
-        num_bytes = await _within(
-            0, partial(_size, folder), f"the journal folder {folder} was not listed"
-        )
-        return await _within(
-            num_bytes, resume, f"the journal in {folder} was not read and continued"
-        )
+        return await _reading(folder, resume, f"the journal in {folder} was not read and continued")
 
     @classmethod
     def resume(
@@ -232,8 +227,7 @@ class Journal:
             backlog=backlog,
             until=until,
         )
-        num_bytes = await _within(0, partial(_size, self._folder), f"{self._folder} was not listed")
-        return await _within(num_bytes, read, f"the journal in {self._folder} was not read")
+        return await _reading(self._folder, read, f"the journal in {self._folder} was not read")
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
         """Return the metrics of the evaluation of ``step``; None if it is not in the journal."""
@@ -336,6 +330,13 @@ class Journal:
     def _append(self, content: bytes) -> None:
         if self._segment is not None:
             self._segment.append(content)
+
+
+async def _reading(folder: Path, act: Callable[[], T], what: str) -> T:
+    """Like ``_within``, for an ``act`` that reads all segments."""
+    size = partial(_size, folder)
+    num_bytes = await _within(0, size, f"the journal folder {folder} was not listed")
+    return await _within(num_bytes, act, what)
 
 
 async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:

@@ -234,7 +234,7 @@ def test_the_trainer_sets_nccl_cumem_enable_as_the_engines_do(
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
-    made = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
+    made = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
     asyncio.run(made.workers(Placement((ACTOR, ACTOR), ())))
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
