@@ -32,7 +32,7 @@ def make_stages(
     stop: StopRequest,
     record: RecordEvent = not_recorded,
 ) -> RunStages:
-    """Create the stages: full, rollout-only or train-only. ``record`` writes into the ledger."""
+    """Create the stages: full, rollout-only or train-only."""
     kind: type[RunStages] = ClusterStages
     if config.debug.debug_rollout_only:
         kind = RolloutOnly

@@ -42,7 +42,6 @@ def rank_distances(
     """Return the divergence at each response token of a rank's samples, in order.
 
     Args:
-        samples: of the rank.
         policy: None for the log-probs that the engines reported (--use-rollout-logprobs).
         teacher: None for those that a server gave.
 

@@ -30,7 +30,7 @@ class EngineEvents:
     def __init__(
         self, record: RecordEvent = not_recorded, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``record`` writes an event into the ledger; ``clock`` returns seconds."""
+        """``clock`` returns seconds."""
         self._record, self._clock = record, clock
         self._losses: dict[int, _Loss] = {}
 

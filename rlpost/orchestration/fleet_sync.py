@@ -94,7 +94,6 @@ class FleetSync:
             lease: with the attempt, the settings and the address of this driver.
             export: writes the weights that engines read to a folder; collective over the actors.
             check: raises Fenced when another attempt owns the run.
-            record: writes an event into the ledger.
         """
         self._folder, self._lease, self._places = folder, lease, places
         self._export, self._rules = export, rules

@@ -75,7 +75,6 @@ class LostNodes:
         Args:
             offer: returns the GPUs of a node that has joined Ray.
             joined: called with each node that takes the place of another.
-            record: writes an event into the ledger.
         """
         self._folder = Path(cluster.attempt_dir)
         self._cluster = cluster

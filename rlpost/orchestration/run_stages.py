@@ -49,7 +49,6 @@ class RunStages(Stages):
         stop: StopRequest,
         record: RecordEvent = not_recorded,
     ) -> None:
-        """``record`` writes an event into the ledger."""
         self.config = config
         self.cluster = cluster
         self.checkpoints = checkpoints

@@ -58,7 +58,7 @@ class Startup:
         break_even: float,
         record: RecordEvent = not_recorded,
     ) -> None:
-        """``break_even``: see ``batches.model_break_even``; ``record`` writes into the ledger."""
+        """``break_even``: see ``batches.model_break_even``."""
         self._config = config
         self._cluster = cluster
         self._stop = stop

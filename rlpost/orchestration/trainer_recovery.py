@@ -88,8 +88,6 @@ class TrainerRecovery:
         Args:
             group: the ranks that every caller uses; their workers are replaced.
             ranks: starts ranks, and connects them with what stays.
-            placement: of the ranks now.
-            record: writes an event into the ledger.
             nodes: lost nodes, whose ranks count as dead before Ray says so; it chooses the slots of
                 new ranks.
         """
@@ -195,9 +193,7 @@ class TrainerRecovery:
     async def recover(self, death: Death, phase: Phase) -> None:
         """Start all ranks again, and bring them to the step that the trainer had completed.
 
-        Args:
-            death: the ranks that died or hang, and the cause.
-            phase: the operation that failed, and that the caller repeats.
+        ``phase`` is the operation that failed, and that the caller repeats.
 
         Raises:
             HalfTrained: a stop was requested; the next attempt replays the journal.

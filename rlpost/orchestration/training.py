@@ -78,7 +78,6 @@ class Training:
             is_fresh: the weights are those of --hf-checkpoint.
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
-            record: writes an event into the ledger.
             critics: the ranks of a critic that has its own.
         """
         self._config = config

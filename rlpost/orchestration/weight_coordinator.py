@@ -104,7 +104,6 @@ class WeightCoordinator:
         Args:
             folder: shared by all nodes; --update-weight-transport disk writes the weights there.
             stop: checked before each bucket or folder is sent, while no rank is in a collective.
-            incarnation: of this driver.
         """
         self._config = config
         self._fleet = fleet
