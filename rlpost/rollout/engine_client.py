@@ -204,13 +204,9 @@ class EngineClient:
             {"new_version": str(version), "abort_all_requests": False},
         )
 
-    async def model_info(self) -> dict[str, object]:
-        """Model path, architecture, ``weight_version``."""
-        return await self.request("GET", "/model_info", None)
-
     async def weight_version(self) -> str:
         """The version of the last completed update; ``"0"`` before the first."""
-        return str((await self.model_info())["weight_version"])
+        return str((await self.request("GET", "/model_info", None))["weight_version"])
 
     async def server_info(self) -> dict[str, Any]:
         """All settings of the server and its load, without the keys."""
@@ -259,6 +255,7 @@ class EngineClient:
     async def _ask(
         self, method: str, path: str, body: Mapping[str, object] | bytes | None, *, missing_ok: bool
     ) -> object:
+        asked = f"{self.name} {self.url}: {method} {path}"
         content: dict[str, Any] = {"json": body}
         if isinstance(body, bytes):
             content = {"data": body, "headers": {"Content-Type": "application/json"}}
@@ -272,22 +269,16 @@ class EngineClient:
             ):
                 status, text = response.status, await response.text()
         except TimeoutError as error:
-            raise EngineDied(
-                f"{self.name} {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
-            ) from error
+            raise EngineDied(f"{asked} not answered after {self.timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
-            raise EngineDied(
-                f"{self.name} {self.url}: {method} {path} failed: {error or type(error).__name__}"
-            ) from error
+            raise EngineDied(f"{asked} failed: {error or type(error).__name__}") from error
         if status == 404 and missing_ok:
             return None
         answer = _parsed(text)
         # SGLang also reports a failure with status 200; the router accepts a new worker with 202.
         is_refused = isinstance(answer, dict) and answer.get("success") is False
         if not 200 <= status < 300 or is_refused:
-            raise RolloutError(
-                f"{self.name} {self.url}: {method} {path} answered {status}: {text[:500]}"
-            )
+            raise RolloutError(f"{asked} answered {status}: {text[:500]}")
         return answer
 
 
