@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -262,9 +261,7 @@ class TrainerRecovery:
         steps = range(state.step, self._step)
         reading = asyncio.ensure_future(self._batches(state, checkpoint, self._step))
         try:
-            self.training = await self._within_deadline(
-                partial(self._started, checkpoint), placement
-            )
+            self.training = await self._within_deadline(self._started(checkpoint, placement))
             batches = await reading if steps else None
         finally:
             reading.cancel()
@@ -294,14 +291,12 @@ class TrainerRecovery:
         self._processes = await self._group.processes()
         await self._ranks.started()
 
-    async def _within_deadline(
-        self, start: Callable[[Placement], Awaitable[Training]], placement: Placement
-    ) -> Training:
-        """Await ``start``. Raises RlpostError after --bringup-deadline-s, naming silent ranks."""
+    async def _within_deadline(self, starting: Awaitable[Training]) -> Training:
+        """Await ``starting``. Raises RlpostError after --bringup-deadline-s, naming silent ranks."""
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await start(placement)
+                return await starting
         except TimeoutError:
             if not limit.expired():
                 raise
