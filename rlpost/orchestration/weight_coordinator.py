@@ -315,8 +315,9 @@ class WeightCoordinator:
                     "a copy of the weights may be left on a host of an engine: %s", error
                 )
         if self._config.sync.update_weight_disk_dir is not None:
-            with contextlib.suppress(OSError):  # missing, or not empty
-                self._folder.rmdir()
+            with contextlib.suppress(OSError):  # missing, not empty, or late: a TimeoutError is one
+                async with asyncio.timeout(REMOVAL_S):
+                    await in_daemon(self._folder.rmdir)
 
     def _remove_files(self) -> None:
         for folder in (*self._folder.glob("version-*"), *self._folder.glob(".version-*")):

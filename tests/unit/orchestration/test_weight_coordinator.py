@@ -1,6 +1,8 @@
 """Weight updates by the coordinator: stops between buckets, broken broadcasts, folders, copies."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +272,20 @@ def test_adapters_are_written_once_per_version_and_every_engine_loads_them(tmp_p
     ]
     assert one.num_bytes == 202
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_hung_folder_of_weights(tmp_path, monkeypatch):
+    answers = threading.Event()
+    sync = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
+    one = coordinator(Actors(tmp_path / "STOP"), tmp_path / "weights", sync=sync)
+    monkeypatch.setattr(weight_coordinator, "REMOVAL_S", 0.1)
+    monkeypatch.setattr(Path, "rmdir", lambda _: answers.wait(20))
+    began = time.monotonic()
+    try:
+        asyncio.run(one.close())
+    finally:
+        answers.set()
+    assert time.monotonic() - began < 10
 
 
 class Copies:
