@@ -248,7 +248,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
     async def share(index: int) -> list[str]:
         return [await asyncio.to_thread(sharing.share, index)]
 
-    async def write(version: int) -> list[str]:
+    async def write(version: int) -> str:
         # Remove the previous version: overwriting files is slower.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -257,7 +257,7 @@ def other_movers(trainer: Trainer, model: Path, folder: Path) -> dict[str, Mover
         await asyncio.to_thread(
             save_file, trainer.weights, folder / "model.safetensors", {"format": "pt"}
         )
-        return [str(folder)]
+        return str(folder)
 
     return {
         "memory": SharingMover(trainer.buckets, share, ranks_of=((0,),)),

@@ -1,4 +1,4 @@
-"""Runs a coroutine for each of many items, with bounded concurrency.
+"""Runs coroutines concurrently, for each of many items with a bound.
 
 A run has hundreds of engines. Querying all of them at once would open a socket for each and block
 the event loop.
@@ -29,9 +29,15 @@ async def for_each(
         async with capacity:
             return await act(item)
 
-    tasks = [asyncio.ensure_future(bounded(item)) for item in items]
+    return await together(map(bounded, items))
+
+
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results in order; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -104,7 +104,10 @@ def check(
     problems = [] if is_dry else absent(config, recipe)
     problems += [*no_image, *_settings_problems(config)]
     if not unset:  # otherwise paths are unknown
-        problems += _file_problems(config, run)
+        problems += _model_folder_problems(config)
+        problems += _save_problems(config)
+        problems += export_problems(config.checkpoint, run)
+        problems += _prompt_problems(config)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
         problems += [] if no_image else container_problems(config, always)
     problems += _option_problems(config)
@@ -154,18 +157,13 @@ def absent(config: Config, recipe: str | None) -> list[str]:
         return unset
     return [
         *missing_problems(config, recipe),
-        *_reference_problems(config),
+        *_weight_problems(
+            config.checkpoint.ref_load,
+            "--ref-load",
+            "the weights of --hf-checkpoint as the reference",
+        ),
+        *_weight_problems(config.critic.critic_load, "--critic-load", "those of the policy"),
         *teacher_problems(config),
-    ]
-
-
-def _file_problems(config: Config, run: Path | None) -> list[str]:
-    """Problems of the existing files, without errors that follow from a missing one."""
-    return [
-        *_model_folder_problems(config),
-        *_save_problems(config),
-        *export_problems(config.checkpoint, run),
-        *_prompt_problems(config),
     ]
 
 
@@ -258,18 +256,12 @@ def _is_installed(package: str) -> bool:
 
 
 def _option_problems(config: Config) -> list[str]:
+    """Pass-through options that SGLang or Megatron-core lacks or whose value it rejects."""
+    gpus, given = config.cluster.rollout_num_gpus_per_engine, config.sglang.given_server_args
     return [
-        *_server_arg_problems(config),
+        *_collect(lambda: check_server_args(given, gpus_per_engine=gpus)),
         *option_problems(config.megatron.options),
     ]
-
-
-def _server_arg_problems(config: Config) -> list[str]:
-    """One line for each pass-through option that SGLang does not have or whose value it rejects."""
-    gpus = config.cluster.rollout_num_gpus_per_engine
-    return _collect(
-        lambda: check_server_args(config.sglang.given_server_args, gpus_per_engine=gpus)
-    )
 
 
 def _package_problems(config: Config) -> list[str]:
@@ -394,14 +386,6 @@ def _mtp_problems(config: Config) -> list[str]:
     except (RlpostError, KeyError):
         return []  # reported by ``read_description``
     return [] if problem is None else [problem]
-
-
-def _reference_problems(config: Config) -> list[str]:
-    policy, critic = config.checkpoint.ref_load, config.critic.critic_load
-    return [
-        *_weight_problems(policy, "--ref-load", "the weights of --hf-checkpoint as the reference"),
-        *_weight_problems(critic, "--critic-load", "those of the policy"),
-    ]
 
 
 def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:

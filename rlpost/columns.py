@@ -250,12 +250,6 @@ class RouteColumn:
         return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
 
     @classmethod
-    def unknown(cls, tokens: int, like: RouteColumn) -> RouteColumn:
-        """Routes of ``tokens`` tokens that the trainer routes itself."""
-        shape, dtype = (tokens, *like.array.shape[1:]), like.array.dtype
-        return cls(np.full(shape, np.iinfo(dtype).max, dtype=dtype))
-
-    @classmethod
     def joined(cls, columns: Iterable[RouteColumn]) -> RouteColumn:
         """Concatenate along the tokens; at least one column."""
         return cls(np.concatenate([column.array for column in columns]))

@@ -1,12 +1,18 @@
-"""Calls in daemon threads, which do not keep a process from exiting when storage hangs."""
+"""Daemon threads and deadlines for storage that may hang.
+
+A daemon thread does not keep a process from exiting.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import TypeVar
+
+from rlpost.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -33,3 +39,16 @@ def started(act: Callable[[], T]) -> Future[T]:
 async def in_daemon(act: Callable[[], T]) -> T:
     """Run ``act`` in a daemon thread and return its result."""
     return await asyncio.wrap_future(started(act))
+
+
+@asynccontextmanager
+async def within(deadline_s: float, problem: str) -> AsyncIterator[None]:
+    """Raise CheckpointError with ``problem`` when the block exceeds ``deadline_s`` seconds."""
+    deadline = asyncio.timeout(deadline_s)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a TimeoutError of the storage
+        raise CheckpointError(problem) from None

@@ -257,12 +257,9 @@ def backlog_from(raw: BacklogRecord) -> Backlog:
 
 
 def _unfinished_from(raw: UnfinishedRecord) -> Unfinished:
-    samples = tuple(sample_from(sample) for sample in raw["samples"])
-    return Unfinished(_prompt_from(raw["prompt"]), samples)
-
-
-def _prompt_from(raw: Mapping[str, Any]) -> Prompt:
-    return Prompt(**{**raw, "token_ids": _read(raw["token_ids"], BASE64)})
+    fields: dict[str, Any] = dict(raw["prompt"])
+    fields["token_ids"] = _read(fields["token_ids"], BASE64)
+    return Unfinished(Prompt(**fields), tuple(sample_from(sample) for sample in raw["samples"]))
 
 
 def _written(value: object, packing: Packing | None) -> object:

@@ -91,7 +91,7 @@ class RunFile:
         path: Path,
         *,
         lost: str,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
         deadline_s: float | None = None,
         max_waiting: int = 100_000,
     ) -> None:
@@ -205,14 +205,12 @@ class RunFile:
 
     def _attempt(self, act: Callable[[], object]) -> None:
         for pause_s in (*RETRY_AFTER_S, None):
-            if self._check is not None:
-                self._check()
+            self._check()
             try:
                 act()
                 return
             except OSError as error:
-                if self._check is not None:
-                    self._check()  # a newer attempt may own the file
+                self._check()  # a newer attempt may own the file
                 if pause_s is None or error.errno not in MAY_PASS:
                     raise
                 time.sleep(pause_s)

@@ -341,8 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _url(starting: Future[str] | None) -> str:
-    is_up = starting is not None and starting.done() and starting.exception() is None
-    return starting.result() if is_up and starting is not None else ""
+    if starting is None or not starting.done() or starting.exception() is not None:
+        return ""
+    return starting.result()
 
 
 def _end_of(engine: Engine) -> str:

@@ -105,7 +105,8 @@ class FleetFolder:
 
     def create(self) -> None:
         """Create the folders and the secret; keep existing ones. Raises OSError."""
-        for folder in (self.root, *self._folders()):
+        below = (self.root / "engines", self.root / "stop", self.weights, self.logs)
+        for folder in (self.root, *below):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)  # mkdir's mode is subject to the umask
         write_first(self.root / "secret", secrets.token_hex(32) + "\n")
@@ -181,9 +182,6 @@ class FleetFolder:
         for path in (self.engine_path(engine), self.stop_path(engine)):
             with suppress(FileNotFoundError):
                 path.unlink()
-
-    def _folders(self) -> tuple[Path, ...]:
-        return (self.root / "engines", self.root / "stop", self.weights, self.logs)
 
     def _read(self, path: Path, parse: Callable[[str], T]) -> T | None:
         """Return a record; None if the file is missing or unusable.

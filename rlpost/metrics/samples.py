@@ -52,7 +52,7 @@ class SampleWriter:
         *,
         num_steps: int,
         decode: Decode,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a writer.
 

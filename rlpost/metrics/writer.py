@@ -45,7 +45,7 @@ class MetricsWriter:
         always: Mapping[str, float] | None = None,
         also: Callable[[int, Mapping[str, float]], None] | None = None,
         show: Callable[[int, Sequence[SampleGroup]], None] | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a writer; call ``begin`` before the first ``put``.
 
@@ -59,7 +59,7 @@ class MetricsWriter:
         self._always = {} if always is None else always
         self._also = also
         self._show = show
-        self._check = check or (lambda: None)
+        self._check = check
         self._file = RunFile(path, lost=LOST, check=check)
         self._descriptor: int | None = None
         self._good_bytes = 0

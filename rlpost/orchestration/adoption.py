@@ -52,7 +52,6 @@ async def is_adopted(
 
     Args:
         wanted: the server that this driver would start, for each node of the engine.
-        incarnation: of this driver.
         num_stages: pipeline stages of the trainer, each with a process group for weights.
     """
     why = difference(await workers.running(ANSWER_S), wanted)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlpost.checkpoint.ownership import Claim, claim
 from rlpost.checkpoint.provenance import PROVENANCE_FILE, Provenance, changes
 from rlpost.checkpoint.state import RunState
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.daemon_threads import in_daemon
+from rlpost.daemon_threads import in_daemon, within
 from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
 from rlpost.metrics.spans import SPANS
 
@@ -71,7 +71,8 @@ class Checkpoints:
                 storage errors are logged.
             provenance: written into each checkpoint, and compared when a run is resumed.
         """
-        self._save = Path(settings.save) if settings.save else own_folder
+        self.save_folder = Path(settings.save) if settings.save else own_folder
+        """The folder that this run commits to."""
         self._load = Path(settings.load) if settings.load else None
         self._settings = settings
         self._committed = committed
@@ -87,11 +88,6 @@ class Checkpoints:
         self.last: SaveTimes | None = None
 
     @property
-    def save_folder(self) -> Path:
-        """The folder that this run commits to."""
-        return self._save
-
-    @property
     def is_owed(self) -> bool:
         """Whether a commit failed or was deferred, and none has succeeded since."""
         return self._owed is not None
@@ -104,10 +100,11 @@ class Checkpoints:
     def claim(self, attempt: str) -> None:
         """Take the folder over from earlier attempts, before ``newest``. Raises CheckpointError."""
         try:
-            self._claim = claim(self._save, attempt)
+            self._claim = claim(self.save_folder, attempt)
         except OSError as error:
             raise CheckpointError(
-                f"--save {self._save}: no checkpoint can be written there: {error}; repair it or choose another folder"
+                f"--save {self.save_folder}: no checkpoint can be written there: {error}; repair it "
+                "or choose another folder"
             ) from error
 
     def check_owner(self) -> None:
@@ -121,7 +118,7 @@ class Checkpoints:
         None when none is complete; those of --keep-every do not count. Checkpoints newer than the
         last commit of this attempt are verified by checksum, which may be slow.
         """
-        kept = recoverable(self._save, self._settings.keep_last, committed=self._newest)
+        kept = recoverable(self.save_folder, self._settings.keep_last, committed=self._newest)
         return step_of(kept[-1]) if kept else None
 
     def newest(self) -> tuple[Path | None, RunState]:
@@ -131,7 +128,7 @@ class Checkpoints:
         checkpoints are damaged, since a fresh start would lose the run; ConfigError when the
         checkpoint has another model.
         """
-        for folder in (self._save, self._load):
+        for folder in (self.save_folder, self._load):
             if folder is None:
                 continue
             states: dict[Path, RunState] = {}
@@ -165,6 +162,14 @@ class Checkpoints:
             return None, RunState(pending={})
         return path, RunState.from_json((path / STATE_FILE).read_text())
 
+    def journal_segment(self, checkpoint: Path | None, state: RunState) -> int:
+        """Return the journal segment that continues ``state``, which ``checkpoint`` holds.
+
+        0 for a checkpoint of --load: the journal of this run holds no records after it.
+        """
+        is_own = checkpoint is None or checkpoint.parent == self.save_folder
+        return state.journal if is_own else 0
+
     async def abandon(self, why: str) -> None:
         """End a background save whose ranks no longer write; its commit is then owed.
 
@@ -188,7 +193,8 @@ class Checkpoints:
         if self._is_writing():
             raise CheckpointError(
                 f"the checkpoint before step {state.step} is still being written after "
-                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under {self._save} hangs"
+                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under "
+                f"{self.save_folder} hangs"
             )
         async with self._deadline(state):
             folder = await self._written(state, write)
@@ -210,7 +216,7 @@ class Checkpoints:
         if self._is_writing():
             logger.warning(
                 "checkpoint of step %d is deferred: the previous one has been in progress in %s for %.0f s",
-                *(state.step, self._save, time.monotonic() - self._started),
+                *(state.step, self.save_folder, time.monotonic() - self._started),
             )
             return False
         self._started = time.monotonic()
@@ -247,7 +253,7 @@ class Checkpoints:
         deadline_s = self._settings.save_deadline_s
         return within(
             deadline_s,
-            f"checkpoint of step {state.step} was not written to {self._save} within "
+            f"checkpoint of step {state.step} was not written to {self.save_folder} within "
             f"{deadline_s:.0f} s (--save-deadline-s)",
         )
 
@@ -256,7 +262,7 @@ class Checkpoints:
         await in_daemon(self.check_owner)
         lane = None if self._claim is None else self._claim.lane
         try:
-            folder = await in_daemon(partial(begin, self._save, state.step, lane=lane))
+            folder = await in_daemon(partial(begin, self.save_folder, state.step, lane=lane))
             await write(folder)
         except (RlpostError, OSError):
             await in_daemon(self.check_owner)
@@ -330,7 +336,8 @@ class Checkpoints:
                 await in_daemon(self._prune)
         except TimeoutError:
             logger.warning(
-                "old checkpoints in %s are still being deleted; training continues", self._save
+                "old checkpoints in %s are still being deleted; training continues",
+                self.save_folder,
             )
 
     def _report_commit(self, step: int) -> None:
@@ -349,14 +356,16 @@ class Checkpoints:
         try:
             self.check_owner()
             prune(
-                self._save,
+                self.save_folder,
                 settings.keep_last,
                 keep_every=settings.keep_every,
                 lane=lane,
                 committed=self._newest,
             )
         except (CheckpointError, OSError) as error:
-            logger.warning("old checkpoints in %s could not be deleted: %s", self._save, error)
+            logger.warning(
+                "old checkpoints in %s could not be deleted: %s", self.save_folder, error
+            )
 
     def _check_provenance(self, path: Path) -> None:
         """Raise ConfigError for another model; warn about changed settings of the mathematics."""
@@ -374,19 +383,6 @@ class Checkpoints:
                 "resuming %s with changed settings, so results differ from those of the original run: %s",
                 *(path, "; ".join(found.mathematics)),
             )
-
-
-@asynccontextmanager
-async def within(deadline_s: float, problem: str) -> AsyncIterator[None]:
-    """Raise CheckpointError with ``problem`` when the block exceeds ``deadline_s`` seconds."""
-    deadline = asyncio.timeout(deadline_s)
-    try:
-        async with deadline:
-            yield
-    except TimeoutError:
-        if not deadline.expired():
-            raise  # a TimeoutError of the storage
-        raise CheckpointError(problem) from None
 
 
 async def written(ask: Callable[[], Awaitable[list[bool]]]) -> None:

@@ -58,18 +58,8 @@ class CriticBatches:
 class CriticTraining:
     """Trains the critic of one run."""
 
-    def __init__(
-        self,
-        config: Config,
-        group: CriticGroup,
-        calls: InterruptibleCalls,
-    ) -> None:
-        """
-        Args:
-            config: of the run; of ``critic_ranks`` with own ranks.
-            group: the ranks of the critic.
-            calls: makes calls to these ranks.
-        """
+    def __init__(self, config: Config, group: CriticGroup, calls: InterruptibleCalls) -> None:
+        """``config``: of the run, or of ``critic_ranks`` for ranks that are not the policy's."""
         self._config = config
         self._group = group
         self._actors, self._data_ranks = group.ranks, group.data_ranks

@@ -16,13 +16,11 @@ from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
 from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.engines import Fleet
-from rlpost.orchestration.loop import Rollouts
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
 from rlpost.orchestration.stages import ClusterStages
-from rlpost.orchestration.training import RecordEvent
 from rlpost.rollout.engine_client import EngineClient
-from rlpost.rollout.journal import Journal
 from rlpost.types import SampleGroup
 
 
@@ -32,9 +30,9 @@ def make_stages(
     *,
     checkpoints: Checkpoints,
     stop: StopRequest,
-    record: RecordEvent | None = None,
+    record: RecordEvent = not_recorded,
 ) -> RunStages:
-    """Create the stages: full, rollout-only or train-only. ``record`` writes into the ledger."""
+    """Create the stages: full, rollout-only or train-only."""
     kind: type[RunStages] = ClusterStages
     if config.debug.debug_rollout_only:
         kind = RolloutOnly
@@ -55,11 +53,6 @@ class RolloutOnly(RunStages):
         await self.generation.connect(self._fleet.router)
         await self.observation.attach(None, self._fleet, None)
         await self.follow_engines(self._fleet)
-
-    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """Return the source of batches."""
-        self.observation.step = state.step
-        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Do nothing."""
@@ -93,11 +86,6 @@ class TrainOnly(RunStages):
         await self.startup.within_deadline(self.create_ranks(placement))
         await self.startup.within_deadline(self.start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self.ranks.actors, None, None)
-
-    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """Return the recorded batches."""
-        self.observation.step = state.step
-        return self.generation.rollouts(state, journal)
 
     async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""

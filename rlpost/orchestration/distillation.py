@@ -42,7 +42,6 @@ def rank_distances(
     """Return the divergence at each response token of a rank's samples, in order.
 
     Args:
-        samples: of the rank.
         policy: None for the log-probs that the engines reported (--use-rollout-logprobs).
         teacher: None for those that a server gave.
 
@@ -67,11 +66,7 @@ def base_advantages(
 
     0 with --opd-alone. --normalize-advantages is left to ``with_teacher`` if that follows.
 
-    Args:
-        groups: of the rollout.
-        grpo: settings of the estimator.
-        given: settings of distillation.
-        penalties: of the KL divergence from the reference, by group and sample.
+    ``penalties`` are those of the KL divergence from the reference, by group and sample.
     """
     if given.use_opd and given.opd_alone:
         return [(0.0,) * len(group.samples) for group in groups]
@@ -90,14 +85,8 @@ def with_teacher(
     """Subtract the divergence from the advantages of all tokens, by group and sample.
 
     This follows the estimator, its own whitening included; --normalize-advantages whitens the
-    result, as in slime.
-
-    Args:
-        advantages: by group and sample.
-        groups: of the rollout.
-        grpo: settings of the estimator.
-        given: settings of distillation.
-        of_position: the divergences by the position of the sample in the rollout.
+    result, as in slime. ``of_position`` has the divergences by the position of the sample in the
+    rollout.
     """
     divergences = by_group(groups, in_order(of_position))
     found = distilled(advantages, divergences, given.opd_kl_coef)

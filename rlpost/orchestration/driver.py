@@ -24,7 +24,7 @@ from rlpost.checkpoint.ownership import check_attempt
 from rlpost.checkpoint.provenance import Provenance
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.daemon_threads import in_daemon, started
+from rlpost.daemon_threads import in_daemon, started, within
 from rlpost.data.fingerprint import data_fingerprint
 from rlpost.errors import (
     ConfigError,
@@ -39,15 +39,14 @@ from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.samples import SampleWriter
 from rlpost.metrics.wandb import Write, run_id
 from rlpost.metrics.writer import MetricsWriter, read_metrics
-from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes, within
+from rlpost.orchestration.checkpoints import Checkpoints, folder_bytes
 from rlpost.orchestration.debug_modes import make_stages
-from rlpost.orchestration.ledger_lines import LedgerLines
+from rlpost.orchestration.ledger_lines import LedgerLines, RecordEvent, StartLines
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.loop_lag import LoopLag
 from rlpost.orchestration.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.run_stages import RunStages
-from rlpost.orchestration.start_lines import StartLines
 from rlpost.report.write import Reporter, try_to_write_report
 from rlpost.rollout.journal import Journal, settings_hash
 from rlpost.run_files import LAST_S, storage_words
@@ -142,7 +141,7 @@ async def _attempt(
 
 def _counted(
     ledger: LedgerLines, entries: Sequence[Mapping[str, object]]
-) -> tuple[dict[str, float], Callable[..., None]]:
+) -> tuple[dict[str, float], RecordEvent]:
     """Return metrics of every line, and a ``ledger.soon`` that counts engine restarts in them."""
     always = run_metrics(entries)
 
@@ -325,18 +324,14 @@ def _provenance(config: Config, run: RunFolder) -> Provenance:
 async def _journal(
     config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState
 ) -> Journal:
-    """Open the journal beside the checkpoints; --debug-rollout-only has none.
-
-    For a checkpoint of --load the journal holds no records.
-    """
+    """Open the journal beside the checkpoints; --debug-rollout-only has none."""
     if config.debug.debug_rollout_only:
         return Journal.off()
-    is_own = checkpoint is None or checkpoint.parent == checkpoints.save_folder
     folder = checkpoints.save_folder / "journal"
     resume = partial(
         Journal.resume,
         folder,
-        state.journal if is_own else 0,
+        checkpoints.journal_segment(checkpoint, state),
         step=state.step,
         settings=settings_hash(config),
         data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),

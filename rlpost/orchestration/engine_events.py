@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rlpost.orchestration.training import RecordEvent
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 
 Phase = Literal["generate", "sync"]
 
@@ -28,13 +28,9 @@ class EngineEvents:
     """Records each loss once, and each return with the seconds since the loss."""
 
     def __init__(
-        self, record: RecordEvent | None, *, clock: Callable[[], float] = time.monotonic
+        self, record: RecordEvent = not_recorded, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
-        Args:
-            record: writes an event into the ledger; None writes none.
-            clock: returns seconds.
-        """
+        """``clock`` returns seconds."""
         self._record, self._clock = record, clock
         self._losses: dict[int, _Loss] = {}
 
@@ -43,7 +39,7 @@ class EngineEvents:
         new = sorted(set(engines) - self._losses.keys())
         loss = _Loss(self._clock(), phase, cause)
         self._losses |= dict.fromkeys(new, loss)
-        if new and self._record is not None:
+        if new:
             self._record("engine_lost", engines=new, phase=phase, cause=cause)
 
     def back(self, engines: Iterable[int], *, version: int) -> None:
@@ -52,13 +48,12 @@ class EngineEvents:
         for engine in sorted(set(engines) & self._losses.keys()):
             by_loss.setdefault(self._losses.pop(engine), []).append(engine)
         for loss, found in by_loss.items():
-            if self._record is not None:
-                self._record(
-                    "recovered",
-                    role="engine",
-                    engines=found,
-                    phase=loss.phase,
-                    cause=loss.cause,
-                    seconds=round(self._clock() - loss.at, 3),
-                    version=version,
-                )
+            self._record(
+                "recovered",
+                role="engine",
+                engines=found,
+                phase=loss.phase,
+                cause=loss.cause,
+                seconds=round(self._clock() - loss.at, 3),
+                version=version,
+            )

@@ -63,7 +63,7 @@ class EngineHealth:
             weights_onloaded: context in which the trainer has its weights; entered for repairs
                 while engines on other GPUs than the trainer's generate.
         """
-        self._events = EngineEvents(None) if events is None else events
+        self._events = events or EngineEvents()
         self._stop = stop
         self._check_others = check_others
         self._nodes = LostNodes.none() if nodes is None else nodes

@@ -41,7 +41,7 @@ from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.external import external_addresses
-from rlpost.rollout.features import Feature, check_servers, has
+from rlpost.rollout.features import check_servers, has_updates_amid_answers
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -196,19 +196,14 @@ class Fleet:
         await self._start_router([index for index in self._present() if index not in sick])
 
     async def _check_versions(self) -> None:
-        """Raise RolloutError naming the engines whose SGLang is too old for this run."""
+        """Raise RolloutError naming the engines whose SGLang is too old."""
         infos = await for_each(
             lambda index: self._client(index).server_info(), range(len(self.addresses))
         )
         urls = [address.url for address in self.addresses]
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
-        needed: tuple[Feature, ...] = (
-            () if self._config.debug.debug_rollout_only else ("weight updates",)
-        )
-        check_servers(versions, needed)
-        self.can_retract = all(
-            has(version, "updates amid answers") for version in versions.values()
-        )
+        check_servers(versions)
+        self.can_retract = all(map(has_updates_amid_answers, versions.values()))
 
     @property
     def pause_mode(self) -> PauseMode:

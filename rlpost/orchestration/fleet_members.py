@@ -142,17 +142,13 @@ class FleetMembers:
             logger.warning("fleet engine %s: %s", record.engine, problem)
             self._begin(self._check_engine(record))
 
-    def serving(self) -> list[EngineRecord]:
-        """Return the engines that may get requests."""
-        return self._membership.serving()
-
     def allocated(self) -> dict[str, float]:
         """Return the GPU-seconds that each engine's job has had, over all its starts."""
         return {one.engine: one.alive_s * one.num_gpus for one in self._records}
 
     def usage(self) -> dict[str, EngineUsage]:
         """Return what each engine has contributed in this attempt."""
-        return dict(self._membership.usage(time.monotonic()))
+        return self._membership.usage(time.monotonic())
 
     @property
     def secret(self) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,7 @@ class FleetServers:
 
     async def update(self, record: EngineRecord, weights: Path, version: int) -> None:
         """Bring a server to a version; it stays paused. Raises RolloutError, TimeoutError."""
-
-        async def update(client: EngineClient) -> None:
+        async with self._client(record, self._deadlines.update_s) as client:
             await client.pause("abort")
             if self._load_adapters:
                 await client.replace_adapter(str(weights), version=version)
@@ -67,28 +67,20 @@ class FleetServers:
                 await client.update_weights_from_disk(str(weights), version=version)
             await client.flush_cache()
 
-        deadline_s = self._deadlines.update_s
-        await _within(deadline_s, update(await self._client(record, deadline_s)))
-
     async def admit(self, record: EngineRecord, version: int) -> None:
         """Check the version of a server and let it generate. Raises RolloutError, TimeoutError."""
-
-        async def admit(client: EngineClient) -> None:
+        async with self._client(record, self._deadlines.control_s) as client:
             found = await client.weight_version()
             if found != str(version):
                 raise RolloutError(f"{record.url} has version {found!r} instead of {version}")
             await client.resume()
-
-        deadline_s = self._deadlines.control_s
-        await _within(deadline_s, admit(await self._client(record, deadline_s)))
         logger.info("fleet engine %s serves version %d", record.engine, version)
 
     async def stop(self, record: EngineRecord) -> bool:
         """Abort the requests of a server and pause it; return whether it did so."""
-        deadline_s = self._deadlines.control_s
         try:
-            client = await self._client(record, deadline_s)
-            await _within(deadline_s, client.pause("abort"))
+            async with self._client(record, self._deadlines.control_s) as client:
+                await client.pause("abort")
         except (RolloutError, TimeoutError) as error:
             logger.warning("fleet engine %s: %s", record.engine, error or "no answer")
             return False
@@ -98,19 +90,19 @@ class FleetServers:
         """Let a server generate a token; return the problem, None if it works."""
         deadline_s = self._deadlines.health_s
         try:
-            client = await self._client(record, deadline_s)
-            await _within(deadline_s, client.request("GET", "/health_generate", None))
+            async with self._client(record, deadline_s) as client:
+                await client.request("GET", "/health_generate", None)
         except (RolloutError, OSError, ValueError) as error:  # TimeoutError is an OSError
             return str(error) or f"health check: no answer within {deadline_s:.0f} s"
         return None
 
-    async def _client(self, record: EngineRecord, timeout_s: float) -> EngineClient:
-        """Return a client once the server has proved itself. Raises RolloutError."""
-        proof_s = min(timeout_s, self._deadlines.control_s)
+    @asynccontextmanager
+    async def _client(self, record: EngineRecord, deadline_s: float) -> AsyncIterator[EngineClient]:
+        """Yield a client once the server has proved itself; the block has ``deadline_s`` seconds.
+
+        Raises RolloutError, TimeoutError.
+        """
+        proof_s = min(deadline_s, self._deadlines.control_s)
         await check_server(record.url, self._key, timeout_s=proof_s)
-        return EngineClient(record.url, self._key, timeout_s=timeout_s)
-
-
-async def _within(seconds: float, call: Awaitable[object]) -> None:
-    async with asyncio.timeout(seconds):
-        await call
+        async with asyncio.timeout(deadline_s):
+            yield EngineClient(record.url, self._key, timeout_s=deadline_s)

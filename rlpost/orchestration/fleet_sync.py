@@ -18,7 +18,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from rlpost.fleet.records import EngineRecord, Lease
 from rlpost.orchestration.checkpoints import folder_bytes
 from rlpost.orchestration.fleet_members import FleetMembers
 from rlpost.orchestration.fleet_servers import DEADLINES, Deadlines
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.rollout.places import JoiningPlaces, Place
 from rlpost.run_files import LAST_S
 
@@ -49,7 +50,6 @@ ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
 Export = Callable[[str], Awaitable[object]]
-Record = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,13 @@ class FleetSync:
         export: Export,
         rules: FleetRules,
         check: Callable[[], None],
-        record: Record | None = None,
+        record: RecordEvent = not_recorded,
     ) -> None:
         """
         Args:
             lease: with the attempt, the settings and the address of this driver.
             export: writes the weights that engines read to a folder; collective over the actors.
             check: raises Fenced when another attempt owns the run.
-            record: writes an event into the ledger.
         """
         self._folder, self._lease, self._places = folder, lease, places
         self._export, self._rules = export, rules
@@ -211,11 +210,6 @@ class FleetSync:
             self._said_at = now
             logger.warning("%s; answers wait for an engine, %.0f s so far", message, waited_s)
 
-    def used(self) -> Mapping[str, float]:
-        """Return the seconds in which each engine served in this attempt."""
-        usage = {} if self._members is None else self._members.usage()
-        return {engine: round(one.engine_s, 1) for engine, one in usage.items()}
-
     def end(self) -> None:
         """Record that the run is done: ``close`` tells the engine jobs to leave."""
         self._has_ended = True
@@ -277,14 +271,18 @@ class FleetSync:
             self._account()
 
     def _account(self) -> None:
-        """Write the engines' allocated GPU-seconds and serving seconds into the ledger."""
-        if self._record is None or self._members is None:
+        """Write what the engines got and used in this attempt into the ledger.
+
+        ``allocated`` are GPU-seconds, ``used`` the seconds in which each engine served.
+        """
+        if self._members is None:
             return
         allocated = {engine: round(gpu_s, 1) for engine, gpu_s in self._members.allocated().items()}
-        used = dict(self.used())
+        usage = self._members.usage()
+        used = {engine: round(one.engine_s, 1) for engine, one in usage.items()}
         if not (allocated or used):
             return
-        served = sum(one.gpu_s for one in self._members.usage().values())
+        served = sum(one.gpu_s for one in usage.values())
         details: dict[str, object] = {"used": used, "served_gpu_s": round(served, 1)}
         self._record("fleet", attempt=self._lease.attempt, **details, allocated=allocated)
 

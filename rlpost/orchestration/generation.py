@@ -19,6 +19,7 @@ from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.make import make_environments
 from rlpost.agents.environments.traces import EpisodeFile
 from rlpost.agents.gateway import Gateway
+from rlpost.bounded import together
 from rlpost.checkpoint.state import RunState
 from rlpost.compat.slime.arguments import Arguments, settings_of
 from rlpost.compat.slime.filters import SlimeGrader
@@ -43,7 +44,7 @@ from rlpost.rollout.collector import Choices, Collector, Replay, Watched, unwatc
 from rlpost.rollout.connection import Connection, RouterAddress
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
-from rlpost.rollout.generate import COUNTED, GroupWriter, together
+from rlpost.rollout.generate import COUNTED, GroupWriter
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.recorded import write_groups
 from rlpost.rollout.response_builder import GenerateFunction, write_answer

@@ -79,14 +79,7 @@ class HangWatch:
         role: str = "trainer",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            rule: None turns the watch off.
-            role: of the ranks, for the ledger.
-            folder: of the attempt.
-            hosts: the host of each address.
-            is_stopping: whether a stop is requested.
-        """
+        """``rule`` None turns the watch off; ``hosts`` are by address, ``role`` is for the ledger."""
         self._rule = rule
         self._folder = folder
         self._hosts = hosts

@@ -55,15 +55,16 @@ class HuggingFaceExport:
         """
         if self._template is None:
             return
-        target = folder_of(self._template, step).resolve()
+        target = folder_of(self._template, step)
         started = time.monotonic()
         try:
+            target = await self._within(target.resolve)
             identity = await self._within(partial(export_id, self._run, make=True))
             assert identity is not None
             place = _Place(target, self._run, identity, replaces=not names_a_step(self._template))
             await self._within(self._check)
             await self._within(place.recover)
-            if target.exists() and not place.replaces:
+            if not place.replaces and await self._within(target.exists):
                 logger.info("--save-hf: %s is there already", target)
                 return
             await self._within(partial(place.check, self._kept))

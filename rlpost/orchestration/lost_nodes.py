@@ -28,8 +28,8 @@ from common.cluster import Cluster, Node
 from common.lost_nodes import LostNode, read_lost_nodes, write_replaceable
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import PlacementError, SyncError, TrainerDied
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.placement import Offer, Placement, Slot, replaced
-from rlpost.orchestration.training import RecordEvent
 from rlpost.recovery.decision import Death
 
 logger = logging.getLogger(__name__)
@@ -68,14 +68,13 @@ class LostNodes:
         *,
         offer: Callable[[Node], Awaitable[Offer]],
         joined: Callable[[Node], None] | None = None,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
         poll_s: float = POLL_S,
     ) -> None:
         """
         Args:
             offer: returns the GPUs of a node that has joined Ray.
             joined: called with each node that takes the place of another.
-            record: writes an event into the ledger.
         """
         self._folder = Path(cluster.attempt_dir)
         self._cluster = cluster
@@ -231,10 +230,9 @@ class LostNodes:
         assert lost.replacement is not None
         seconds, new = round(time.time() - lost.lost_at, 3), lost.replacement.host
         logger.info("%s has replaced %s %.1f s after its loss", new, lost.host, seconds)
-        if self._record is not None:
-            # For goodput, the trainer's time is in the event of the trainer's recovery.
-            what = {"role": "node", "phase": "generate", "cause": lost.cause, "seconds": seconds}
-            self._record("recovered", host=lost.host, replacement=new, **what)
+        # For goodput, the trainer's time is in the event of the trainer's recovery.
+        what = {"role": "node", "phase": "generate", "cause": lost.cause, "seconds": seconds}
+        self._record("recovered", host=lost.host, replacement=new, **what)
 
     async def _write_replaceable(self) -> None:
         """Tell the agents which nodes may be lost: all that the run uses except the driver's."""

@@ -21,13 +21,13 @@ from rlpost.orchestration.engine_targets import EngineTargets, engine_targets, h
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.generation import Generation
 from rlpost.orchestration.hf_export import HuggingFaceExport
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.loop import Rollouts, Stages
 from rlpost.orchestration.observation import Observation
 from rlpost.orchestration.offload import SAVED, CriticOffload
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
-from rlpost.orchestration.training import RecordEvent
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.rollout.journal import Journal
 
@@ -47,9 +47,8 @@ class RunStages(Stages):
         *,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
     ) -> None:
-        """``record`` writes an event into the ledger."""
         self.config = config
         self.cluster = cluster
         self.checkpoints = checkpoints
@@ -57,9 +56,10 @@ class RunStages(Stages):
         self.record = record
         hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
         self.hf = hf
-        run = Path(cluster.attempt_dir).parents[1]
-        self.break_even = model_break_even(hf)
-        self.startup = Startup(config, cluster, stop=stop, record=record)
+        self.run_folder = run = Path(cluster.attempt_dir).parents[1]
+        self.startup = Startup(
+            config, cluster, stop=stop, break_even=model_break_even(hf), record=record
+        )
         self.observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
         self.generation = Generation(
             config,
@@ -82,12 +82,13 @@ class RunStages(Stages):
         """Start the workers; load ``checkpoint`` or, without one, the Hugging Face weights."""
 
     @abstractmethod
-    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
-        """Return the source of batches, resumed from ``state``."""
-
-    @abstractmethod
     async def weights_hash(self) -> str:
         """Return a hash of the weights under their Hugging Face names; empty without a trainer."""
+
+    def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
+        """Return the source of batches, resumed from ``state``."""
+        self.observation.step = state.step
+        return self.generation.rollouts(state, journal)
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
@@ -98,9 +99,7 @@ class RunStages(Stages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
-        self.training = await self.startup.trainer(
-            self.ranks, placement, ports, checkpoint, break_even=self.break_even
-        )
+        self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
 
     async def save_ranks(
         self,
@@ -147,10 +146,8 @@ class RunStages(Stages):
         """Keep RUN/engines.json up to date for Prometheus, if the engines serve metrics."""
         if not has_metrics(self.config.sglang.server_args):
             return
-        run = Path(self.cluster.attempt_dir).parents[1]
-        targets = EngineTargets(
-            run, partial(engine_targets, fleet, run.name), check=self.checkpoints.check_owner
-        )
+        wanted = partial(engine_targets, fleet, self.run_folder.name)
+        targets = EngineTargets(self.run_folder, wanted, check=self.checkpoints.check_owner)
         self.closing.push_async_callback(targets.close)
         await targets.begin()
 

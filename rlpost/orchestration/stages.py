@@ -108,7 +108,6 @@ class ClusterStages(RunStages):
             weights=weights,
             engine_health=self._engine_health,
             standby=Standby(self.startup, wanted=self.config.cluster.trainer_standby),
-            break_even=self.break_even,
         )
         self.recovery = TrainerRecovery(
             self.config,
@@ -130,7 +129,7 @@ class ClusterStages(RunStages):
 
     def _made_fleet_sync(self) -> FleetSync:
         """Create the sync with engines on other jobs, which ``rlpost fleet`` starts."""
-        attempt, head = Path(self.cluster.attempt_dir), self.cluster.nodes[0]
+        head = self.cluster.nodes[0]
         lease = Lease(
             self.cluster.driver_name,
             beat=0,
@@ -140,7 +139,7 @@ class ClusterStages(RunStages):
         )
         actors, interval = self._actors, self.config.rollout.update_weights_interval
         return FleetSync(
-            FleetFolder(attempt.parents[1]),
+            FleetFolder(self.run_folder),
             lease,
             self._fleet.router.fleet,
             export=actors.write_old_engine_folder if interval > 1 else actors.write_engine_folder,
@@ -182,9 +181,8 @@ class ClusterStages(RunStages):
         recording = self.config.debug.load_debug_rollout_data
         if recording is not None:
             return RecordedBatches(recording)
-        is_own = checkpoint is None or checkpoint.parent == self.checkpoints.save_folder
         return await journal.trained_since(
-            state.journal if is_own else 0,
+            self.checkpoints.journal_segment(checkpoint, state),
             state.step,
             backlog=state.backlog.finished,
             until=until,

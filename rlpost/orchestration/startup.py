@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from common.cluster import Cluster, Node
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.tree import Config
+from rlpost.daemon_threads import started
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
-from rlpost.low_priority import at_low_priority
 from rlpost.orchestration.critic_training import CriticGroup
 from rlpost.orchestration.hang_watch import HangWatch
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.offload import CriticOffload
 from rlpost.orchestration.placement import (
     Placement,
@@ -32,11 +35,15 @@ from rlpost.orchestration.placement import (
 )
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.orchestration.training import RecordEvent, Training
+from rlpost.orchestration.training import Training
 from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.orchestration.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.progress.overdue import OverdueRule
+
+T = TypeVar("T")
+
+NICENESS = 15  # of the imports of standby processes
 
 
 class Startup:
@@ -48,12 +55,14 @@ class Startup:
         cluster: Cluster,
         *,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        break_even: float,
+        record: RecordEvent = not_recorded,
     ) -> None:
-        """``record`` writes an event into the ledger."""
+        """``break_even``: see ``batches.model_break_even``."""
         self._config = config
         self._cluster = cluster
         self._stop = stop
+        self._break_even = break_even
         self._hosts = {node.ip: node.host for node in cluster.nodes}
         self._record = record
 
@@ -86,22 +95,16 @@ class Startup:
                 f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log show which process hangs"
             ) from None
 
-    def actor_workers(
-        self, placement: Placement, standbys: Mapping[int, StandbyWorker] | None = None
-    ) -> ActorGroup:
-        """Create the worker of each rank; it imports Megatron while others start.
-
-        ``standbys`` are used for their ranks instead of new workers.
-        """
-        make = partial(_make_actor, actor_settings(self._config))
-        workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
-        return ActorGroup(workers, self._hang_watch())
-
     async def workers(
         self, placement: Placement, standbys: Mapping[int, StandbyWorker] | None = None
     ) -> TrainingRanks:
-        """Create the worker of each rank that trains; see ``actor_workers``."""
-        actors = self.actor_workers(placement, standbys)
+        """Create the worker of each rank that trains; it imports Megatron while others start.
+
+        ``standbys`` are used for their ranks of the policy instead of new workers.
+        """
+        make = partial(_make_actor, actor_settings(self._config))
+        workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
+        actors = ActorGroup(workers, self._hang_watch())
         if not placement.critics:
             return TrainingRanks(actors)
         gpus = [""] * len(placement.critics)
@@ -173,18 +176,11 @@ class Startup:
         )
 
     async def trainer(
-        self,
-        ranks: TrainingRanks,
-        placement: Placement,
-        ports: Ports,
-        checkpoint: Path | None,
-        *,
-        break_even: float,
+        self, ranks: TrainingRanks, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> Training:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
 
-        ``break_even`` is that of ``batches.model_break_even``. A critic that shares the
-        policy's GPUs is set up first, and offloaded.
+        A critic that shares the policy's GPUs is set up first, and offloaded.
         """
         actors, critics, of_critics = ranks.actors, ranks.critics, None
         if critics is not None:
@@ -204,7 +200,7 @@ class Startup:
             data_ranks,
             stop=self._stop,
             is_fresh=is_fresh,
-            break_even=break_even,
+            break_even=self._break_even,
             hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
             record=self._record,
             critics=of_critics,
@@ -242,3 +238,19 @@ def _make_actor(settings: ActorSettings) -> object:
     from rlpost.actor.actor import Actor
 
     return Actor(settings)
+
+
+def at_low_priority(act: Callable[[], T]) -> T:
+    """Return the result of ``act``, run in a thread of low CPU priority. Blocks.
+
+    The process keeps its priority for later work: an unprivileged process could not raise it again.
+    """
+
+    def run() -> T:
+        # On Linux a priority belongs to a thread, and PRIO_PROCESS accepts a thread's id.
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(own, NICENESS))
+        return act()
+
+    return started(run).result()

@@ -32,14 +32,12 @@ class TrainerRanks:
         weights: WeightCoordinator,
         engine_health: EngineHealth,
         standby: Standby,
-        break_even: float,
     ) -> None:
         """``group``: the ranks whose workers are replaced."""
         self._standby = standby
         self._gpus: list[str] = []
         self._startup, self._ports, self._group = startup, ports, group
         self._offload, self._weights, self._engine_health = offload, weights, engine_health
-        self._break_even = break_even
 
     def engines_hold_gpus(self) -> bool:
         """Whether engines on the trainer's GPUs hold their memory."""
@@ -61,9 +59,7 @@ class TrainerRanks:
 
     async def set_up(self, placement: Placement, checkpoint: Path | None) -> Training:
         """Form the groups of the new ranks; load ``checkpoint`` or the initial weights."""
-        return await self._startup.trainer(
-            self._group, placement, self._ports, checkpoint, break_even=self._break_even
-        )
+        return await self._startup.trainer(self._group, placement, self._ports, checkpoint)
 
     async def started(self) -> None:
         """Remember the GPUs of ranks that have started."""

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,11 +37,12 @@ from rlpost.errors import (
     WorkerFailed,
 )
 from rlpost.orchestration.checkpoints import Checkpoints
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.lost_nodes import LostNodes
 from rlpost.orchestration.placement import Placement
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_ranks import TrainerRanks
-from rlpost.orchestration.training import RecordEvent, Training
+from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import TrainingRanks
 from rlpost.process_end import ProcessId
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
@@ -79,7 +79,7 @@ class TrainerRecovery:
         placement: Placement,
         checkpoints: Checkpoints,
         stop: StopRequest,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
         nodes: LostNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,8 +87,6 @@ class TrainerRecovery:
         Args:
             group: the ranks that every caller uses; their workers are replaced.
             ranks: starts ranks, and connects them with what stays.
-            placement: of the ranks now.
-            record: writes an event into the ledger.
             nodes: lost nodes, whose ranks count as dead before Ray says so; it chooses the slots of
                 new ranks.
         """
@@ -194,9 +192,7 @@ class TrainerRecovery:
     async def recover(self, death: Death, phase: Phase) -> None:
         """Start all ranks again, and bring them to the step that the trainer had completed.
 
-        Args:
-            death: the ranks that died or hang, and the cause.
-            phase: the operation that failed, and that the caller repeats.
+        ``phase`` is the operation that failed, and that the caller repeats.
 
         Raises:
             HalfTrained: a stop was requested; the next attempt replays the journal.
@@ -209,7 +205,7 @@ class TrainerRecovery:
         logger.error("trainer died at step %d in %s: %s", self._step, phase, death.cause)
         self._past.append(Recovery(began, self._step))
         if death.hang:
-            self._write("hang", **death.hang)
+            self._record("hang", **death.hang)
         try:
             async with self._ranks.paused():
                 again = await self._stop.unless_requested(self._restart(death))
@@ -227,7 +223,7 @@ class TrainerRecovery:
             "trainer recovered at step %d after %.1f s; steps trained again: %d",
             *(self._step, seconds, again),
         )
-        self._write(
+        self._record(
             "recovered",
             role=death.role,
             ranks=[rank - self._first(death.role) for rank in death.ranks],
@@ -265,9 +261,7 @@ class TrainerRecovery:
         steps = range(state.step, self._step)
         reading = asyncio.ensure_future(self._batches(state, checkpoint, self._step))
         try:
-            self.training = await self._within_deadline(
-                partial(self._started, checkpoint), placement
-            )
+            self.training = await self._within_deadline(self._started(checkpoint, placement))
             batches = await reading if steps else None
         finally:
             reading.cancel()
@@ -297,14 +291,12 @@ class TrainerRecovery:
         self._processes = await self._group.processes()
         await self._ranks.started()
 
-    async def _within_deadline(
-        self, start: Callable[[Placement], Awaitable[Training]], placement: Placement
-    ) -> Training:
-        """Await ``start``. Raises RlpostError after --bringup-deadline-s, naming silent ranks."""
+    async def _within_deadline(self, starting: Awaitable[Training]) -> Training:
+        """Await ``starting``. Raises RlpostError after --bringup-deadline-s, naming silent ranks."""
         deadline_s = self._config.cluster.bringup_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await start(placement)
+                return await starting
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -349,10 +341,6 @@ class TrainerRecovery:
     def _first(self, role: str) -> int:
         """Return the number of the first rank of a role."""
         return len(self._placement.actors) if role == "critic" else 0
-
-    def _write(self, event: str, **details: object) -> None:
-        if self._record is not None:
-            self._record(event, **details)
 
 
 class _Refused(RlpostError):

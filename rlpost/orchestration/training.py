@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from rlpost.algorithm.advantage import Advantage
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
@@ -40,6 +39,7 @@ from rlpost.orchestration.batches import (
 )
 from rlpost.orchestration.critic_training import CriticBatches, CriticGroup, CriticTraining
 from rlpost.orchestration.interruptible import InterruptibleCalls
+from rlpost.orchestration.ledger_lines import RecordEvent, not_recorded
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import (
     ActorGroup,
@@ -56,17 +56,6 @@ SentAdvantages = Sequence[Stored[Sequence[Advantage]] | None]
 """The advantages of each rank's batch; None keeps those of the batch itself."""
 
 
-class RecordEvent(Protocol):
-    """Writes an event with JSON values into the ledger."""
-
-    def __call__(self, event: str, **details: object) -> None:
-        """Write it soon."""
-
-
-def _not_recorded(event: str, **details: object) -> None:
-    pass
-
-
 class Training:
     """Trains on the groups of one rollout after the other."""
 
@@ -80,7 +69,7 @@ class Training:
         is_fresh: bool,
         break_even: float,
         hosts: Sequence[str] | None = None,
-        record: RecordEvent | None = None,
+        record: RecordEvent = not_recorded,
         critics: CriticGroup | None = None,
     ) -> None:
         """
@@ -89,7 +78,6 @@ class Training:
             is_fresh: the weights are those of --hf-checkpoint.
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
-            record: writes an event into the ledger.
             critics: the ranks of a critic that has its own.
         """
         self._config = config
@@ -98,7 +86,7 @@ class Training:
         self._data_ranks = data_ranks
         self._break_even = break_even
         self._stragglers = Stragglers(hosts or ["this host"] * len(data_ranks))
-        self._record = record or _not_recorded
+        self._record = record
         bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
         if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
             # The KL is then measured against the engines, or against the weights that generated.

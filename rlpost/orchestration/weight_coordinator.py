@@ -104,7 +104,6 @@ class WeightCoordinator:
         Args:
             folder: shared by all nodes; --update-weight-transport disk writes the weights there.
             stop: checked before each bucket or folder is sent, while no rank is in a collective.
-            incarnation: of this driver.
         """
         self._config = config
         self._fleet = fleet
@@ -247,29 +246,23 @@ class WeightCoordinator:
         self._stop.check()
         return await self._actors.share_bucket(index)
 
-    async def _write(self, version: int) -> list[str]:
-        """Export this version to a folder; return its path once for each engine."""
+    async def _write(self, version: int) -> str:
+        """Write the weights, or the adapters alone, of this version to a folder; return it."""
         self._stop.check()
-        folder = self._version_folder(version)
-        await self._actors.write_engine_folder(str(folder))
-        return [str(folder)] * len(self._fleet.addresses)
+        folder = str(self._version_folder(version))
+        adapter_bytes = await self._actors.write_engine_folder(folder)
+        if adapter_bytes is not None:
+            self.num_bytes = adapter_bytes
+        return folder
 
     def _file_mover(self) -> Mover:
         match self._config.sync.update_weight_mode:
             case "delta":
                 return self._delta_mover()
             case "adapter":
-                return AdapterMover(self._write_adapters)
+                return AdapterMover(self._write)
             case _:
                 return DiskMover(self._write)
-
-    async def _write_adapters(self, version: int) -> str:
-        self._stop.check()
-        folder = str(self._version_folder(version))
-        size = await self._actors.write_engine_folder(folder)
-        assert size is not None, "the trainer has no adapters"
-        self.num_bytes = size
-        return folder
 
     def _delta_mover(self) -> DeltaMover:
         """Create the delta mover; copies of the weights (one per host, or a shared one) stay."""
@@ -322,8 +315,9 @@ class WeightCoordinator:
                     "a copy of the weights may be left on a host of an engine: %s", error
                 )
         if self._config.sync.update_weight_disk_dir is not None:
-            with contextlib.suppress(OSError):  # missing, or not empty
-                self._folder.rmdir()
+            with contextlib.suppress(OSError):  # missing, not empty, or late: a TimeoutError is one
+                async with asyncio.timeout(REMOVAL_S):
+                    await in_daemon(self._folder.rmdir)
 
     def _remove_files(self) -> None:
         for folder in (*self._folder.glob("version-*"), *self._folder.glob(".version-*")):

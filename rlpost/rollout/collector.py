@@ -29,28 +29,15 @@ from rlpost.rollout.filters import BufferFilter, GroupFilter, keeps_when_insuffi
 from rlpost.rollout.journal import Journal
 from rlpost.rollout.journal_format import GROUP
 from rlpost.rollout.recorded import read_groups
-from rlpost.rollout.replay import Fit, fit, newest_fetched
+from rlpost.rollout.replay import Cursor, Fit, fit, newest_fetched
 from rlpost.rollout.response_builder import without_older
-from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
+from rlpost.types import Backlog, SampleGroup, Unfinished
 
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
 MANY_BATCHES = 8
 """Warn when this many batches of groups were dropped for one; again at each doubling."""
-
-
-class Cursor(Protocol):
-    """The source of prompts."""
-
-    def take(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts; their ids rise."""
-
-    def state(self) -> Mapping[str, int]:
-        """Return its position."""
-
-    def copy(self) -> Cursor:
-        """Return an independent cursor at the same position."""
 
 
 class Writer(Protocol):

@@ -192,11 +192,9 @@ class EngineClient:
         """Drop the prefix cache; refused while requests run."""
         await self.request("POST", "/flush_cache", None)
 
-    async def abort(self, rid: str | None = None) -> None:
-        """Abort the request ``rid``, or all; each returns its tokens so far."""
-        await self.request(
-            "POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}
-        )
+    async def abort(self) -> None:
+        """Abort all requests; each returns its tokens so far."""
+        await self.request("POST", "/abort_request", {"abort_all": True})
 
     async def rename_weights(self, version: int) -> None:
         """Set the version of the current weights."""
@@ -206,26 +204,13 @@ class EngineClient:
             {"new_version": str(version), "abort_all_requests": False},
         )
 
-    async def model_info(self) -> dict[str, object]:
-        """Model path, architecture, ``weight_version``."""
-        return await self.request("GET", "/model_info", None)
-
     async def weight_version(self) -> str:
         """The version of the last completed update; ``"0"`` before the first."""
-        return str((await self.model_info())["weight_version"])
+        return str((await self.request("GET", "/model_info", None))["weight_version"])
 
     async def server_info(self) -> dict[str, Any]:
         """All settings of the server and its load, without the keys."""
         return _without_secrets(await self.request("GET", "/server_info", None))
-
-    async def checksum(self) -> list[dict[str, str]]:
-        """Return a checksum of each weight, one mapping for each tensor-parallel rank.
-
-        The names are SGLang's own (fused) ones. Up to SGLang 0.5.21 this requires CUDA; other
-        engines refuse.
-        """
-        answer = await self.request("POST", "/weights_checker", {"action": "checksum"})
-        return [rank["checksums"] for rank in answer["ranks"]]
 
     async def request(
         self,
@@ -270,6 +255,7 @@ class EngineClient:
     async def _ask(
         self, method: str, path: str, body: Mapping[str, object] | bytes | None, *, missing_ok: bool
     ) -> object:
+        asked = f"{self.name} {self.url}: {method} {path}"
         content: dict[str, Any] = {"json": body}
         if isinstance(body, bytes):
             content = {"data": body, "headers": {"Content-Type": "application/json"}}
@@ -283,22 +269,16 @@ class EngineClient:
             ):
                 status, text = response.status, await response.text()
         except TimeoutError as error:
-            raise EngineDied(
-                f"{self.name} {self.url}: {method} {path} not answered after {self.timeout_s:.0f} s"
-            ) from error
+            raise EngineDied(f"{asked} not answered after {self.timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
-            raise EngineDied(
-                f"{self.name} {self.url}: {method} {path} failed: {error or type(error).__name__}"
-            ) from error
+            raise EngineDied(f"{asked} failed: {error or type(error).__name__}") from error
         if status == 404 and missing_ok:
             return None
         answer = _parsed(text)
         # SGLang also reports a failure with status 200; the router accepts a new worker with 202.
         is_refused = isinstance(answer, dict) and answer.get("success") is False
         if not 200 <= status < 300 or is_refused:
-            raise RolloutError(
-                f"{self.name} {self.url}: {method} {path} answered {status}: {text[:500]}"
-            )
+            raise RolloutError(f"{asked} answered {status}: {text[:500]}")
         return answer
 
 

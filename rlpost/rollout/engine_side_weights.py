@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
+from rlpost.bounded import together
 from rlpost.errors import RolloutError, SyncError
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.types import Bucket, EngineAddress
@@ -91,7 +92,7 @@ class WeightUpdate:
             in_session = [
                 one for one, is_open in zip(self.receivers, opened, strict=True) if is_open
             ]
-            await together(
+            await _all_do(
                 "close the weight update", [one.client.end_weight_update() for one in in_session]
             )
         else:
@@ -134,7 +135,7 @@ class WeightUpdate:
     async def _each(
         self, what: str, ask: Callable[[EngineClient], Awaitable[object]]
     ) -> list[object]:
-        return await together(what, [ask(one.client) for one in self.receivers])
+        return await _all_do(what, [ask(one.client) for one in self.receivers])
 
 
 class BroadcastMover:
@@ -176,7 +177,7 @@ class BroadcastMover:
                     )
                 )
                 next_rank += one.address.num_gpus
-            await together("join the weight-update group", joining)
+            await _all_do("join the weight-update group", joining)
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Send each bucket while all engines receive it.
@@ -191,7 +192,7 @@ class BroadcastMover:
                 one.client.update_weights(bucket, group_name=group_name, version=last)
                 for one in receivers
             ]
-            await together(f"take {_described(bucket)}", [*receiving, self._send(index)])
+            await _all_do(f"take {_described(bucket)}", [*receiving, self._send(index)])
 
 
 class SharingMover:
@@ -231,7 +232,7 @@ class SharingMover:
                 update = one.client.update_weights_from_handles
                 taking.append(update(of_engine, version=version if is_last else None))
             following = [] if is_last else [self._share(index + 1)]
-            answers = await together(f"take {_described(bucket)}", [*taking, *following])
+            answers = await _all_do(f"take {_described(bucket)}", [*taking, *following])
             handles = cast("Sequence[str]", answers[-1])
 
 
@@ -250,18 +251,17 @@ class DiskMover:
 
     in_session = False
 
-    def __init__(self, prepare: Callable[[int], Awaitable[Sequence[str]]]) -> None:
-        """``prepare(version)`` writes the weights and returns the folder for each engine."""
-        self._prepare = prepare
+    def __init__(self, write: Callable[[int], Awaitable[str]]) -> None:
+        """``write(version)`` writes the weights and returns their folder."""
+        self._write = write
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Write the weights; all engines read them concurrently."""
-        folders = await self._prepare(version)
+        folder = await self._write(version)
         reading = [
-            one.client.update_weights_from_disk(folder, version=version)
-            for one, folder in zip(receivers, folders, strict=True)
+            one.client.update_weights_from_disk(folder, version=version) for one in receivers
         ]
-        await together("read the weights from disk", reading)
+        await _all_do("read the weights from disk", reading)
 
 
 class AdapterMover:
@@ -280,7 +280,7 @@ class AdapterMover:
         """Write the adapters; all engines load them concurrently."""
         folder = await self._write(version)
         loading = [one.client.replace_adapter(folder, version=version) for one in receivers]
-        await together("load the adapter", loading)
+        await _all_do("load the adapter", loading)
 
 
 class DeltaMover:
@@ -331,7 +331,7 @@ class DeltaMover:
         reading = [
             one.client.update_weights_from_disk(self._copy, version=version) for one in receivers
         ]
-        await together("read the weights from disk", reading)
+        await _all_do("read the weights from disk", reading)
         self._whole = False
 
     async def _taken(self, version: int, whole: bool) -> list[str]:
@@ -367,17 +367,9 @@ def _described(bucket: Bucket) -> str:
     return f"{len(bucket.names)} weights starting with {bucket.names[0]}"
 
 
-async def together(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
-    """Return results in order.
-
-    The first failure cancels the others and raises SyncError with the engine's name.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def _all_do(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
+    """Like ``together``; the failure of an engine is a SyncError with the engine's name."""
     try:
-        return await asyncio.gather(*tasks)
+        return await together(calls)
     except RolloutError as error:
         raise SyncError(f"the engines could not all {what}; {error}") from error
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
+from rlpost.bounded import together
 from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
 from rlpost.reward.grader import Grader
 from rlpost.rollout.connection import Connection, Halted
@@ -197,17 +198,6 @@ class GroupWriter:
                 f"{prompt.prompt_id}, which cannot be trained; let it call builder.write() at least once"
             )
         return list(samples)
-
-
-async def together(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Return the results in order; the first failure cancels the others."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def write_all(

@@ -25,7 +25,6 @@ would repeat generation (``segment_writer``).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -39,7 +38,7 @@ from typing import TypeVar
 
 from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.tree import Config
-from rlpost.daemon_threads import in_daemon
+from rlpost.daemon_threads import in_daemon, within
 from rlpost.errors import CheckpointError
 from rlpost.rollout.journal_chain import contents, follow, read_folder
 from rlpost.rollout.journal_format import (
@@ -55,9 +54,8 @@ from rlpost.rollout.journal_format import (
     read_header,
     segment_paths,
 )
-from rlpost.rollout.segment_file import make_folder
-from rlpost.rollout.segment_writer import SegmentWriter, deadline_s
-from rlpost.rollout.trained_batches import JournalBatches, JournalHistory
+from rlpost.rollout.segment_writer import SegmentWriter, deadline_s, make_folder
+from rlpost.rollout.trained_batches import JournalBatches
 from rlpost.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -83,12 +81,7 @@ class Journal:
         ``resume`` calls ``Journal.resume`` for ``folder``. Raises CheckpointError as that does, and
         when the deadline is missed.
         """
-        num_bytes = await _within(
-            0, partial(_size, folder), f"the journal folder {folder} was not listed"
-        )
-        return await _within(
-            num_bytes, resume, f"the journal in {folder} was not read and continued"
-        )
+        return await _reading(folder, resume, f"the journal in {folder} was not read and continued")
 
     @classmethod
     def resume(
@@ -224,10 +217,17 @@ class Journal:
         if self._folder is None or self._segment is None:
             raise CheckpointError("this run has no journal")
         header = self._segment.header
-        history = JournalHistory(self._folder, header.settings, header.data)
-        read = partial(JournalBatches.read, history, base, step, backlog=backlog, until=until)
-        num_bytes = await _within(0, partial(_size, self._folder), f"{self._folder} was not listed")
-        return await _within(num_bytes, read, f"the journal in {self._folder} was not read")
+        read = partial(
+            JournalBatches.read,
+            self._folder,
+            base,
+            step,
+            settings=header.settings,
+            data=header.data,
+            backlog=backlog,
+            until=until,
+        )
+        return await _reading(self._folder, read, f"the journal in {self._folder} was not read")
 
     def evaluation(self, step: int) -> Mapping[str, float] | None:
         """Return the metrics of the evaluation of ``step``; None if it is not in the journal."""
@@ -332,23 +332,25 @@ class Journal:
             self._segment.append(content)
 
 
+async def _reading(folder: Path, act: Callable[[], T], what: str) -> T:
+    """Like ``_within``, for an ``act`` that reads all segments."""
+    size = partial(_size, folder)
+    num_bytes = await _within(0, size, f"the journal folder {folder} was not listed")
+    return await _within(num_bytes, act, what)
+
+
 async def _within(num_bytes: int, act: Callable[[], T], what: str) -> T:
     """Return the result of ``act``, run in a thread with a deadline.
 
     ``num_bytes`` is how much ``act`` reads and copies. Raises CheckpointError after the deadline.
     """
     seconds = deadline_s(num_bytes)
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            return await in_daemon(act)
-    except TimeoutError:
-        if not deadline.expired():
-            raise  # a TimeoutError of the storage
-        raise CheckpointError(
-            f"{what} within {seconds:.0f} s: the storage hangs; repair the storage or the mount. A requeue resumes "
-            "from the same checkpoint and journal"
-        ) from None
+    problem = (
+        f"{what} within {seconds:.0f} s: the storage hangs; repair the storage or the mount. A requeue resumes "
+        "from the same checkpoint and journal"
+    )
+    async with within(seconds, problem):
+        return await in_daemon(act)
 
 
 def _size(folder: Path) -> int:

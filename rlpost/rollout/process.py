@@ -21,6 +21,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.files import tail_text
 from rlpost.config.keys import without_keys
 from rlpost.errors import EngineDied, RolloutError
 
@@ -154,9 +155,7 @@ class ServerProcess:
     def log_tail(self) -> str:
         """Return the end of the log, for an error message."""
         try:
-            with self.log_path.open("rb") as file:
-                file.seek(max(0, self.log_path.stat().st_size - 16384))
-                lines = file.read().decode(errors="replace").splitlines()
+            lines = tail_text(self.log_path, 16_384).splitlines()
         except OSError as error:
             return f"its log {self.log_path} cannot be read: {error}"
         last = [line for line in lines if line.strip()][-LOG_LINES:]

@@ -12,7 +12,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,17 @@ from rlpost.rollout.journal_format import BATCH, GROUP, Record, prompt_digest
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
 
-class Prompts(Protocol):
-    """A prompt cursor."""
+class Cursor(Protocol):
+    """The source of prompts."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; their ids rise."""
+        """Return the next ``n`` prompts; their ids rise."""
+
+    def state(self) -> Mapping[str, int]:
+        """Return its position."""
+
+    def copy(self) -> Cursor:
+        """Return an independent cursor at the same position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ def newest_fetched(record: Record) -> int:
     return max([*record.meta["prompt_ids"], record.meta.get("newest_id", -1)])
 
 
-def fit(records: Sequence[Record], buffer: RolloutBuffer, prompts: Prompts) -> Fit:
+def fit(records: Sequence[Record], buffer: RolloutBuffer, prompts: Cursor) -> Fit:
     """Find how many of ``records`` follow the state of ``buffer``; takes prompts as needed.
 
     The buffer is not changed. Raises DataError for an invalid row.
@@ -67,7 +73,7 @@ def fit(records: Sequence[Record], buffer: RolloutBuffer, prompts: Prompts) -> F
 class _Trial:
     """The bookkeeping of a resume, on a copy of the buffer and with groups without answers."""
 
-    def __init__(self, buffer: RolloutBuffer, prompts: Prompts) -> None:
+    def __init__(self, buffer: RolloutBuffer, prompts: Cursor) -> None:
         backlog = buffer.backlog()
         self._buffer = RolloutBuffer(buffer.rules, backlog, step=buffer.step)
         self._cursor = prompts

@@ -1,7 +1,8 @@
 """Writes one journal segment in a thread, in order, so that the event loop never waits for a disk.
 
 Input: a header, the first records, then single records. Output: the file NUMBER.log, whose number
-no other attempt has.
+no other attempt has: if two attempts of a run are alive on two hosts, exactly one of them creates
+the file, on any file system.
 
 Consecutive segments share one queue, so that a segment seals the complete one before it. After a
 storage failure, a missed deadline or too many pending bytes a segment is given up: nothing more is
@@ -11,19 +12,23 @@ written to it, even if the storage answers later, and the next segment has anoth
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import re
+import secrets
+import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from common.files import sync, take_name
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout.journal_format import Framing, Header, Record, header_content, segment_path
-from rlpost.rollout.segment_file import create, write_all
 from rlpost.run_files import RunFile
 
 logger = logging.getLogger(__name__)
@@ -148,7 +153,7 @@ class SegmentWriter:
         while self._problem is None and self.copies is None:
             path, copies = segment_path(self._folder, self.header.number), list[Record]()
             try:
-                create(path, self._first_frames(path, first, waiting, copies))
+                create_file(path, self._first_frames(path, first, waiting, copies))
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
                 self._synced, self.copies = 0, copies
             except FileExistsError:  # an older attempt that is still alive was faster
@@ -250,3 +255,52 @@ def _queue(folder: Path) -> RunFile:
 def _cost(content: bytes) -> int:
     """Bytes of a pending record in memory."""
     return len(content) + RECORD_OVERHEAD_BYTES
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of the journal and remove temporary files of earlier attempts.
+
+    A storage failure is only logged; creating the first segment reports it again.
+    """
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        sync(folder.parent)  # otherwise a host crash may lose the folder with its synced content
+        for left in folder.glob(".*.log.*"):
+            left.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("journal: %s", error)
+
+
+def create_file(path: Path, records: Iterable[bytes]) -> None:
+    """Create a file with these records atomically. Raises FileExistsError when it exists.
+
+    Without hard links, a crash may leave an empty file: a segment without records, which ends the
+    chain.
+    """
+    temporary = _temporary_path(path)
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for record in records:
+                write_all(file, record)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if not take_name(temporary, path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _temporary_path(path: Path) -> Path:
+    """Return a random temporary name: process ids are not unique on a shared file system."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write all of ``data``; the kernel may accept less per call."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -28,12 +28,13 @@ from typing import Any
 
 from common.addresses import host_port
 from common.log_format import configure_logging
+from rlpost.config.server_arg_values import typed_args
 from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.garbage import paused_for_imports
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
-from rlpost.rollout.server_args import server_arg_names, to_server_args
+from rlpost.rollout.server_args import server_arg_names
 from rlpost.rollout.server_proof import ServerProof
 
 LISTEN_POLL_S = 0.02
@@ -177,7 +178,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             keep_memory()
             start_by_fork()
-        given = to_server_args(arguments)
+        given = typed_args(arguments)  # SGLang's names and types
         if has_cuda:
             graphs = graph_settings(given, os.environ, known=server_arg_names())
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture

@@ -12,7 +12,7 @@ from typing import Any
 from rlpost.config.server_arg_source import OPAQUE
 from rlpost.config.server_arg_table import ServerArgTable, server_arg_table
 from rlpost.config.server_arg_values import typed_args, typed_value
-from rlpost.config.wording import divisors
+from rlpost.config.wording import divisors, listed, value_text
 from rlpost.errors import ConfigError, suggestion
 
 OURS = {
@@ -37,11 +37,6 @@ OURS = {
 def server_arg_names() -> frozenset[str]:
     """Return the names of the settings of the installed SGLang, otherwise of the pinned version."""
     return frozenset(server_arg_table().args)
-
-
-def to_server_args(given: Mapping[str, object]) -> dict[str, object]:
-    """Convert settings to SGLang's names and types; a single value of a list becomes a list."""
-    return typed_args(given)
 
 
 def check_server_args(given: Mapping[str, object], *, gpus_per_engine: int | None = None) -> None:
@@ -81,8 +76,9 @@ def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
     try:
         typed_value(name, arg, value)
     except ValueError as error:
-        has_none = value is True and arg.kind != "bool"  # a flag without a value
-        return f"{flag}: needs a value, {error}" if has_none else f"{flag} {_text(value)}: {error}"
+        if value is True and arg.kind != "bool":  # a flag without a value
+            return f"{flag}: needs a value, {error}"
+        return f"{flag} {value_text(value)}: {error}"
     return None
 
 
@@ -97,7 +93,7 @@ def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
             "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
         )
     elif gpus and gpus % replicas:
-        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {_listed(divisors(gpus))}"
+        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {listed(divisors(gpus))}"
     if (stages := given.get("pp_size", 1)) > 1:
         yield (
             f"--sglang-pp-size {stages}: tensor parallelism takes all of {of_engine}, none are left for pipeline "
@@ -108,17 +104,6 @@ def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
         yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {of_engine}; use 1 or leave it out"
 
 
-def _listed(numbers: list[int]) -> str:
-    words = [str(number) for number in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
 def sglang_flag(name: str) -> str:
     """Return the flag of one of SGLang's settings."""
     return "--sglang-" + name.replace("_", "-")
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_text, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

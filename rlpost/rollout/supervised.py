@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlpost.rollout.buffer import RolloutBuffer
-from rlpost.rollout.collector import Cursor, Replay
+from rlpost.rollout.collector import Replay
+from rlpost.rollout.replay import Cursor
 from rlpost.types import Prompt, SampleGroup
 
 

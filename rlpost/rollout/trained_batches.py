@@ -13,7 +13,6 @@ before the first incomplete record.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,31 +32,24 @@ class TrainedBatches(Protocol):
         """Return the groups trained after ``step`` steps. Raises CheckpointError, DataError."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalHistory:
-    """Identity of the journal records of a run: see ``journal_format.Header``."""
-
-    folder: Path
-    settings: str
-    data: str | None
-
-
 class JournalBatches:
     """Batches from the journal."""
 
     def __init__(
-        self, batches: Mapping[int, Record], groups: Mapping[int, Record | SampleGroup], where: Path
+        self, batches: Mapping[int, Record], groups: Mapping[int, Record | SampleGroup]
     ) -> None:
         """``batches`` by step, ``groups`` by prompt id; a group in the journal is its record."""
-        self._batches, self._groups, self._where = batches, groups, where
+        self._batches, self._groups = batches, groups
 
     @classmethod
     def read(
         cls,
-        history: JournalHistory,
+        folder: Path,
         base: int,
         step: int,
         *,
+        settings: str,
+        data: str | None,
         backlog: Sequence[SampleGroup],
         until: int,
     ) -> JournalBatches:
@@ -66,20 +58,17 @@ class JournalBatches:
         Args:
             base: the segment that the checkpoint's state names.
             step: trained steps of that state.
+            settings: as ``data``, identifies the records of the run: see ``journal_format.Header``.
             backlog: finished groups of that state.
 
         Raises CheckpointError when a batch or one of its groups is missing, or the folder cannot be
         listed.
         """
         try:
-            segments, unreadable = read_folder(history.folder)
+            segments, unreadable = read_folder(folder)
         except OSError as error:
-            raise CheckpointError(
-                f"the journal in {history.folder} cannot be listed: {error}"
-            ) from error
-        found = follow(
-            segments, base, step, history.settings, data=history.data, unreadable=unreadable
-        )
+            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}") from error
+        found = follow(segments, base, step, settings, data=data, unreadable=unreadable)
         batches = {record.meta["step"]: record for record in found.records if record.kind == BATCH}
         groups: dict[int, Record | SampleGroup] = {group.prompt_id: group for group in backlog}
         groups |= {
@@ -91,10 +80,10 @@ class JournalBatches:
             if batch is None or any(prompt_id not in groups for prompt_id in ids):
                 problems = "; ".join(found.problems) or "it was not written completely"
                 raise CheckpointError(
-                    f"the journal in {history.folder} does not hold the batch of step {wanted}, which "
+                    f"the journal in {folder} does not hold the batch of step {wanted}, which "
                     f"follows the checkpoint of step {step}: {problems}"
                 )
-        return cls(batches, groups, history.folder)
+        return cls(batches, groups)
 
     async def groups(self, step: int) -> list[SampleGroup]:
         """See ``TrainedBatches``: in the order of ``RolloutBuffer.take``."""

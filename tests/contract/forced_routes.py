@@ -102,8 +102,9 @@ def routes_of(model: Any, samples: Sequence[TrainSample]) -> list[np.ndarray[Any
 def whole(sample: TrainSample) -> np.ndarray[Any, Any]:
     """Return the sample's routes for all of its tokens, ``UNKNOWN`` where there are none."""
     assert sample.routes is not None
-    missing = len(sample.token_ids) - len(sample.routes)
-    return RouteColumn.joined([sample.routes, RouteColumn.unknown(missing, sample.routes)]).array
+    known = sample.routes.array
+    missing = (len(sample.token_ids) - len(known), *known.shape[1:])
+    return np.concatenate([known, np.full(missing, UNKNOWN, known.dtype)])
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ def test_unknown_routes_are_marked_and_never_an_expert():
     assert RouteColumn.dtype(255) == np.uint8  # experts 0 to 254; 255 marks the unknown
     assert RouteColumn.dtype(256) == np.uint16
     routes = RouteColumn(np.zeros((2, 3, 1), np.uint8))
-    mixed = RouteColumn.joined([routes, RouteColumn.unknown(1, routes)])
+    unknown = RouteColumn(np.full((1, 3, 1), 255, np.uint8))
+    mixed = RouteColumn.joined([routes, unknown])
     assert mixed.known.tolist() == [True, True, False]
 
 

@@ -25,7 +25,7 @@ MAX_WAITING = 10_000  # records in memory while storage hangs
 class EpisodeFile:
     """Appends records without blocking the event loop; a lost record never ends a run."""
 
-    def __init__(self, path: Path, *, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
         """``check`` raises Fenced when another attempt owns the run."""
         self._path = path
         self._file = RunFile(

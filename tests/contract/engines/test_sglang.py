@@ -291,7 +291,7 @@ def test_wrong_api_keys_are_refused_by_engines_and_router(sglang: Sglang) -> Non
     url = sglang.addresses[0].url
     for key in ("wrong", ""):
         with pytest.raises(RolloutError, match="401"):
-            asyncio.run(EngineClient(url, key).model_info())
+            asyncio.run(EngineClient(url, key).weight_version())
         with pytest.raises(RolloutError, match="401"):
             asyncio.run(EngineClient(url, key).request("GET", "/spans?since=0", None))
         stranger = RouterAddress(sglang.router.url, key, (), 1)
@@ -481,9 +481,9 @@ def test_weights_reach_every_engine_without_a_process_group(
     async def share(index: int) -> list[str]:
         return [rank.share(index) for rank in ranks]
 
-    async def write(version: int) -> list[str]:
+    async def write(version: int) -> str:
         new.save_pretrained(tmp_path)
-        return [str(tmp_path)] * len(sglang.addresses)
+        return str(tmp_path)
 
     movers = {
         "memory": SharingMover(buckets, share, ranks_of=((0,), (1,))),
@@ -642,7 +642,7 @@ def test_a_killed_engine_is_named(sglang: Sglang) -> None:
         killed.check_alive()
     survivor.check_alive()
     with pytest.raises(EngineDied, match=killed.url):
-        asyncio.run(EngineClient(killed.url, sglang.api_key).model_info())
+        asyncio.run(EngineClient(killed.url, sglang.api_key).weight_version())
 
     async def send(index: int) -> None:
         raise AssertionError("nothing may be sent")

@@ -13,9 +13,9 @@ from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import TRAINER_CONTEXT, estimate
 from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
+from rlpost.orchestration.ledger_lines import gpus_by_role
 from rlpost.orchestration.observation import pace
 from rlpost.orchestration.settings_of_actors import actor_settings
-from rlpost.orchestration.start_lines import gpus_by_role
 from rlpost.report.goodput import GpuLayout as Goodput
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)

@@ -17,9 +17,9 @@ from rlpost.cli import plan
 from rlpost.config import flags, server_arg_table
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.server_arg_source import OPAQUE, source_args
-from rlpost.config.server_arg_values import LIMITS, typed_value
+from rlpost.config.server_arg_values import LIMITS, typed_args, typed_value
 from rlpost.errors import ConfigError
-from rlpost.rollout.server_args import OURS, check_server_args, to_server_args
+from rlpost.rollout.server_args import OURS, check_server_args
 from tests.unit.cli.projects import make_project
 
 SGLANG = Path(sglang_router.__path__[0]).with_name("sglang")
@@ -250,10 +250,10 @@ def test_checking_imports_nothing_of_sglang():
 
 
 def test_an_engine_gets_typed_values():
-    assert to_server_args({"max_total_tokens": "16k", "tp_size": 2, "watchdog_timeout": "7"}) == {
+    assert typed_args({"max_total_tokens": "16k", "tp_size": 2, "watchdog_timeout": "7"}) == {
         "max_total_tokens": 16_000, "tp_size": 2, "watchdog_timeout": 7.0,
     }  # fmt: skip
-    assert math.isclose(to_server_args({"mem_fraction_static": "0.3"})["mem_fraction_static"], 0.3)
+    assert math.isclose(typed_args({"mem_fraction_static": "0.3"})["mem_fraction_static"], 0.3)
 
 
 def test_the_copy_is_of_the_pinned_version():

@@ -83,7 +83,7 @@ def test_a_run_without_a_fleet_writes_no_weights(tmp_path, monkeypatch):
         await world.sync.enough(others=2)
 
     world = scenario(tmp_path, monkeypatch, play)
-    assert not world.exported and not world.folder.exists() and world.sync.used() == {}
+    assert not world.exported and not world.folder.exists() and world.ledger == []
 
 
 def test_a_fleet_created_later_joins_at_the_next_update(tmp_path, monkeypatch):

@@ -82,10 +82,10 @@ def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_path, mo
 
     async def start() -> None:
         group = ActorGroup(actors)
-        begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
-        await begin.trainer(
-            TrainingRanks(group), placement, ports, Path("/checkpoint"), break_even=None
+        begin = startup.Startup(
+            config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9
         )
+        await begin.trainer(TrainingRanks(group), placement, ports, Path("/checkpoint"))
         fleet = engines.Fleet(config, cluster, placement, ports)
         visible = await group.visible_gpus()
         for index in range(2):
@@ -125,7 +125,7 @@ def test_a_critic_with_its_own_layout_sees_the_gpus_of_the_policy(own_gpus, tmp_
     monkeypatch.setattr(startup, "WorkerGroup", Workers)
     monkeypatch.setattr(Group, "made", [])
     cluster = SimpleNamespace(attempt_dir=str(tmp_path), nodes=[])
-    begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"))
+    begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
     asyncio.run(begin.workers(placement))
     policy, critic = Group.made
     assert [env.get("CUDA_VISIBLE_DEVICES") for env in policy.envs] == [None, None]
@@ -154,7 +154,7 @@ def test_the_last_port_of_the_block_is_kept_for_prometheus(monkeypatch, use_prom
     offers = [Offer(f"id{n}", f"10.0.0.{n}", 2) for n in range(2)]
     monkeypatch.setattr(startup, "connect", lambda cluster: offers)
     cluster = SimpleNamespace(nodes=(), port_base=20_000, port_count=6)  # 2 an engine, 3, 1 stage
-    started = startup.Startup(config, cluster, stop=None)
+    started = startup.Startup(config, cluster, stop=None, break_even=1e9)
     if not fits:
         with pytest.raises(PlacementError, match="need 6 ports, the job's block has 5"):
             started.layout()

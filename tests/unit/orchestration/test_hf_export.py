@@ -211,11 +211,28 @@ def test_an_older_attempt_does_not_overwrite_the_export_of_a_newer_one(tmp_path,
     assert (target / "config.json").read_text() == "newer"
 
 
-def test_a_hanging_folder_is_named_and_not_waited_for(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("when", ["resolve", "exists", "sync"])
+def test_a_hanging_folder_is_named_and_not_waited_for(when, tmp_path, monkeypatch, caplog):
+    """The first access included: the event loop goes on, and with it the run."""
     answers = threading.Event()
+
+    class Hanging(type(tmp_path)):
+        def resolve(self, strict=False):
+            if when == "resolve":
+                answers.wait(20)
+            return self
+
+        def exists(self):
+            if when == "exists":
+                answers.wait(20)
+            return super().exists()
+
     settings = CheckpointConfig(save_hf=str(tmp_path / "newest"), save_deadline_s=0.2)
     exports = HuggingFaceExport(settings, made_run(tmp_path))
-    monkeypatch.setattr("rlpost.orchestration.hf_export.sync", lambda path: answers.wait(20))
+    module = "rlpost.orchestration.hf_export"
+    monkeypatch.setattr(f"{module}.folder_of", lambda *_: Hanging(tmp_path / "newest"))
+    if when == "sync":
+        monkeypatch.setattr(f"{module}.sync", lambda path: answers.wait(20))
     try:
         asyncio.run(asyncio.wait_for(exports.export(4, writer("x")), 10))
     finally:

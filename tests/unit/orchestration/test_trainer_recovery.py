@@ -25,7 +25,7 @@ from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_recovery import TrainerRecovery
 from rlpost.recovery.decision import Death
-from rlpost.rollout.trained_batches import JournalBatches, JournalHistory
+from rlpost.rollout.trained_batches import JournalBatches
 from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparable, config, run
 
 PLACES = ["train", "trained", "send", "save", "saved", "idle"]
@@ -150,9 +150,15 @@ class Stages(FakeStages):
             self.recovery.resume(0, self.batches)
 
     async def batches(self, state, checkpoint, until):
-        history = JournalHistory(self.folder / "journal", "", None)
-        read = partial(JournalBatches.read, history, state.journal, state.step, until=until)
-        return read(backlog=state.backlog.finished)
+        return JournalBatches.read(
+            self.folder / "journal",
+            state.journal,
+            state.step,
+            settings="",
+            data=None,
+            backlog=state.backlog.finished,
+            until=until,
+        )
 
     async def sync(self, policy_version):
         await self.begin()

@@ -1,6 +1,8 @@
 """Weight updates by the coordinator: stops between buckets, broken broadcasts, folders, copies."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,9 +236,8 @@ def test_the_trainer_sets_nccl_cumem_enable_as_the_engines_do(
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
-    startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP")).actor_workers(
-        Placement((ACTOR, ACTOR), ())
-    )
+    made = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
+    asyncio.run(made.workers(Placement((ACTOR, ACTOR), ())))
     assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
@@ -271,6 +272,20 @@ def test_adapters_are_written_once_per_version_and_every_engine_loads_them(tmp_p
     ]
     assert one.num_bytes == 202
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_hung_folder_of_weights(tmp_path, monkeypatch):
+    answers = threading.Event()
+    sync = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
+    one = coordinator(Actors(tmp_path / "STOP"), tmp_path / "weights", sync=sync)
+    monkeypatch.setattr(weight_coordinator, "REMOVAL_S", 0.1)
+    monkeypatch.setattr(Path, "rmdir", lambda _: answers.wait(20))
+    began = time.monotonic()
+    try:
+        asyncio.run(one.close())
+    finally:
+        answers.set()
+    assert time.monotonic() - began < 10
 
 
 class Copies:

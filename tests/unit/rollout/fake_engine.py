@@ -79,10 +79,6 @@ class FakeEngine:
             return web.json_response(
                 {**settings, "launch_command": KEY, "internal_states": [settings]}
             )
-        if path == "weights_checker":
-            return web.json_response(
-                {"success": True, "ranks": [{"checksums": {"w": "0a"}, "per_gpu_checksum": "1"}]}
-            )
         if path == "v1/models":
             models = [{"id": name, "parent": "tiny"} for name in self.adapters]
             return web.json_response({"data": [{"id": "tiny", "parent": None}, *models]})

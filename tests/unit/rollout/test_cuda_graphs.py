@@ -63,7 +63,7 @@ def started_with(
     module("sglang.srt.utils", kill_process_tree=lambda pid, include_parent: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(server, "server_arg_names", lambda: KNOWN)
-    monkeypatch.setattr(server, "to_server_args", dict)
+    monkeypatch.setattr(server, "typed_args", dict)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
     return seen["environment"], seen["server_args"]

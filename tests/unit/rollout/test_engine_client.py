@@ -87,10 +87,6 @@ def test_keys_are_neither_printed_nor_returned() -> None:
     assert info == {"tp_size": 1, "internal_states": [{"tp_size": 1}]}
 
 
-def test_checksums_are_one_mapping_per_rank() -> None:
-    assert asyncio.run(ask(FakeEngine(), lambda client: client.checksum())) == [{"w": "0a"}]
-
-
 class Names(tuple):
     """Names of weights that count how often they are iterated."""
 

@@ -243,8 +243,8 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_ea
 
 
 def test_with_files_no_session_is_opened_and_the_version_is_sent() -> None:
-    async def write(version: int) -> list[str]:
-        return [f"/shared/version-{version}"]
+    async def write(version: int) -> str:
+        return f"/shared/version-{version}"
 
     async def move(engine: FakeEngine) -> None:
         async with serving(engine) as urls:

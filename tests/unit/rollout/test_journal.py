@@ -287,21 +287,21 @@ def test_an_older_attempt_that_takes_the_next_number_loses_no_records_of_the_own
 
     Its records are not used.
     """
-    real = segment_writer.create
+    real = segment_writer.create_file
     if not has_links:
         monkeypatch.setattr(os, "link", no_hard_links)
     old = owning(tmp_path, 0)
     old.finished(group(0), wanted=True)
 
     def second(path, frames):
-        monkeypatch.setattr(segment_writer, "create", real)
+        monkeypatch.setattr(segment_writer, "create_file", real)
         begin(old, 1)
         old.finished(group(1), wanted=True)
         durable(old)
         real(path, frames)
 
     durable(old)
-    monkeypatch.setattr(segment_writer, "create", second)
+    monkeypatch.setattr(segment_writer, "create_file", second)
     new = owning(tmp_path, 1)
     assert (tmp_path / "journal/0000001.log").exists(), "it is the older attempt's"
     new.finished(group(2), wanted=True)
@@ -339,7 +339,7 @@ def test_when_every_number_is_taken_the_run_continues_without_a_journal_until_th
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), "partial", None, str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(segment_writer, "create", taken)
+        patched.setattr(segment_writer, "create_file", taken)
         journal = owning(tmp_path, 0)
     assert not journal.is_written
     assert (

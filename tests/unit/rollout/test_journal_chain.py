@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpost.errors import CheckpointError
-from rlpost.rollout import journal_format, segment_file
+from rlpost.rollout import journal_format, segment_writer
 from rlpost.rollout.journal_chain import follow, read_folder
 from rlpost.rollout.journal_format import BATCH, FORMAT, GROUP, HEADER, read_segment
 from tests.unit.rollout.test_journal import begin, durable, group, resumed
@@ -372,7 +372,7 @@ def test_a_link_that_succeeded_despite_an_error_that_the_file_exists_is_recognis
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(segment_file.os, "link", repeated)
+        patched.setattr(segment_writer.os, "link", repeated)
         journal = resumed(tmp_path)
         journal.finished(group(0), wanted=True)
         begin(journal, 1)
@@ -386,7 +386,7 @@ def no_hard_links(source, target):
 
 
 def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_file.os, "link", no_hard_links)
+    monkeypatch.setattr(segment_writer.os, "link", no_hard_links)
     old = resumed(tmp_path)
     old.finished(group(0), wanted=True)
     durable(old)
@@ -402,7 +402,7 @@ def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path
 
 
 def test_without_hard_links_a_crash_between_name_and_content_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_file.os, "link", no_hard_links)
+    monkeypatch.setattr(segment_writer.os, "link", no_hard_links)
     journal = resumed(tmp_path)
     journal.finished(group(0), wanted=True)
 
@@ -410,7 +410,7 @@ def test_without_hard_links_a_crash_between_name_and_content_loses_nothing(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(segment_file.os, "replace", crash)
+        patched.setattr(segment_writer.os, "replace", crash)
         begin(journal, 1)
     assert (tmp_path / "0000001.log").stat().st_size == 0
     assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
@@ -420,10 +420,10 @@ def test_temporary_files_have_names_unique_to_their_process(tmp_path, monkeypatc
     """Hosts of a shared file system may have equal process ids."""
     names, real = [], os.link
     monkeypatch.setattr(
-        segment_file.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b))
+        segment_writer.os, "link", lambda a, b: (names.append(os.path.basename(a)), real(a, b))
     )
     for host in ("first/host", "second", "second"):
-        monkeypatch.setattr(segment_file.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(segment_writer.socket, "gethostname", lambda host=host: host)
         resumed(tmp_path / str(len(names))).close()
     assert len(set(names)) == 3
     assert all(str(os.getpid()) in name for name in names)

@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
+from rlpost.config.server_arg_values import typed_args
 from rlpost.errors import ConfigError, EngineDied, RolloutError
 from rlpost.rollout import process, server
 from rlpost.rollout.engine import Engine, Router
-from rlpost.rollout.server_args import check_server_args, server_arg_names, to_server_args
+from rlpost.rollout.server_args import check_server_args, server_arg_names
 from tests.ports import free_port, free_ports
 
 KEY = "k-5f0e9a"
@@ -220,14 +221,13 @@ def test_a_server_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> N
 def test_settings_of_older_recipes_are_renamed_for_the_installed_sglang():
     """Recipes may use ``--sglang-cuda-graph-bs``, and single values where SGLang wants lists."""
     check_server_args({"cuda_graph_bs": [1, 2, 4]})
-    assert to_server_args({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {
+    assert typed_args({"cuda_graph_bs": [1, 2, 4], "tp_size": 2}) == {
         "cuda_graph_bs_decode": [1, 2, 4],
         "tp_size": 2,
     }
-    assert to_server_args({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
+    assert typed_args({"cuda_graph_bs": 8}) == {"cuda_graph_bs_decode": [8]}
     assert (
-        to_server_args({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"]
-        == "error"
+        typed_args({"lora_target_modules": "q_proj", "log_level": "error"})["log_level"] == "error"
     )
 
 

@@ -234,11 +234,8 @@ def norm_with_gate(
 ) -> Tensor:
     """Norm of each row, times weight and the activation of its gate (Qwen3-Next).
 
-    Args:
-        launch: SGLang's function, used with CUDA; the other arguments are its own.
+    ``launch`` is SGLang's function, which is not called; the other arguments are its own.
     """
-    if torch.cuda.is_available():
-        return launch(rows, gate, weight, bias, activation, eps=eps, **others)
     normed = F.rms_norm(rows.float(), rows.shape[-1:], weight.float(), eps)
     act = torch.sigmoid if activation == "sigmoid" else F.silu
     return (normed * act(gate.float())).to(rows.dtype)
@@ -256,8 +253,6 @@ def gated_norm(
     **others: Any,
 ) -> Tensor:
     """Like ``norm_with_gate``, with the arguments that Qwen3.5 uses."""
-    if torch.cuda.is_available():
-        return launch(rows, weight, bias, z=z, eps=eps, activation=activation, **others)
     return norm_with_gate(launch, rows, z, weight, bias, activation, eps=eps)
 
 

@@ -6,8 +6,7 @@ import time
 from common.cluster import Cluster, Node
 from common.ledger import Ledger
 from rlpost.config.load import load
-from rlpost.orchestration.ledger_lines import LedgerLines
-from rlpost.orchestration.start_lines import StartLines
+from rlpost.orchestration.ledger_lines import LedgerLines, StartLines
 
 AGAIN = {"steps": 2, "step_s": 3.5}
 

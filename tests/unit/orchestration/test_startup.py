@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rlpost.low_priority import NICENESS, at_low_priority
+from rlpost.orchestration.startup import NICENESS, at_low_priority
 
 
 def test_only_the_thread_of_the_call_has_low_priority():
