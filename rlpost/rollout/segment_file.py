@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.files import sync, take_name
+from common.files import sync, take_name, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,3 @@ def _partial_path(path: Path) -> Path:
     """Return a random temporary name: process ids are not unique on a shared file system."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Write all of ``data``; the kernel may accept less per call."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

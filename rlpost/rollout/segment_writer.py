@@ -21,9 +21,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from common.files import write_all
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout.journal_format import Framing, Header, Record, header_content, segment_path
-from rlpost.rollout.segment_file import create, write_all
+from rlpost.rollout.segment_file import create
 from rlpost.run_files import RunFile
 
 logger = logging.getLogger(__name__)
