@@ -174,6 +174,12 @@ def test_a_users_function_scores_one_answer_or_a_group(
     )
 
 
+def test_a_custom_reward_takes_precedence_over_any_name_in_a_prompt() -> None:
+    config = settings(custom_rm_path=f"{USER}:length")
+    named = prompt(rm_type="known_to_slime_alone")
+    assert using(config, lambda made: made.grade(named, samples("a", "abc"))) == [1, 3]
+
+
 def test_a_missing_custom_function_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
         make_grader(settings(custom_rm_path="/nowhere.py:f"))
