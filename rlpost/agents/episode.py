@@ -100,7 +100,7 @@ class OpenEpisode:
         url: str,
         api_key: str,
         limits: EpisodeLimits,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
         """Create it in the event loop of ``connection``; harnesses need ``Gateway.open``.
 

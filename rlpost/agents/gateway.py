@@ -28,7 +28,7 @@ from aiohttp import web
 from common.addresses import http_url
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import EpisodeLimits, Limit, OpenEpisode, Policy
-from rlpost.agents.http_server import OpenEpisodes, make_app
+from rlpost.agents.http_server import make_app
 from rlpost.errors import RolloutError
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
@@ -79,7 +79,8 @@ class Gateway:
             template, context_length=context_length or model_context_length(model_folder)
         )
         self._host, self._port = host, port
-        self._episodes = OpenEpisodes()
+        # By id. Thread-safe: each change is one operation on the dict.
+        self._episodes: dict[str, OpenEpisode] = {}
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._address = ""
@@ -113,12 +114,12 @@ class Gateway:
             connection=connection,
             policy=self.policy,
             url=self.url,
-            # Hexadecimal, because ``OpenEpisodes.of`` splits the key at dashes.
+            # Hexadecimal, because the server splits the key at dashes.
             api_key=f"sk-rlpost-{episode_id}-{secrets.token_hex(32)}",
             limits=limits,
-            on_close=lambda: self._episodes.remove(episode_id),
+            on_close=lambda: self._episodes.pop(episode_id, None),
         )
-        self._episodes.add(episode_id, episode)
+        self._episodes[episode_id] = episode
         return episode
 
     async def __aenter__(self) -> Gateway:
