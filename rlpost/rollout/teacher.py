@@ -19,18 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import ConfigError, GradingLost, RolloutError
+from rlpost.retrying_client import RetryingClient
 from rlpost.rollout.engine_client import authorization
 from rlpost.types import Sample, ScoredSample
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 64
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between attempts; doubles
 MAX_LOST_IN_A_ROW = 64
 PROBES = (
     "def add(a, b):\n    return a + b  # 12345678 0x1F",
@@ -46,7 +44,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class TeacherServer:
-    """The teacher at ``url``; at most MAX_CONNECTIONS requests at a time."""
+    """The teacher at ``url``."""
 
     def __init__(
         self, url: str, *, timeout_s: float, api_key: str = "", top_k: int | None = None
@@ -54,10 +52,13 @@ class TeacherServer:
         """``timeout_s`` limits one score with all its attempts; ``top_k`` is --opd-top-k."""
         self.url = generate_url(url)
         self._top_k = top_k
-        self._headers = {"Content-Type": "application/json"} | authorization(api_key)
-        self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._client = RetryingClient(
+            self.url,
+            flag="--opd-teacher-url",
+            deadline_s=timeout_s,
+            deadline_flag="--opd-teacher-timeout-s",
+            headers=authorization(api_key),
+        )
         self._lost_in_a_row = 0
 
     async def check_tokenizer(self, encode: Encode) -> None:
@@ -92,8 +93,7 @@ class TeacherServer:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     async def _one(self, graded: ScoredSample) -> ScoredSample | None:
         try:
@@ -162,42 +162,7 @@ class TeacherServer:
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
         }
-        failure, pause_s = "did not answer", FIRST_PAUSE_S
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    while True:
-                        answer, failure = await self._post(request)
-                        if answer is not None:
-                            return self._parsed(answer)
-                        logger.debug("--opd-teacher-url %s %s", self.url, failure)
-                        await asyncio.sleep(pause_s)
-                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            except TimeoutError:
-                raise GradingLost(
-                    f"--opd-teacher-url {self.url} {failure}, for {self._timeout_s:g} s "
-                    "(--opd-teacher-timeout-s); is it up?"
-                ) from None
-
-    async def _post(self, body: dict[str, object]) -> tuple[bytes | None, str]:
-        """Return (answer, "") or (None, reason to retry). Raises RolloutError if refused."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-        try:
-            async with self._session.post(
-                self.url, data=orjson.dumps(body), headers=self._headers
-            ) as response:
-                if response.status == 429 or response.status >= 500:
-                    return None, f"answered {response.status}"
-                answer = await response.read()
-                if response.status != 200:
-                    text = answer[:500].decode(errors="replace")
-                    raise RolloutError(
-                        f"--opd-teacher-url {self.url} answered {response.status}: {text}"
-                    )
-                return answer, ""
-        except aiohttp.ClientError as error:
-            return None, f"does not answer ({error or type(error).__name__})"
+        return self._parsed(await self._client.post(orjson.dumps(request)))
 
     def _parsed(self, answer: bytes) -> tuple[list[Entry], list[list[Entry]]]:
         try:

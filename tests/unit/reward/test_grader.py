@@ -13,12 +13,13 @@ import psutil
 import pytest
 from aiohttp import web
 
+from rlpost import retrying_client
 from rlpost.columns import RouteColumn
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
 from rlpost.reward import grader as module
-from rlpost.reward import pool, remote
+from rlpost.reward import pool
 from rlpost.reward.grader import ERRORS, LOST, TIMEOUTS, Grader, make_grader
 from rlpost.types import Prompt, Sample
 
@@ -286,7 +287,7 @@ def test_a_reward_model_is_called_over_http(text: str) -> None:
 def test_waiting_for_a_connection_does_not_use_up_the_deadline_of_a_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(retrying_client, "MAX_CONNECTIONS", 1)
     server = Server((200, "1"), slow_s=0.3)
     assert ask(server, "abcdef", timeout_s=1.7) == [1, 1, 1, 1, 1, 1]
 
@@ -297,7 +298,7 @@ def test_an_answer_that_is_not_text_is_refused() -> None:
 
 
 def test_requests_to_a_busy_reward_model_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     server = Server((503, ""), (429, ""), (200, "1"))
     assert ask(server) == [1]
     assert len(server.bodies) == 3
@@ -321,7 +322,7 @@ def test_a_permanent_error_is_raised_without_a_retry(answer: tuple[int, str], wa
 def test_an_unavailable_reward_model_gives_no_reward_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     if server == "answers 500":
         assert ask(Server((500, "")), "ab", timeout_s=0.3) == [None, None]
         assert "/score answered 500, for 0.3 s (--rm-url-timeout-s)" in caplog.text
@@ -334,7 +335,7 @@ def test_an_unavailable_reward_model_gives_no_reward_and_is_named(
 def test_a_permanently_unavailable_reward_model_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(
         RolloutError, match=r"4 consecutive gradings failed.*is unavailable.*/score answered 503"
