@@ -215,10 +215,11 @@ def with_nan(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in line.items()}
 
 
-def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
-    """Return the sorted names ``eval/SET/reward_mean`` of a line."""
+def eval_rewards(*lines: Mapping[str, float]) -> list[str]:
+    """Return the names ``eval/SET/reward_mean`` of all lines, each once, sorted."""
+    names: set[str] = set().union(*lines)
     return sorted(
-        name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean")
+        name for name in names if name.startswith("eval/") and name.endswith("/reward_mean")
     )
 
 

@@ -61,9 +61,8 @@ def comparison(runs: Sequence[RunFacts]) -> dict[str, object]:
 
 def _figures_of(run: RunFacts) -> dict[str, object]:
     newest = run.lines[-1] if run.lines else {}
-    eval_names = sorted({name for line in run.lines for name in eval_rewards(line)})
     evals = {}
-    for name in eval_names:
+    for name in eval_rewards(*run.lines):
         evals[name.split("/")[1]] = [line[name] for line in run.lines if name in line]
     history = timeline(run.events, run.written)
     return {

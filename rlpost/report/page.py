@@ -134,7 +134,7 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list
     found = [(f"{newest['step']:.0f}{of_steps}", "steps")]
     if "reward/mean" in newest:
         found.append((f"{newest['reward/mean']:.3f}", "reward, last step"))
-    for name in sorted({name for line in lines for name in eval_rewards(line)}):
+    for name in eval_rewards(*lines):
         values = [line[name] for line in lines if name in line]
         found.append((f"{values[0]:.3f} → {values[-1]:.3f}", f"reward on {name.split('/')[1]}"))
     for name, words, unit in (
