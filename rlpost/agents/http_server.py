@@ -101,7 +101,7 @@ class _Routes:
             headers = self._headers(asked)
             if asked.is_stream:
                 return await _stream(request, api, answering, reply, headers)
-            completion = await _awaited(answering)
+            completion = await answering  # cancelled with the handler if the client disconnects
             return _json(api.body(reply(completion)), headers)
 
         return handle
@@ -154,15 +154,6 @@ async def _body(request: web.Request) -> Mapping[str, object]:
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     return body
-
-
-async def _awaited(answering: asyncio.Future[Completion]) -> Completion:
-    """Return the answer; cancel it if the client disconnects."""
-    try:
-        # aiohttp cancels the handler then (``handler_cancellation``).
-        return await answering
-    finally:
-        answering.cancel()
 
 
 async def _stream(

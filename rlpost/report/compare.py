@@ -69,7 +69,7 @@ def _figures_of(run: RunFacts) -> dict[str, object]:
         "name": run.name,
         "folder": run.folder,
         "step": int(newest.get("step", 0)),
-        "num_steps": run.setting("rollout.num_rollout"),
+        "num_steps": run.num_steps,
         "reward": newest.get("reward/mean"),
         "evals": evals,
         "tokens_per_s": recent(run.lines, THROUGHPUT),
@@ -103,10 +103,7 @@ def figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the key figures by name, with one value per run; empty where a run has none."""
     by_run = []
     for run in runs:
-        found = {
-            name: value
-            for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))
-        }
+        found = {name: value for value, name in key_figures(run.lines, run.num_steps)}
         history = timeline(run.events, run.written)
         if history is not None:
             found |= {

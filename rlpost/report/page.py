@@ -82,7 +82,7 @@ def report_page(facts: RunFacts) -> str:
     """Return the whole page."""
     history = timeline(facts.events, facts.written)
     folder = shlex.quote(facts.folder)
-    steps = facts.setting("rollout.num_rollout")
+    steps = facts.num_steps
     main = panels(facts.lines)
     others = other_panels([(facts.name, facts.lines)], drawn_names(facts.lines))
     return render(
@@ -162,7 +162,7 @@ def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
 
 
 def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
-    steps = facts.setting("rollout.num_rollout")
+    steps = facts.num_steps
     tiles = key_figures(facts.lines, steps)
     pace = recent(facts.lines, STEP_S)
     if history is not None and isinstance(steps, int) and pace is not None:

@@ -104,9 +104,11 @@ class RunFacts:
     logs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     failure: RunFailure | None = None
 
-    def setting(self, key: str) -> object:
-        """The value of a setting, None when it is not there."""
-        return next((json.loads(one.value) for one in self.settings if one.key == key), None)
+    @property
+    def num_steps(self) -> object:
+        """Value of --num-rollout; None without a run.json."""
+        found = [one.value for one in self.settings if one.key == "rollout.num_rollout"]
+        return json.loads(found[0]) if found else None
 
     @property
     def goodput(self) -> Goodput | None:
