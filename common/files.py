@@ -103,6 +103,13 @@ def write_within(folder: int, name: str, text: str) -> None:
     sync_names(folder)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of ``data``; the kernel may accept less per call."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
 def is_there(path: Path) -> bool:
     """Whether a file exists that another host may write. Blocks while storage hangs.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from rlpost.actor.teacher_description import teacher_description, teacher_folder
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.config.plan.rank_memory import parameter_bytes
 from rlpost.config.plan.shape import Shape, layout_of, rank_parameters, teacher_layout
 from rlpost.config.tree import Config
-from rlpost.data.vocabulary import vocabulary_problem
+from rlpost.data.tokenizer import VOCABULARIES
 from rlpost.errors import RlpostError, WeightError
 from rlpost.hf_shape import hf_shape
 from rlpost.orchestration.settings_of_actors import actor_settings
@@ -102,3 +103,34 @@ def _weight_problem(load: str) -> str | None:
         )
     broken = file_problems(Path(load))
     return f"--opd-teacher-load {broken[0]}" if broken else None
+
+
+def vocabulary_problem(own: Path, theirs: Path) -> str | None:
+    """Return how the vocabulary of ``theirs`` differs from that of ``own``; None if it does not.
+
+    Vocabularies are equal if one of their files is the same byte for byte, or if tokenizer.json maps
+    the same tokens to the same ids; no tokenizer is loaded. A file that only one folder has does
+    not count while another can be compared.
+    """
+    common = [name for name in VOCABULARIES if (own / name).is_file() and (theirs / name).is_file()]
+    if not common:
+        return f"no vocabulary file in common with {own} ({', '.join(VOCABULARIES)})"
+    if any((own / name).read_bytes() == (theirs / name).read_bytes() for name in common):
+        return None
+    if "tokenizer.json" not in common:
+        return f"{common[0]} differs from that of {own}"
+    ours, other = _token_ids(own / "tokenizer.json"), _token_ids(theirs / "tokenizer.json")
+    for token, number in sorted(ours.items(), key=lambda pair: pair[1]):
+        if other.get(token) != number:
+            return f"token {token!r} has id {number} in {own} and {other.get(token)} in {theirs}"
+    return None
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    """The id of each token of a tokenizer.json, added tokens included."""
+    content: dict[str, Any] = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # unigram models list [token, score] by id
+        vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+    added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    return {**vocab, **added}

@@ -24,6 +24,8 @@ from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
+SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
+"""Types of tools that Anthropic runs, without their dates."""
 Event = dict[str, object]
 
 
@@ -146,6 +148,12 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
     for place, tool in enumerate(given):
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
+        kind = str(tool.get("type") or "")
+        if kind.startswith(SERVER_TOOLS):
+            raise BadRequest(
+                f"tools[{place}] is of type {kind!r}; tools that the server runs are not supported",
+                param="tools",
+            )
         tools.append(function_tool(tool, tool.get("input_schema")))
     return tuple(tools)
 

@@ -197,9 +197,8 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._roots: dict[
-            str, MessageNode
-        ] = {}  # by tools, which are at the beginning of the prompt
+        # By tools, which are at the beginning of the prompt.
+        self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
 
     def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> RequestPlan:

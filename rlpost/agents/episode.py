@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import MARKS, Format, format_of, parse_answer
+from rlpost.agents.answer_parsing import MARKS, format_of, parse_answer
 from rlpost.agents.chat_messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation, RequestPlan
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Limit = Literal["tokens", "requests", "context"]
 UNLIMITED = 2**31 - 1
+MODEL = "policy"  # the name of the only model
 T = TypeVar("T")
 
 
@@ -59,29 +60,13 @@ class EpisodeLimits:
     max_parallel: int = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How a harness reaches an episode."""
-
-    base_url: str
-    anthropic_url: str
-    api_key: str
-    model: str
-
-
 class Policy:
     """Template, formats and limits of the model, shared by all episodes."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        form: Format | Literal["auto"] = "auto",
-        *,
-        context_length: int | None = None,
-    ) -> None:
+    def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
         """``context_length``: the engines refuse requests with more tokens, the answer included."""
         self.template, self.context_length = template, context_length
-        self.format: Format = format_of(template.source) if form == "auto" else form
+        self.format = format_of(template.source)
         # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
 
@@ -112,14 +97,18 @@ class OpenEpisode:
         index: int,
         connection: Connection,
         policy: Policy,
-        access: Access,
+        url: str,
+        api_key: str,
         limits: EpisodeLimits,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create it in the event loop of ``connection``; harnesses need ``Gateway.open``."""
+        """Create it in the event loop of ``connection``; harnesses need ``Gateway.open``.
+
+        ``url``: address of the gateway.
+        """
         self.prompt, self.index = prompt, index
-        self.base_url, self.anthropic_url = access.base_url, access.anthropic_url
-        self.api_key, self.model = access.api_key, access.model
+        self.base_url, self.anthropic_url = f"{url}/v1", url
+        self.api_key, self.model = api_key, MODEL
         self.is_closed = False
         self._limits, self._policy, self._connection = limits, policy, connection
         # Each request has its own limit, because the builder's limit would count earlier turns too.

@@ -22,15 +22,13 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
 
 from aiohttp import web
 
 from common.addresses import http_url
-from rlpost.agents.answer_parsing import Format
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import Access, EpisodeLimits, Limit, OpenEpisode, Policy
-from rlpost.agents.http_server import OpenEpisodes, make_app
+from rlpost.agents.episode import EpisodeLimits, Limit, OpenEpisode, Policy
+from rlpost.agents.http_server import make_app
 from rlpost.errors import RolloutError
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.sampling import SamplingParams
@@ -59,8 +57,6 @@ class Gateway:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        model: str = "policy",
-        tool_parser: Format | Literal["auto"] = "auto",
         template_kwargs: Mapping[str, object] | None = None,
         context_length: int | None = None,
     ) -> None:
@@ -70,9 +66,6 @@ class Gateway:
                 (``--hf-checkpoint``).
             host: the address to bind and to name in ``base_url``; harnesses must reach it.
             port: 0 for any free one.
-            model: the name that ``/v1/models`` returns.
-            tool_parser: ``qwen`` (Qwen3, Hermes), ``glm`` (GLM-4.5), ``none``, or ``auto`` by the
-                chat template.
             template_kwargs: additional arguments of the chat template
                 (``--apply-chat-template-kwargs``).
             context_length: tokens that the engines accept in a request with its answer
@@ -83,12 +76,11 @@ class Gateway:
         """
         template = ChatTemplate(model_folder, template_kwargs)
         self.policy = Policy(
-            template,
-            tool_parser,
-            context_length=context_length or model_context_length(model_folder),
+            template, context_length=context_length or model_context_length(model_folder)
         )
-        self._host, self._port, self._model = host, port, model
-        self._episodes = OpenEpisodes()
+        self._host, self._port = host, port
+        # By id. Thread-safe: each change is one operation on the dict.
+        self._episodes: dict[str, OpenEpisode] = {}
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._address = ""
@@ -115,24 +107,19 @@ class Gateway:
         harness builds its own first message.
         """
         episode_id = secrets.token_hex(8)
-        access = Access(
-            base_url=f"{self.url}/v1",
-            anthropic_url=self.url,
-            # Hexadecimal, because ``Episodes.of`` splits the key at dashes.
-            api_key=f"sk-rlpost-{episode_id}-{secrets.token_hex(32)}",
-            model=self._model,
-        )
         episode = OpenEpisode(
             prompt,
             sampling,
             index=index,
             connection=connection,
             policy=self.policy,
-            access=access,
+            url=self.url,
+            # Hexadecimal, because the server splits the key at dashes.
+            api_key=f"sk-rlpost-{episode_id}-{secrets.token_hex(32)}",
             limits=limits,
-            on_close=lambda: self._episodes.remove(episode_id),
+            on_close=lambda: self._episodes.pop(episode_id, None),
         )
-        self._episodes.add(episode_id, episode)
+        self._episodes[episode_id] = episode
         return episode
 
     async def __aenter__(self) -> Gateway:

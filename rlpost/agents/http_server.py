@@ -34,35 +34,11 @@ OVERRIDDEN_HEADER = "x-rlpost-overridden"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class OpenEpisodes:
-    """The open episodes by key. Thread-safe: each change is one operation on a dict."""
+def make_app(episodes: Mapping[str, OpenEpisode]) -> web.Application:
+    """Return the application.
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, OpenEpisode] = {}
-
-    def add(self, episode_id: str, episode: OpenEpisode) -> None:
-        """Admit an episode under the key ``PREFIX-ID-SECRET``."""
-        self._by_id[episode_id] = episode
-
-    def remove(self, episode_id: str) -> None:
-        """Refuse its key from now on."""
-        self._by_id.pop(episode_id, None)
-
-    def of(self, key: str) -> OpenEpisode:
-        """Return the episode of a key. Raises BadRequest (401)."""
-        episode_id = key.rpartition("-")[0].rpartition("-")[2]
-        episode = self._by_id.get(episode_id)
-        # The id is public; only the whole key grants access, and is compared in constant time.
-        known = "" if episode is None else episode.api_key
-        if episode is None or not hmac.compare_digest(known.encode(), key.encode()):
-            raise BadRequest(
-                "the key belongs to no open episode", status=401, code="invalid_api_key"
-            )
-        return episode
-
-
-def make_app(episodes: OpenEpisodes) -> web.Application:
-    """Return the application."""
+    ``episodes``: the open ones, by the ID of their keys ``PREFIX-ID-SECRET``; read at each request.
+    """
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     routes = _Routes(episodes)
     app.router.add_post("/v1/chat/completions", routes.answers(_CHAT))
@@ -103,7 +79,7 @@ _MESSAGES = _Api(
 
 
 class _Routes:
-    def __init__(self, episodes: OpenEpisodes) -> None:
+    def __init__(self, episodes: Mapping[str, OpenEpisode]) -> None:
         self._episodes = episodes
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
@@ -125,7 +101,7 @@ class _Routes:
             headers = self._headers(asked)
             if asked.is_stream:
                 return await _stream(request, api, answering, reply, headers)
-            completion = await _awaited(answering)
+            completion = await answering  # cancelled with the handler if the client disconnects
             return _json(api.body(reply(completion)), headers)
 
         return handle
@@ -149,9 +125,18 @@ class _Routes:
         return _json(openai_format.model_body(episode.model, self._created))
 
     def _episode(self, request: web.Request) -> OpenEpisode:
+        """Return the episode of a request's key. Raises BadRequest (401)."""
         given = request.headers.get("Authorization", "")
         key = given.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
-        return self._episodes.of(key)
+        episode_id = key.rpartition("-")[0].rpartition("-")[2]
+        episode = self._episodes.get(episode_id)
+        # The id is public; only the whole key grants access, and is compared in constant time.
+        known = "" if episode is None else episode.api_key
+        if episode is None or not hmac.compare_digest(known.encode(), key.encode()):
+            raise BadRequest(
+                "the key belongs to no open episode", status=401, code="invalid_api_key"
+            )
+        return episode
 
     def _headers(self, asked: ChatRequest) -> dict[str, str]:
         for field in set(asked.overridden) - self._seen_overridden:
@@ -169,15 +154,6 @@ async def _body(request: web.Request) -> Mapping[str, object]:
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     return body
-
-
-async def _awaited(answering: asyncio.Future[Completion]) -> Completion:
-    """Return the answer; cancel it if the client disconnects."""
-    try:
-        # aiohttp cancels the handler then (``handler_cancellation``).
-        return await answering
-    finally:
-        answering.cancel()
 
 
 async def _stream(

@@ -7,8 +7,8 @@ items of the assistant (reasoning, text, calls) become one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlpost.agents.chat_messages import (
@@ -28,6 +28,7 @@ OVERRIDDEN = ("temperature", "top_p", "reasoning")
 REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
 TEXT_PARTS = ("input_text", "output_text", "text")
 Event = dict[str, object]
+_Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages, and the item
 
 
 def responses_request(body: Mapping[str, object]) -> ChatRequest:
@@ -183,61 +184,50 @@ def _items(choice: ChatChoice, number: int) -> list[dict[str, object]]:
     return items
 
 
-@dataclass
-class _Assistant:
-    """Consecutive items of the assistant."""
-
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def message(self) -> Message:
-        content, reasoning = "".join(self.texts), "".join(self.thoughts)
-        return Message("assistant", content, reasoning, tuple(self.calls))
-
-
 def _messages(given: object) -> list[Message]:
     """Convert the field ``input``. Raises BadRequest."""
     if isinstance(given, str):
         return [Message("user", given)]
     if not isinstance(given, list) or not given:
         raise BadRequest("input must be a string or a list with at least one item", param="input")
-    found: list[Message] = []
-    answer: _Assistant | None = None
+    items: list[_Item] = []
     for place, item in enumerate(given):
         where = f"input[{place}]"
         if not isinstance(item, Mapping):
             raise BadRequest(f"{where} must be an object", param=where)
-        if _is_of_the_assistant(item):
-            answer = answer or _Assistant()
-            _add(answer, item, where)
-            continue
-        if answer is not None:
-            found.append(answer.message())
-            answer = None
-        found.append(_message(item, where))
-    if answer is not None:
-        found.append(answer.message())
+        items.append((where, item))
+    found: list[Message] = []
+    for is_answer, neighbours in itertools.groupby(items, key=_is_of_the_assistant):
+        if is_answer:
+            found.append(_answer(neighbours))
+        else:
+            found += [_message(item, where) for where, item in neighbours]
     return found
 
 
-def _is_of_the_assistant(item: Mapping[str, object]) -> bool:
+def _is_of_the_assistant(located: _Item) -> bool:
+    item = located[1]
     if item.get("type", "message") == "message":
         return item.get("role") == "assistant"
     return item.get("type") in ("reasoning", "function_call")
 
 
-def _add(answer: _Assistant, item: Mapping[str, Any], where: str) -> None:
-    """Add an item of the assistant."""
-    if item.get("type") == "reasoning":
-        answer.thoughts += [str(part.get("text") or "") for part in item.get("content") or []]
-    elif item.get("type") == "function_call":
-        if not isinstance(item.get("name"), str):
-            raise BadRequest(f"{where} must have a name", param=where)
-        arguments = checked_arguments(str(item.get("arguments") or ""), where)
-        answer.calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
-    else:
-        answer.texts.append(text_of(item.get("content"), where, TEXT_PARTS))
+def _answer(items: Iterable[_Item]) -> Message:
+    """Convert consecutive items of the assistant."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for where, item in items:
+        if item.get("type") == "reasoning":
+            thoughts += [str(part.get("text") or "") for part in item.get("content") or []]
+        elif item.get("type") == "function_call":
+            if not isinstance(item.get("name"), str):
+                raise BadRequest(f"{where} must have a name", param=where)
+            arguments = checked_arguments(str(item.get("arguments") or ""), where)
+            calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
+        else:
+            texts.append(text_of(item.get("content"), where, TEXT_PARTS))
+    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
 
 
 def _message(item: Mapping[str, object], where: str) -> Message:

@@ -17,7 +17,7 @@ the same tokens. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
@@ -96,14 +96,7 @@ class Trajectory:
         assert turn.is_trained, turn
         return range(turn.start - self.prompt_length, turn.end - self.prompt_length)
 
-    def to_sample(
-        self,
-        prompt_id: int,
-        index: int,
-        *,
-        label: str | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> Sample:
+    def to_sample(self, prompt_id: int, index: int, *, label: str | None = None) -> Sample:
         """Return the trajectory as a sample of a prompt's group.
 
         Everything before the first trained token is its prompt. Tokens of the harness inside the
@@ -128,30 +121,24 @@ class Trajectory:
             version_spans=spans if len(spans) > 1 else (),
             routes=self.routes,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:],
-            extra=dict(extra or {}),
         )
 
 
 def to_samples(
-    trajectories: Sequence[Trajectory],
-    prompt_id: int,
-    index: int,
-    *,
-    label: str | None = None,
-    extra: Mapping[str, object] | None = None,
+    trajectories: Sequence[Trajectory], prompt_id: int, index: int, *, label: str | None = None
 ) -> list[Sample]:
     """Return the trajectories of one episode as the samples of one answer.
 
     All have the same ``index``, as several samples of a custom generate function: the trainer
     weights them as parts of one answer (``rlpost.types.TrainSample.weight``).
     """
-    return [each.to_sample(prompt_id, index, label=label, extra=extra) for each in trajectories]
+    return [each.to_sample(prompt_id, index, label=label) for each in trajectories]
 
 
-def _version_spans(versions: Iterable[int] | RunColumn) -> tuple[tuple[int, int], ...]:
+def _version_spans(versions: RunColumn) -> tuple[tuple[int, int], ...]:
     """Return (version, count) with the tokens of the harness added to the span before them."""
     spans: list[tuple[int, int]] = []
-    for version, count in RunColumn.of(versions).runs:
+    for version, count in versions.runs:
         if spans and version in (NO_VERSION, spans[-1][0]):
             spans[-1] = (spans[-1][0], spans[-1][1] + count)
         else:

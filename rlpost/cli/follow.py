@@ -148,7 +148,7 @@ def summary(run: RunFolder) -> list[str]:
     """Lines with the first and last reward of each evaluation set, and the files of a run."""
     lines = read_metrics(run.metrics)
     found = []
-    for name in sorted({name for line in lines for name in eval_rewards(line)}):
+    for name in eval_rewards(*lines):
         points = [(line["step"], line[name]) for line in lines if name in line]
         (first_step, first), (last_step, last) = points[0], points[-1]
         change = f"{first:.3f} at step {first_step:.0f} -> {last:.3f} at step {last_step:.0f}"

@@ -25,7 +25,7 @@ MAX_RUNS = 10
 def earlier_step_times(config: Config) -> StepTimes | None:
     """Medians over the newest steps of the newest comparable run; None without one."""
     found = Path(config.cluster.runs_dir).glob(f"{config.cluster.job_name}*/metrics.jsonl")
-    newest_first = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    newest_first = sorted(found, key=_changed_at, reverse=True)
     for path in newest_first[:MAX_RUNS]:
         try:
             times = _step_times(RunFolder(path.parent), config)
@@ -34,6 +34,14 @@ def earlier_step_times(config: Config) -> StepTimes | None:
         if times is not None:
             return times
     return None
+
+
+def _changed_at(path: Path) -> float:
+    """Unix time of the last change; 0 for a run that has been removed since it was listed."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:

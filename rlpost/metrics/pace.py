@@ -20,8 +20,9 @@ Line = Mapping[str, float]
 def finite(line: Line, name: str, default: float = 0.0) -> float:
     """Return a value of a line; ``default`` where it is missing or not a finite number."""
     value = line.get(name)
-    is_number = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if is_number and value is not None else default
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    return default
 
 
 def is_timed(line: Line) -> bool:

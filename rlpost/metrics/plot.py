@@ -27,7 +27,7 @@ def plot_rewards(metrics_path: Path, picture: Path) -> None:
 
     lines = read_metrics(metrics_path)
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    evals = sorted({name for line in lines for name in eval_rewards(line)})
+    evals = eval_rewards(*lines)
     draw_rewards(axes, lines, evals)
     axes.set(xlabel="step", ylabel="mean reward", title="Reward")
     axes.grid(alpha=0.3)

@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -160,16 +160,14 @@ class _Handler(BaseHTTPRequestHandler):
 class Newest:
     """A Prometheus collector that exposes the newest line."""
 
-    def __init__(
-        self, run: str, about: Mapping[str, str], clock: Callable[[], float] = time.time
-    ) -> None:
-        self._run, self._about, self._clock = run, dict(about), clock
+    def __init__(self, run: str, about: Mapping[str, str]) -> None:
+        self._run, self._about = run, dict(about)
         self._line: Mapping[str, float] = {}
         self._at = 0.0
 
     def update(self, line: Mapping[str, float]) -> None:
         """Replace the line."""
-        self._line, self._at = line, self._clock()
+        self._line, self._at = line, time.time()
 
     def collect(self) -> Iterator[Any]:
         """Yield one metric family per name."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.files import sync
+from common.files import sync, write_all
 from rlpost.run_files import RunFile
 from rlpost.types import SampleGroup
 
@@ -125,7 +125,7 @@ class MetricsWriter:
             beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666
         )
         try:
-            _write_all(descriptor, data)
+            write_all(descriptor, data)
             os.fsync(descriptor)
             self._check()
             os.rename(beside, self._path)
@@ -147,7 +147,7 @@ class MetricsWriter:
             os.ftruncate(self._descriptor, self._good_bytes)
         # If the write fails half way, the next call truncates what it left.
         self._is_torn = True
-        _write_all(self._descriptor, (json.dumps({"step": step, **metrics}) + "\n").encode())
+        write_all(self._descriptor, (json.dumps({"step": step, **metrics}) + "\n").encode())
         os.fsync(self._descriptor)
         self._is_torn = False
         self._good_bytes = os.fstat(self._descriptor).st_size
@@ -215,10 +215,11 @@ def with_nan(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in line.items()}
 
 
-def eval_rewards(metrics: Mapping[str, float]) -> list[str]:
-    """Return the sorted names ``eval/SET/reward_mean`` of a line."""
+def eval_rewards(*lines: Mapping[str, float]) -> list[str]:
+    """Return the names ``eval/SET/reward_mean`` of all lines, each once, sorted."""
+    names: set[str] = set().union(*lines)
     return sorted(
-        name for name in metrics if name.startswith("eval/") and name.endswith("/reward_mean")
+        name for name in names if name.startswith("eval/") and name.endswith("/reward_mean")
     )
 
 
@@ -255,9 +256,3 @@ def _longest_ascent(steps: Sequence[int]) -> list[int]:
         found.append(index_or_none)
         index_or_none = before[index_or_none]
     return found[::-1]
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -51,7 +51,7 @@ class CallHistory:
 def limit_s(history: CallHistory, rule: OverdueRule) -> float | None:
     """Return the seconds after which a call may be judged to hang; None without enough history.
 
-    >>> limit_s(History(deque([2.0, 8.0, 3.0])), Rule(factor=5.0, min_s=30.0))
+    >>> limit_s(CallHistory(deque([2.0, 8.0, 3.0])), OverdueRule(factor=5.0, min_s=30.0))
     40.0
     """
     if len(history.durations) < ENOUGH:

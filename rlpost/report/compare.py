@@ -61,16 +61,15 @@ def comparison(runs: Sequence[RunFacts]) -> dict[str, object]:
 
 def _figures_of(run: RunFacts) -> dict[str, object]:
     newest = run.lines[-1] if run.lines else {}
-    eval_names = sorted({name for line in run.lines for name in eval_rewards(line)})
     evals = {}
-    for name in eval_names:
+    for name in eval_rewards(*run.lines):
         evals[name.split("/")[1]] = [line[name] for line in run.lines if name in line]
     history = timeline(run.events, run.written)
     return {
         "name": run.name,
         "folder": run.folder,
         "step": int(newest.get("step", 0)),
-        "num_steps": run.setting("rollout.num_rollout"),
+        "num_steps": run.num_steps,
         "reward": newest.get("reward/mean"),
         "evals": evals,
         "tokens_per_s": recent(run.lines, THROUGHPUT),
@@ -104,10 +103,7 @@ def figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the key figures by name, with one value per run; empty where a run has none."""
     by_run = []
     for run in runs:
-        found = {
-            name: value
-            for value, name in key_figures(run.lines, run.setting("rollout.num_rollout"))
-        }
+        found = {name: value for value, name in key_figures(run.lines, run.num_steps)}
         history = timeline(run.events, run.written)
         if history is not None:
             found |= {

@@ -82,7 +82,7 @@ def report_page(facts: RunFacts) -> str:
     """Return the whole page."""
     history = timeline(facts.events, facts.written)
     folder = shlex.quote(facts.folder)
-    steps = facts.setting("rollout.num_rollout")
+    steps = facts.num_steps
     main = panels(facts.lines)
     others = other_panels([(facts.name, facts.lines)], drawn_names(facts.lines))
     return render(
@@ -134,7 +134,7 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list
     found = [(f"{newest['step']:.0f}{of_steps}", "steps")]
     if "reward/mean" in newest:
         found.append((f"{newest['reward/mean']:.3f}", "reward, last step"))
-    for name in sorted({name for line in lines for name in eval_rewards(line)}):
+    for name in eval_rewards(*lines):
         values = [line[name] for line in lines if name in line]
         found.append((f"{values[0]:.3f} → {values[-1]:.3f}", f"reward on {name.split('/')[1]}"))
     for name, words, unit in (
@@ -162,7 +162,7 @@ def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
 
 
 def _tiles(facts: RunFacts, history: Timeline | None) -> list[tuple[str, str]]:
-    steps = facts.setting("rollout.num_rollout")
+    steps = facts.num_steps
     tiles = key_figures(facts.lines, steps)
     pace = recent(facts.lines, STEP_S)
     if history is not None and isinstance(steps, int) and pace is not None:

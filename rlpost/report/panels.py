@@ -194,8 +194,8 @@ def drawn_names(lines: Lines) -> set[str]:
     """Return the metrics that ``panels`` draws."""
     found = {name for _, _, plotted in _PLOTS for _, name in plotted} | {"reward/mean"}
     found |= {name for _, name in PHASES}
+    found.update(eval_rewards(*lines))
     for line in lines:
-        found.update(eval_rewards(line))
         found.update(name for name in line if _PASS_RATE.fullmatch(name))
     return found
 
@@ -248,7 +248,7 @@ def _single(runs: Sequence[tuple[str, Lines]], name: str) -> Panel:
 
 
 def _reward(lines: Lines) -> Panel:
-    evals = sorted({name for line in lines for name in eval_rewards(line)})
+    evals = eval_rewards(*lines)
     curves = [_curve(lines, "reward/mean", "rollout, mean", 0)]
     curves += [
         _curve(lines, name, name.split("/")[1], n, dots=True, soften=False)

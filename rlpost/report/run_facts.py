@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
 from common.error_lines import with_remedy
+from common.files import tail_text, text_or_empty
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
@@ -103,9 +104,11 @@ class RunFacts:
     logs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     failure: RunFailure | None = None
 
-    def setting(self, key: str) -> object:
-        """The value of a setting, None when it is not there."""
-        return next((json.loads(one.value) for one in self.settings if one.key == key), None)
+    @property
+    def num_steps(self) -> object:
+        """Value of --num-rollout; None without a run.json."""
+        found = [one.value for one in self.settings if one.key == "rollout.num_rollout"]
+        return json.loads(found[0]) if found else None
 
     @property
     def goodput(self) -> Goodput | None:
@@ -133,7 +136,7 @@ def read_facts(run: RunFolder) -> RunFacts:
             for check in checks_of(path.name, _json(path / PREFLIGHT_JSON))
         ),
         network={
-            path.stem.removeprefix("agent-"): network_table(_text(path))
+            path.stem.removeprefix("agent-"): network_table(text_or_empty(path))
             for path in sorted((run.attempts / "latest").glob("agent-*.log"))
         },
         samples=tuple(chain(*reversed(answers)) if answers else _recorded(settings)),
@@ -222,9 +225,7 @@ def _failure(run: RunFolder, events: Sequence[Entry]) -> RunFailure | None:
 def _tail(path: Path) -> str:
     """The last lines of a file, at most TAIL_BYTES."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        text = tail_text(path, TAIL_BYTES)
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-TAIL_LINES:])
@@ -261,7 +262,7 @@ def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
             numbers.append((int(middle), file))
     found = []
     for number, file in sorted(numbers, reverse=True)[:MAX_SAMPLE_STEPS]:
-        for text in _text(file).split("\n")[:RECORDED_GROUPS]:
+        for text in text_or_empty(file).split("\n")[:RECORDED_GROUPS]:
             try:
                 group = json.loads(text)
                 ordered = sorted(group["samples"], key=lambda scored: -scored["reward"])
@@ -284,13 +285,6 @@ def _recorded_sample(step: int, scored: Mapping[str, Any]) -> RecordedAnswer:
         "num_tokens": len(sample["response_ids"]),
         "finish": sample["finish_reason"],
     }
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _json(path: Path) -> dict[str, object]:

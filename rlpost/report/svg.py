@@ -128,7 +128,7 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
     """Draw stacked areas; a curve without a value at a step counts as 0 there."""
     steps = sorted({x for curve in curves for x, _ in curve.points})
     groups = [steps[n : n + _per_group(steps)] for n in range(0, len(steps), _per_group(steps))]
-    xs = [group[0] for group in groups] if len(groups) > 1 else steps[:1]
+    xs = [group[0] for group in groups]
     tops, areas = [0.0] * len(groups), []
     for curve in curves:
         of_step = dict(curve.points)
@@ -148,7 +148,7 @@ def stacked_plot(curves: Sequence[Curve], *, title: str, marks: Marks | None = N
     drawn += [_lost(axes, curve) for curve in curves]
     drawn.append(_marks(axes, marks or Marks()))
     shown = [
-        _data(replace(curve, points=list(zip(xs, heights, strict=True)), soften=False), len(xs))
+        _data(replace(curve, points=list(zip(xs, heights, strict=True)), soften=False), MAX_POINTS)
         for curve, _, _, heights in areas
     ]
     return _svg(title, drawn, shown, is_stacked=True)

@@ -97,11 +97,12 @@ class RewardGrader:
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """See ``Grader``."""
-        settings, name = self._settings, self._name(prompt)
+        settings = self._settings
         if settings.custom_rm_path is not None and settings.group_rm:
             return await self._isolated(("group", settings.custom_rm_path), prompt, samples)
         if settings.custom_rm_path is not None:
             return await self._each(("custom", settings.custom_rm_path), prompt, samples)
+        name = self._name(prompt)
         if name == REMOTE:
             return await asyncio.gather(
                 *(self._remote_reward(prompt, sample) for sample in samples)

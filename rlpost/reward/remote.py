@@ -3,8 +3,8 @@
 Input: a URL, a prompt and a sample. Output: the reward.
 
 The request is ``{"prompt", "response", "label", "metadata"}`` as JSON. The response is a number, or
-an object with a number under ``reward`` or ``score``. A request is retried until the deadline if
-the server does not respond, is busy (429) or fails (5xx).
+an object with a number under ``reward`` or ``score``. A failed request is repeated
+(``rlpost.retrying_client``).
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import json
 import math
 
 from rlpost.errors import RolloutError
-from rlpost.retried_posts import RetriedPosts
+from rlpost.retrying_client import RetryingClient
 from rlpost.types import Prompt, Sample
 
 KEYS = ("reward", "score")
 
 
 class RemoteReward:
-    """A reward model at ``url``.
-
-    ``deadline_s`` limits one score with all its attempts, from when it has a connection slot.
-    """
+    """A reward model at ``url``; ``deadline_s`` as for ``RetryingClient``."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
         self._url = url
-        self._posts = RetriedPosts(
+        self._client = RetryingClient(
             url, flag="--rm-url", deadline_s=deadline_s, deadline_flag="--rm-url-timeout-s"
         )
 
@@ -35,8 +32,8 @@ class RemoteReward:
         """Return the reward of a sample.
 
         Raises:
-            GradingLost: the server did not respond in time, or was busy or failed at every attempt.
-            RolloutError: it refused the request or did not return a number; no retry can help.
+            GradingLost: see ``RetryingClient.post``.
+            RolloutError: the server refused the request or did not return a number.
         """
         body = {
             "prompt": prompt.text,
@@ -45,12 +42,12 @@ class RemoteReward:
             "metadata": dict(prompt.metadata),
         }
         # metadata from Parquet may hold dates
-        answer = await self._posts.post(json.dumps(body, default=str).encode())
+        answer = await self._client.post(json.dumps(body, default=str).encode())
         return self._number(answer.decode(errors="replace"))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._posts.close()
+        await self._client.close()
 
     def _number(self, text: str) -> float:
         try:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from common.files import sync, take_name
+from common.files import sync, take_name, write_all
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.rollout.journal_format import Framing, Header, Record, header_content, segment_path
 from rlpost.run_files import RunFile
@@ -297,10 +297,3 @@ def _temporary_path(path: Path) -> Path:
     """Return a random temporary name: process ids are not unique on a shared file system."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}")
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Write all of ``data``; the kernel may accept less per call."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

@@ -23,7 +23,7 @@ import orjson
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import ConfigError, GradingLost, RolloutError
-from rlpost.retried_posts import RetriedPosts
+from rlpost.retrying_client import RetryingClient
 from rlpost.rollout.engine_client import authorization
 from rlpost.types import Sample, ScoredSample
 
@@ -52,7 +52,7 @@ class TeacherServer:
         """``timeout_s`` limits one score with all its attempts; ``top_k`` is --opd-top-k."""
         self.url = generate_url(url)
         self._top_k = top_k
-        self._posts = RetriedPosts(
+        self._client = RetryingClient(
             self.url,
             flag="--opd-teacher-url",
             deadline_s=timeout_s,
@@ -93,7 +93,7 @@ class TeacherServer:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._posts.close()
+        await self._client.close()
 
     async def _one(self, graded: ScoredSample) -> ScoredSample | None:
         try:
@@ -162,7 +162,7 @@ class TeacherServer:
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
         }
-        return self._parsed(await self._posts.post(orjson.dumps(request)))
+        return self._parsed(await self._client.post(orjson.dumps(request)))
 
     def _parsed(self, answer: bytes) -> tuple[list[Entry], list[list[Entry]]]:
         try:

@@ -179,11 +179,10 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, objec
     found = dict(base)
     for key, value in over.items():
         old = found.get(key)
-        is_other = isinstance(value, Mapping) and value.get("type") != (old or {}).get("type")
         if (
             isinstance(value, Mapping)
             and isinstance(old, Mapping)
-            and not ("type" in value and is_other)
+            and value.get("type", old.get("type")) == old.get("type")
         ):
             found[key] = _merged(old, value)
         else:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.files import write_all
+from rlpost.metrics.samples import cut
 from rlpost.run_files import RunFile
 
 FILE_NAME = "episodes.jsonl"
@@ -43,10 +45,8 @@ class EpisodeFile:
 
 def shortened(value: object) -> Any:
     """Return a JSON value in which the middle of each long text is left out."""
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        left_out = len(value) - 2 * half
-        return f"{value[:half]}\n[... {left_out} characters ...]\n{value[-half:]}"
+    if isinstance(value, str):
+        return cut(value, MAX_TEXT)
     if isinstance(value, Mapping):
         return {key: shortened(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -58,7 +58,7 @@ def _append(path: Path, record: Mapping[str, object]) -> None:
     line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(handle, line.encode("utf-8", "replace"))
+        write_all(handle, line.encode("utf-8", "replace"))
     finally:
         os.close(handle)
 

@@ -50,8 +50,9 @@ class RemoteSandbox(Sandbox):
     async def connect(cls, node: NodeRecord, secret: bytes, limits: Limits) -> RemoteSandbox:
         """Wait for a sandbox of a node. Raises ``SandboxLost``."""
         try:
-            connecting = asyncio.open_connection(node.host, node.port)
-            reader, writer = await asyncio.wait_for(connecting, wire.SILENCE_SECONDS)
+            # Not ``wait_for``: that of Python 3.11 drops a cancellation that arrives with the result.
+            async with asyncio.timeout(wire.SILENCE_SECONDS):
+                reader, writer = await asyncio.open_connection(node.host, node.port)
         except (OSError, TimeoutError) as error:
             raise SandboxLost(f"sandbox server {node.name} ({node.host}): {error}") from error
         sandbox = cls(limits, node.name, reader, writer)
@@ -167,7 +168,8 @@ class RemotePool:
         try:
             sandbox = await RemoteSandbox.connect(node, self._secret, limits or self.limits)
         except BaseException as error:
-            self._avoided[node.name] = time.monotonic() + AVOID_SECONDS
+            if not isinstance(error, asyncio.CancelledError):
+                self._avoided[node.name] = time.monotonic() + AVOID_SECONDS
             self.returned(node.name)
             if isinstance(error, TypeError | ValueError):
                 raise SandboxLost(f"sandbox server {node.name}: {error}") from error

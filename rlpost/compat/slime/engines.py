@@ -209,6 +209,7 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
     }
 
 
+_tokenizer = cache(hf_tokenizer)
 _current: ContextVar[Engines] = ContextVar("engines of the call under way")
 
 
@@ -337,11 +338,6 @@ def load_tokenizer(name_or_path: str, **kwargs: object) -> HfTokenizer:
     """Load the tokenizer of a folder once per process; code in the folder is never executed."""
     del kwargs
     return _tokenizer(str(name_or_path))
-
-
-@cache
-def _tokenizer(path: str) -> HfTokenizer:
-    return hf_tokenizer(path)
 
 
 def load_function(path: str) -> Callable[..., object]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import START, Sample, begun, shown
 from rlpost.errors import ConfigError
 from rlpost.reward.reward_number import reward_number
@@ -49,11 +48,11 @@ def scored_samples(
     """
     first = group.samples[0].sample
     prompt = prompt or Prompt(group.prompt_id, "", first.prompt_ids, first.label)
-    siblings, key, kind = args.n_samples_per_prompt, args.reward_key, sample_class()
+    siblings, key = args.n_samples_per_prompt, args.reward_key
     samples = []
     for scored in group.samples:
         reward = {key: scored.reward} if key else scored.reward
-        samples.append(shown(prompt, scored.sample, siblings=siblings, reward=reward, kind=kind))
+        samples.append(shown(prompt, scored.sample, siblings=siblings, reward=reward))
     return samples
 
 
@@ -99,19 +98,19 @@ class SlimeBufferFilter:
             ) from None
 
     def _group(self, entry: Unfinished) -> list[Sample]:
-        siblings, kind = self._args.n_samples_per_prompt, sample_class()
+        siblings = self._args.n_samples_per_prompt
         started = {answer.index: answer for answer in entry.samples}
         samples: list[Sample] = []
         for index in range(siblings):
             if index in started:
-                samples.append(_resumed(entry.prompt, started[index], siblings, kind))
+                samples.append(_resumed(entry.prompt, started[index], siblings))
             else:
-                samples.append(begun(entry.prompt, index, siblings=siblings, kind=kind))
+                samples.append(begun(entry.prompt, index, siblings=siblings))
         return samples
 
 
-def _resumed(prompt: Prompt, answer: Answer, siblings: int, kind: type[Sample]) -> Sample:
-    made = shown(prompt, answer, siblings=siblings, kind=kind)
+def _resumed(prompt: Prompt, answer: Answer, siblings: int) -> Sample:
+    made = shown(prompt, answer, siblings=siblings)
     made.metadata.setdefault(START, answer.oldest_version)
     return made
 
@@ -170,7 +169,7 @@ class SlimeGrader:
         ungraded = []
         for position, sample in enumerate(samples):
             if self._takes_given and "reward" in sample.extra:
-                rewards[position] = self._number(sample.extra["reward"])
+                rewards[position] = reward_number(sample.extra["reward"], self._key, self._weights)
             else:
                 ungraded.append(position)
         if ungraded:
@@ -185,6 +184,3 @@ class SlimeGrader:
     async def close(self) -> None:
         """See ``Grader``."""
         await self._grader.close()
-
-    def _number(self, reward: object) -> float:
-        return reward_number(reward, self._key, self._weights)

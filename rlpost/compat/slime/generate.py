@@ -28,7 +28,6 @@ from rlpost.compat.slime.engines import (
     reachable,
     sampling_fields,
 )
-from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, begun, label_of
 from rlpost.compat.slime.signatures import EVALUATION, takes_evaluation
 from rlpost.errors import ConfigError, RolloutError
@@ -36,7 +35,7 @@ from rlpost.rollout.answer_routes import Read, routes_of
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import FinishReason, Prompt
+from rlpost.types import Prompt
 from rlpost.types import Sample as Answer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class SlimeGenerate:
 
     async def _samples(self, engines: Engines, sampling_params: dict[str, object]) -> list[Sample]:
         siblings = self._args.n_samples_per_prompt
-        sample = begun(engines.prompt, engines.index, siblings=siblings, kind=sample_class())
+        sample = begun(engines.prompt, engines.index, siblings=siblings)
         given = (self._args, sample, sampling_params)
         with reachable(engines):
             if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
@@ -132,6 +131,8 @@ def trained(sample: Sample, engines: Engines) -> Answer:
     is_complete = num_versions == 1 and sample.rollout_log_probs is not None
     found = [None] * length if is_complete else _found(response, engines.written)
     versions = _versions(found, sample, engines, what)
+    spans = RunColumn.of(versions).runs
+    is_truncated = sample.status.value == Sample.Status.TRUNCATED.value
     return Answer(
         prompt_id=engines.prompt.prompt_id,
         index=engines.index,
@@ -139,11 +140,11 @@ def trained(sample: Sample, engines: Engines) -> Answer:
         response_ids=IntColumn(response),
         rollout_logprobs=_logprobs(found, mask, sample.rollout_log_probs, what),
         text=sample.response,
-        finish_reason=_finish_reason(sample),
+        finish_reason="length" if is_truncated else "stop",
         policy_version=versions[-1],
         label=engines.prompt.label,
         loss_mask=None if all(mask) else RunColumn.of(mask),
-        version_spans=_spans(versions),
+        version_spans=spans if len(spans) > 1 else (),
         extra=_extra(sample, engines.prompt),
         routes=_routes(tokens, length, engines),
         sampling_mask=_sampling_mask(sample, length, what),
@@ -233,16 +234,6 @@ def _versions(
     return versions
 
 
-def _spans(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    spans: list[tuple[int, int]] = []
-    for version in versions:
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1] + 1)
-        else:
-            spans.append((version, 1))
-    return tuple(spans) if len(spans) > 1 else ()
-
-
 def _logprobs(
     found: Sequence[tuple[float, int] | None],
     mask: Sequence[int],
@@ -260,10 +251,6 @@ def _logprobs(
         f"{what} has {has} for a response_length of {len(mask)}; take them from meta_info['output_token_logprobs'] of "
         "each answer, with the ids there, and 0.0 for the tokens of tools"
     )
-
-
-def _finish_reason(sample: Sample) -> FinishReason:
-    return "length" if sample.status.value == Sample.Status.TRUNCATED.value else "stop"
 
 
 def _extra(sample: Sample, prompt: Prompt) -> dict[str, object]:
@@ -288,7 +275,7 @@ def _extra(sample: Sample, prompt: Prompt) -> dict[str, object]:
 def _is_kept(name: str, value: object) -> bool:
     """Whether JSON, in which a value is sent and saved, keeps it; warn once if not."""
     try:
-        is_same = _read_back(value) == _lists(value)
+        is_same = json.loads(json.dumps(value)) == _lists(value)
     except (TypeError, ValueError):
         is_same = False
     if not is_same and name not in _warned:
@@ -297,10 +284,6 @@ def _is_kept(name: str, value: object) -> bool:
             "%s: sample.%s is not a JSON value and is not passed to the reward", FLAG, name
         )
     return is_same
-
-
-def _read_back(value: object) -> object:
-    return json.loads(json.dumps(value))
 
 
 def _lists(value: object) -> object:

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.modules import sample_class
 from rlpost.compat.slime.sample import Sample, shown
 from rlpost.errors import ConfigError
 from rlpost.reward.answer_extraction import last_boxed
@@ -38,7 +37,7 @@ def slime_reward(
     args = Arguments(settings)
 
     def sample(prompt: Prompt, answer: Answer) -> Sample:
-        return shown(prompt, answer, siblings=args.n_samples_per_prompt, kind=sample_class())
+        return shown(prompt, answer, siblings=args.n_samples_per_prompt)
 
     def score(prompt: Prompt, given: Answer | Sequence[Answer]) -> object:
         if isinstance(given, Answer):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn, TypedDict, TypeVar
 
+from rlpost.compat.slime.modules import sample_class
 from rlpost.data.prompts import label_text
 from rlpost.errors import ConfigError
 from rlpost.types import Prompt
@@ -187,11 +188,9 @@ numbers rollouts from 0, as rlpost numbers policy versions, so the value is the 
 """
 
 
-def begun(prompt: Prompt, index: int, *, siblings: int, kind: type[Sample] = Sample) -> Sample:
-    """Make a sample before generation.
-
-    ``siblings`` is --n-samples-per-prompt; ``kind`` is the class to use.
-    """
+def begun(prompt: Prompt, index: int, *, siblings: int) -> Sample:
+    """Make a sample before generation; ``siblings`` is --n-samples-per-prompt."""
+    kind = sample_class()
     made = kind()
     made.group_index = prompt.prompt_id
     made.index = prompt.prompt_id * siblings + index
@@ -207,10 +206,9 @@ def shown(
     *,
     siblings: int,
     reward: float | Mapping[str, float] | None = None,
-    kind: type[Sample] = Sample,
 ) -> Sample:
     """Convert an answer to a sample, including the attributes set by a generate function."""
-    made = begun(prompt, answer.index, siblings=siblings, kind=kind)
+    made = begun(prompt, answer.index, siblings=siblings)
     made.tokens = [*answer.prompt_ids, *answer.response_ids]
     made.response, made.response_length = answer.text, len(answer.response_ids)
     made.loss_mask, made.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
@@ -221,7 +219,7 @@ def shown(
         made.rollout_top_p_token_offsets = list(itertools.accumulate(sizes, initial=0))
     versions = answer.version_spans or ((answer.policy_version, 0),)
     made.weight_versions = [str(version) for version, _ in versions]
-    made.status = kind.Status(STATUS[answer.finish_reason].value)
+    made.status = type(made).Status(STATUS[answer.finish_reason].value)
     for name, value in answer.extra.items():
         setattr(made, name, copy.deepcopy(value))
     if len(answer.version_spans) > 1:

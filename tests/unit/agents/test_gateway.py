@@ -345,6 +345,19 @@ def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_format(
     run(folder, act)
 
 
+def test_a_tool_that_anthropic_runs_is_refused_and_one_of_the_client_is_not(folder: str) -> None:
+    async def act(made: Setup) -> None:
+        async with await made.open() as episode:
+            url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
+            for kind, status in (("web_search_20250305", 400), ("custom", 200)):
+                tool = {"type": kind, "name": "search", "input_schema": {"type": "object"}}
+                body = {"messages": [USER], "max_tokens": 8, "tools": [tool]}
+                async with made.client.post(url, json=body, headers=key) as response:
+                    assert response.status == status, await response.text()
+
+    run(folder, act, ["Found."])
+
+
 def test_errors_of_http_are_in_the_format_of_the_api(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

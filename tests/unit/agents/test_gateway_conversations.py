@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import Access, EpisodeLimits, OpenEpisode, Policy
+from rlpost.agents.episode import EpisodeLimits, OpenEpisode, Policy
 from rlpost.agents.openai_format import chat_request
 from rlpost.agents.requests import Completion
 from rlpost.agents.trajectory import to_samples
@@ -23,7 +23,6 @@ from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS
 from tests.unit.agents.sampled import ROUTES, SampledTokens, check
 
-ACCESS = Access("http://127.0.0.1/v1", "http://127.0.0.1", "sk-rlpost-0-0123456789", "policy")
 USER = {"role": "user", "content": "How is the weather?"}
 MORE = {"role": "user", "content": "And tomorrow?"}
 QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -68,7 +67,8 @@ class Talk:
                 index=2,
                 connection=self.engine,  # type: ignore[arg-type]
                 policy=self.policy,
-                access=ACCESS,
+                url="http://127.0.0.1",
+                api_key="sk-rlpost-0-0123456789",
                 limits=self._limits,
             )
             return await act(self)

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import Access, EpisodeLimits, OpenEpisode, Policy
+from rlpost.agents.episode import EpisodeLimits, OpenEpisode, Policy
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import STOPS, TEMPLATES, real_templates, write_model
@@ -21,7 +21,6 @@ from tests.unit.agents.harness import Harness, Writer
 from tests.unit.agents.sampled import ROUTES, SampledTokens, check
 
 NUM = int(os.environ.get("RLPOST_CONVERSATIONS", "120"))
-ACCESS = Access("http://127.0.0.1/v1", "http://127.0.0.1", "sk-rlpost-0-0123456789", "policy")
 KINDS = {**{kind: (kind, text) for kind, text in TEMPLATES.items()}, **real_templates()}
 
 
@@ -52,7 +51,8 @@ async def converse(kind: str, policy: Policy, seed: int) -> Counter[str]:
         index=0,
         connection=engine,  # type: ignore[arg-type]
         policy=policy,
-        access=ACCESS,
+        url="http://127.0.0.1",
+        api_key="sk-rlpost-0-0123456789",
         limits=EpisodeLimits(max_tokens=2000),
     )
     await Harness(episode, draw).talk(draw.randint(1, 8))

@@ -11,9 +11,9 @@ import pytest
 from rlpost.check import check, notes
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.load import load
-from rlpost.data.vocabulary import vocabulary_problem
 from rlpost.errors import ConfigError
 from rlpost.hf_shape import hf_shape
+from rlpost.teacher_folder import vocabulary_problem
 from rlpost.units import size_text
 from tests.unit.cli.projects import MODEL, make_project
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from rlpost.config.plan.save_interval import (
     save_interval,
 )
 from rlpost.errors import ConfigError
+from rlpost.metrics.earlier_runs import earlier_step_times
 from tests.unit.cli.projects import make_project
 
 
@@ -162,6 +164,16 @@ def test_plan_and_check_use_what_an_earlier_run_of_the_recipe_measured(
     assert given["save_s"] < 1, "from the bytes of a checkpoint"
     assert plan_main(words) == 0
     assert f"--save-interval {measured['steps']} (" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_is_removed_while_runs_are_listed_is_skipped(tmp_path, monkeypatch):
+    recipe = make_project(tmp_path) / "recipe.toml"
+    monkeypatch.chdir(tmp_path)
+    earlier_run(tmp_path, "test-1", step_s=10.0, save_s=30.0, recipe=recipe)
+    listed = Path.glob
+    removed = tmp_path / "runs/test-2/metrics.jsonl"
+    monkeypatch.setattr(Path, "glob", lambda *given: [*listed(*given), removed])
+    assert earlier_step_times(load([recipe], {}).config).source == "measured in test-1"
 
 
 @pytest.mark.parametrize(

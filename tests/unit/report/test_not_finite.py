@@ -16,6 +16,7 @@ from rlpost.metrics.writer import MetricsWriter, eval_rewards, read_metrics
 from rlpost.report.page import report_page
 from rlpost.report.panels import drawn_names, other_panels, panels
 from rlpost.report.run_facts import read_facts
+from rlpost.report.svg import stacked_plot
 from tests.unit.report.runs import make_run
 
 WORDS = {"NaN": "NaN", "Infinity": "∞", "-Infinity": "-∞", "null": "NaN"}
@@ -59,6 +60,15 @@ def test_every_plot_marks_a_value_that_is_not_finite_and_every_view_works(tmp_pa
         words += [str(other.root)] if verb == ["compare"] else []
         assert main(words) in (0, 3), verb
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_phases_are_drawn_when_all_values_but_those_of_one_step_are_not_finite():
+    phases = {"time/step_s": 3.0, "time/generate_s": 1.0, "time/train_s": 2.0}
+    lines = [{"step": 1, **phases}]
+    lines += [{"step": step, **dict.fromkeys(phases, math.nan)} for step in (2, 3)]
+    (stacked,) = (panel for panel in panels(lines) if panel.is_stacked)
+    plot = stacked_plot(stacked.curves, title=stacked.title)
+    assert plot.count('[[2.0,"NaN"],[3.0,"NaN"]]') == 2
 
 
 def test_the_live_page_says_how_many_values_are_not_finite(tmp_path):

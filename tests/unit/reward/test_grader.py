@@ -13,7 +13,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rlpost import retried_posts
+from rlpost import retrying_client
 from rlpost.columns import RouteColumn
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -175,6 +175,12 @@ def test_a_users_function_scores_one_answer_or_a_group(
     )
 
 
+def test_a_custom_reward_takes_precedence_over_any_name_in_a_prompt() -> None:
+    config = settings(custom_rm_path=f"{USER}:length")
+    named = prompt(rm_type="known_to_slime_alone")
+    assert using(config, lambda made: made.grade(named, samples("a", "abc"))) == [1, 3]
+
+
 def test_a_missing_custom_function_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py:f: no such file"):
         make_grader(settings(custom_rm_path="/nowhere.py:f"))
@@ -281,7 +287,7 @@ def test_a_reward_model_is_called_over_http(text: str) -> None:
 def test_waiting_for_a_connection_does_not_use_up_the_deadline_of_a_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retried_posts, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(retrying_client, "MAX_CONNECTIONS", 1)
     server = Server((200, "1"), slow_s=0.3)
     assert ask(server, "abcdef", timeout_s=1.7) == [1, 1, 1, 1, 1, 1]
 
@@ -292,7 +298,7 @@ def test_an_answer_that_is_not_text_is_refused() -> None:
 
 
 def test_requests_to_a_busy_reward_model_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retried_posts, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     server = Server((503, ""), (429, ""), (200, "1"))
     assert ask(server) == [1]
     assert len(server.bodies) == 3
@@ -316,7 +322,7 @@ def test_a_permanent_error_is_raised_without_a_retry(answer: tuple[int, str], wa
 def test_an_unavailable_reward_model_gives_no_reward_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
 ) -> None:
-    monkeypatch.setattr(retried_posts, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     if server == "answers 500":
         assert ask(Server((500, "")), "ab", timeout_s=0.3) == [None, None]
         assert "/score answered 500, for 0.3 s (--rm-url-timeout-s)" in caplog.text
@@ -329,7 +335,7 @@ def test_an_unavailable_reward_model_gives_no_reward_and_is_named(
 def test_a_permanently_unavailable_reward_model_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retried_posts, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 4)
     with pytest.raises(
         RolloutError, match=r"4 consecutive gradings failed.*is unavailable.*/score answered 503"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rlpost import retried_posts
+from rlpost import retrying_client
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.rollout import teacher as module
 from rlpost.rollout.teacher import PROBES, TeacherServer, generate_url
@@ -110,7 +110,7 @@ def test_an_empty_response_gets_no_log_probs(top_k):
 
 
 def test_requests_to_a_busy_server_are_retried(monkeypatch):
-    monkeypatch.setattr(retried_posts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retrying_client, "FIRST_PAUSE_S", 0.01)
     server = Server(statuses=(503, 429))
     (found,) = with_server(server, lambda teacher: teacher.scored([scored()]))
     assert len(server.requests) == 3 and found.sample.teacher_logprobs is not None

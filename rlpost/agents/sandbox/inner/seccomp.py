@@ -145,29 +145,21 @@ def program(machine: str = kernel.MACHINE) -> bytes:
     # Its flags are in memory that BPF cannot read. After ENOSYS the C library uses clone.
     rules.verdict_if(EQUAL, CLONE3[column], denied(errno.ENOSYS))
     # Not NEW_TIME: in clone these bits are part of the exit signal.
-    rules.for_call(CLONE[column], _deny_bits(ARGUMENT_0, kernel.NEW_ANY & ~kernel.NEW_TIME))
+    rules.for_call(CLONE[column], _deny(ARGUMENT_0, SET, kernel.NEW_ANY & ~kernel.NEW_TIME))
     rules.for_call(SOCKET[column], _families())
     rules.for_call(SOCKETPAIR[column], _families())
-    rules.for_call(IOCTL[column], _deny_values(ARGUMENT_1, (TIOCSTI, TIOCLINUX)))
+    rules.for_call(IOCTL[column], _deny(ARGUMENT_1, EQUAL, TIOCSTI, TIOCLINUX))
     rules.for_call(PRLIMIT[column], _only_zero(ARGUMENT_0))
     rules.for_call(SETPRIORITY[column], _only_zero(ARGUMENT_1))
     rules.add(RETURN, ALLOW)
     return rules.code
 
 
-def _deny_bits(argument: int, bits: int) -> _Program:
-    body = _Program()
-    body.load(argument)
-    body.verdict_if(SET, bits, denied())
-    body.add(RETURN, ALLOW)
-    return body
-
-
-def _deny_values(argument: int, values: tuple[int, ...]) -> _Program:
+def _deny(argument: int, test: int, *values: int) -> _Program:
     body = _Program()
     body.load(argument)
     for value in values:
-        body.verdict_if(EQUAL, value, denied())
+        body.verdict_if(test, value, denied())
     body.add(RETURN, ALLOW)
     return body
 

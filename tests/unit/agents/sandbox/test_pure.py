@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,34 @@ class FakeSandbox:
     async def close(self) -> None:
         self.existing.discard(self)
         self.on_close()
+
+
+def test_a_node_is_avoided_after_a_failure_but_not_because_a_caller_gave_up(tmp_path):
+    async def whole() -> None:
+        pool = RemotePool(tmp_path, Limits())
+        connected = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool.seen([NodeRecord("a", "127.0.0.1", port, 1, 1)], time.monotonic())
+        caller = asyncio.ensure_future(pool.acquire())
+        await connected.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert pool.choose(time.monotonic()) is not None
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(SandboxLost):
+            await pool.acquire()
+        assert pool.choose(time.monotonic()) is None
+
+    asyncio.run(whole())
 
 
 def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_sandboxes():
