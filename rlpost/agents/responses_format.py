@@ -27,6 +27,7 @@ from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 OVERRIDDEN = ("temperature", "top_p", "reasoning")
 REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
 TEXT_PARTS = ("input_text", "output_text", "text")
+THOUGHT_PARTS = ("reasoning_text", "text")
 Event = dict[str, object]
 _Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages, and the item
 
@@ -219,7 +220,7 @@ def _answer(items: Iterable[_Item]) -> Message:
     calls: list[ToolCall] = []
     for where, item in items:
         if item.get("type") == "reasoning":
-            thoughts += [str(part.get("text") or "") for part in item.get("content") or []]
+            thoughts.append(text_of(item.get("content"), where, THOUGHT_PARTS))
         elif item.get("type") == "function_call":
             if not isinstance(item.get("name"), str):
                 raise BadRequest(f"{where} must have a name", param=where)

@@ -56,7 +56,7 @@ def gpu_used_fracs() -> list[float]:
         found = []
         for name in names:
             with contextlib.suppress(pynvml.NVMLError):
-                held = pynvml.nvmlDeviceGetMemoryInfo(_gpu(str(name)))
+                held = pynvml.nvmlDeviceGetMemoryInfo(_gpu(str(name).strip()))
                 found.append(held.used / held.total)
         return found
     finally:

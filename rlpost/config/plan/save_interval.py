@@ -71,7 +71,7 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
     Daly's figures 3 to 5, in minutes:
 
     >>> [round(optimum_s(5, mtbf), 1) for mtbf in (24 * 60, 6 * 60, 15)]
-    [116.7, 56.5, 9.1]
+    [116.7, 56.7, 9.1]
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s

@@ -115,6 +115,7 @@ def test_items_become_messages_and_assistant_items_become_one_message() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "content": [1]}]}, "input[0]"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

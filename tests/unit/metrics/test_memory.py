@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,23 @@ def test_a_machine_says_how_full_it_is_and_without_a_driver_nothing_of_gpus(monk
     found = machine()
     assert set(found) == {"memory/host_used_frac"}
     assert 0 < found["memory/host_used_frac"] < 1
+
+
+@pytest.mark.parametrize("visible", ["0,2", "0, 2", "GPU-a, 2"])
+def test_the_visible_gpus_are_read(monkeypatch, visible):
+    """As in CUDA's own list, blanks around a name mean nothing."""
+    used = {0: 10, 1: 20, 2: 30, b"GPU-a": 10}
+    driver = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=used[gpu], total=100),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_used_fracs() == [0.1, 0.3]
 
 
 def test_of_several_reports_the_largest_number_counts():

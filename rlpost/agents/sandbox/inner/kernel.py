@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import platform
+import re
 import socket
 import struct
 
@@ -27,6 +28,7 @@ MACHINE = platform.machine()
 NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE, -1)
 NR_CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE, -1)
 NR_MOUNT_SETATTR = 442
+_OCTAL = re.compile(rb"\\([0-7]{3})")  # mountinfo has \040 for a blank
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,18 +80,21 @@ def restrict_mount(target: str, attributes: int) -> None:
         return
     # Before Linux 5.12: one remount for each mount, which must repeat the flags that it has.
     # MOUNT_ATTR_RDONLY, NOSUID and NODEV equal MS_RDONLY, NOSUID and NODEV.
-    for path in _mounts_below(target):
+    with open("/proc/self/mountinfo", "rb") as file:
+        mountinfo = file.read()
+    for path in mounts_below(target, mountinfo):
         flags = MS_REMOUNT | MS_BIND | (os.statvfs(path).f_flag & 0xF) | (attributes & 7)
         mount("none", path, "", flags)
 
 
-def _mounts_below(target: str) -> list[str]:
+def mounts_below(target: str, mountinfo: bytes) -> list[str]:
+    """Return the mount points at and below ``target``, from /proc/PID/mountinfo."""
     found = []
-    with open("/proc/self/mountinfo", "rb") as lines:
-        for line in lines:
-            path = line.split()[4].decode("unicode_escape")
-            if path == target or path.startswith(target.rstrip("/") + "/"):
-                found.append(path)
+    for line in mountinfo.splitlines():
+        escaped = line.split()[4]
+        path = os.fsdecode(_OCTAL.sub(lambda code: bytes([int(code[1], 8)]), escaped))
+        if path == target or path.startswith(target.rstrip("/") + "/"):
+            found.append(path)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from rlpost.agents.sandbox import images, snapshots
-from rlpost.agents.sandbox.inner import seccomp
+from rlpost.agents.sandbox.inner import kernel, seccomp
 from rlpost.agents.sandbox.local import LocalSandbox
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotEntry, SnapshotRefused
@@ -382,3 +382,20 @@ def test_a_submitted_run_gets_its_sandbox_servers(tmp_path):
     assert (
         "--dependency=after:12" in script and "gpu" not in script.lower().split("rlpost_home=")[0]
     )
+
+
+def test_mount_points_are_found_whatever_their_names_contain() -> None:
+    """proc_pid_mountinfo(5): blanks and backslashes are octal; other bytes are as in the name."""
+    mountinfo = "\n".join(
+        f"36 35 98:0 / {point} rw,noatime shared:1 - ext4 /dev/sda rw"
+        for point in (
+            "/",
+            "/data",
+            "/data/größe",
+            "/data/two\\040words",
+            "/data\\134x",
+            "/database",
+        )
+    )
+    found = kernel.mounts_below("/data", mountinfo.encode())
+    assert found == ["/data", "/data/größe", "/data/two words"]
