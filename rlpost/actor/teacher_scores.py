@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from rlpost.actor import device
-from rlpost.actor.packing import PackedMicroBatch, joined_columns
+from rlpost.actor.packing import PackedMicroBatch, held_values, joined_columns
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import DataError
 from rlpost.types import TrainBatch, TrainSample
@@ -73,13 +73,8 @@ def held_scores(
     """Return the scores of the tokens that this rank holds, for each micro-batch."""
     if scores is not None and scores.top:
         return [_held_top(top, part) for top, part in zip(scores.top, packed, strict=True)]
-    if scores is not None and scores.logprobs:
-        columns = zip(scores.logprobs, packed, strict=True)
-        return [
-            HeldScores(joined_columns(samples).to(device.current())[part.held])
-            for samples, part in columns
-        ]
-    return [WITHOUT_TEACHER] * len(packed)
+    logprobs = None if scores is None else scores.logprobs
+    return [HeldScores(values) for values in held_values(logprobs, packed)]
 
 
 def _held_top(samples: Sequence[TopTokens], packed: PackedMicroBatch) -> HeldScores:
