@@ -33,9 +33,8 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.optimizer_state import MATRICES
 from rlpost.weights import layouts
-from rlpost.weights.inventory import Held, Inventory
+from rlpost.weights.inventory import Held, Inventory, all_gather
 from rlpost.weights.names import Dimensions, Layout
-from rlpost.weights.quantised_gather import all_gather
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic, with the steepest slope at zero that keeps values near one."""

@@ -42,6 +42,7 @@ from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.types import TrainBatch, TrainSample
+from rlpost.weights.flat import pack
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry
 
@@ -235,7 +236,7 @@ def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
     """What ``send_bucket`` or ``share_bucket`` does before the bytes leave the rank."""
     if shares_gpus:
         tensors = actor.buckets.gather(index, on_all_stages=True)
-        torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+        pack(tensors.values())
     else:
         actor.broadcast._gather(index)
         actor.broadcast.gathered = None

@@ -97,6 +97,15 @@ def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Ent
     return everyone
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Gather tensors of equal shape from all ranks of a group. Collective."""
+    gathered = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
 class Inventory:
     """All weights of the model, and this rank's shards.
 
@@ -136,6 +145,11 @@ class Inventory:
             if not is_copy and not (held.rule.is_stacked and names.expert_number(name)):
                 mine.append(self._entry(name, held, family))
         self.entries = in_order(gather(mine, groups.pipeline))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(iter(self.held.values())).tensor.device
 
     @property
     def hugging_face(self) -> set[str]:

@@ -21,6 +21,7 @@ import torch
 from rlpost.weights import delta
 from rlpost.weights.delta import DeltaHeader, Manifest, Words, WrittenUpdate
 from rlpost.weights.exporter import Exporter
+from rlpost.weights.flat import as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +124,8 @@ class LastSent:
 
 def words_of(tensor: torch.Tensor) -> Words:
     """Copy to host memory: [numel], one unsigned integer per element."""
-    on_host = tensor.detach().to("cpu", copy=True).contiguous().flatten()
-    return on_host.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+    on_host = tensor.detach().to("cpu", copy=True)
+    return as_bytes(on_host).numpy().view(f"<u{tensor.element_size()}")
 
 
 def _temporary_of(folder: Path) -> Path:
