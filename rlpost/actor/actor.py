@@ -350,7 +350,7 @@ class Actor(Rank):
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint
         if find_checkpoint(folder) is None:
-            import_weights(self.inventory, folder)
+            import_weights(self.inventory, HuggingFaceFolder(folder))
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 

@@ -117,18 +117,13 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     return sorted(filter(is_extra, source.file_of))
 
 
-def import_weights(inventory: Inventory, folder: str | Path) -> None:
-    """Fill this rank's parameters from ``folder``, cast to the dtype of the parameters.
+@torch.no_grad()
+def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
+    """Fill this rank's parameters from ``source``, cast to the dtype of the parameters.
 
     Raises:
         WeightError: a tensor is missing, unused, or has another shape.
     """
-    fill(inventory, HuggingFaceFolder(folder))
-
-
-@torch.no_grad()
-def fill(inventory: Inventory, source: HuggingFaceFolder) -> None:
-    """Do as ``import_weights``, from an opened folder."""
     folder, total = source.folder, len(inventory.held)
     logged_at = time.monotonic()
     _check_mtp_layers(source, inventory)
