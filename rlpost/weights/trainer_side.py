@@ -69,14 +69,11 @@ class Buckets:
         total = sum(sent_bytes(entry, quantisation) for entry in exporter.inventory.entries)
         size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
         self.entries = exporter.plan(size, quantisation=quantisation)
-        self._plan = tuple(describe(bucket, quantisation) for bucket in self.entries)
+        self.plan = tuple(describe(bucket, quantisation) for bucket in self.entries)
+        """Names, shapes and dtypes of each bucket."""
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def plan(self) -> tuple[Bucket, ...]:
-        """Names, shapes and dtypes of each bucket."""
-        return self._plan
 
     @property
     def stage(self) -> int:
@@ -95,7 +92,7 @@ class Buckets:
         tensors = self.exporter.gather(
             self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation
         )
-        return {name: tensors[name] for name in self._plan[index].names}
+        return {name: tensors[name] for name in self.plan[index].names}
 
     def take_part(self, index: int) -> None:
         """Take part in gathering a bucket within its stage; the result is discarded."""
@@ -105,7 +102,7 @@ class Buckets:
 
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
-        return max(sum(_sizes(bucket)) for bucket in self._plan)
+        return max(map(_num_bytes, self.plan))
 
 
 class Broadcast:
@@ -327,9 +324,9 @@ class FlatMemory:
         return torch.cat(parts, out=self.kept[:size])
 
 
-def _sizes(bucket: Bucket) -> list[int]:
+def _num_bytes(bucket: Bucket) -> int:
     pairs = zip(bucket.shapes, bucket.dtypes, strict=True)
-    return [num_bytes(shape, getattr(torch, dtype)) for shape, dtype in pairs]
+    return sum(num_bytes(shape, getattr(torch, dtype)) for shape, dtype in pairs)
 
 
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
