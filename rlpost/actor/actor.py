@@ -144,11 +144,6 @@ class Actor(Rank):
         self.profiling = Profiling(dist.get_rank())
 
     @property
-    def num_parameters(self) -> int:
-        """Parameters of the policy on this rank."""
-        return sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
-
-    @property
     def sync_stage(self) -> int | None:
         """The pipeline stage whose weights this rank sends; None when it sends none."""
         return self.broadcast.stage if self.broadcast.is_source else None
