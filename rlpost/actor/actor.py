@@ -14,7 +14,6 @@ the random generators of every rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,8 +58,6 @@ from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
-
-logger = logging.getLogger(__name__)
 
 
 class Actor(Rank):

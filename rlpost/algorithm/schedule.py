@@ -75,14 +75,11 @@ def schedule(
             )
             if fitting is not None:
                 return _named(ranks, fitting, work)
-    bins = (
-        [
-            list(range(i, min(i + micro_batch_size, len(lengths))))
-            for i in range(0, len(lengths), micro_batch_size)
-        ]
-        if max_tokens is None
-        else first_fit(lengths, range(len(lengths)), max_tokens)
-    )
+    in_order = range(len(lengths))
+    if max_tokens is None:
+        bins = [list(in_order[i : i + micro_batch_size]) for i in in_order[::micro_batch_size]]
+    else:
+        bins = first_fit(lengths, in_order, max_tokens)
     _split(bins, lengths, _up(len(bins), unit))
     return [bins[rank::data_parallel_size] for rank in range(data_parallel_size)]
 

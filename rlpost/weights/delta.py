@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -33,8 +32,6 @@ import numpy.typing as npt
 
 from common.files import sync
 from rlpost.errors import WeightError
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "rlpost_weights.json"
 DATA = "delta.bin"
@@ -224,12 +221,8 @@ class WeightCopy:
                 self._replace(Path(source), manifest)
             else:
                 self._patch(Path(source), manifest)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # WeightError is a ValueError
+        # WeightError is a ValueError
+        except (OSError, ValueError, LookupError, TypeError) as error:
             return f"cannot update {self.folder} to {Path(source).name}: {type(error).__name__} {error}"
         return None
 
