@@ -52,6 +52,11 @@ class Call:
         return self.kind, self.sizes, self.dtype, self.root, self.operation
 
     @property
+    def blocks(self) -> bool:
+        """Whether the rank waits here for others: a collective of a group of more than one."""
+        return self.kind not in POINT_TO_POINT and len(self.group) > 1
+
+    @property
     def text(self) -> str:
         """The call for a message, without its line."""
         size = " + ".join(map(str, self.sizes)) or "no"
@@ -145,6 +150,6 @@ def by_group(calls: Sequence[Call]) -> dict[tuple[int, ...], list[Call]]:
     """The collectives of a rank by group, without point-to-point transfers and groups of one."""
     found: dict[tuple[int, ...], list[Call]] = {}
     for call in calls:
-        if call.kind not in POINT_TO_POINT and len(call.group) > 1:
+        if call.blocks:
             found.setdefault(call.group, []).append(call)
     return found

@@ -10,6 +10,7 @@ Collectives of objects are recorded as one call, without the transfers that they
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 import weakref
@@ -268,9 +269,7 @@ def _splits(
         sent, received = (tuple(one.numel() for one in args[at]) for at in (1, 0))
         return (1,), sent, received
     output, given = args[0], args[1]
-    row = given[0].numel() if given.dim() > 1 and len(given) else 1
-    if given.dim() > 1 and not len(given):
-        row = int(torch.Size(given.shape[1:]).numel())
+    row = math.prod(given.shape[1:])
     received, sent = (
         tuple(splits) or (len(tensor) // size,) * size
         for splits, tensor in ((args[3], output), (args[4], given))

@@ -163,9 +163,8 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> RehearsalCheck:
                 f"rank {one.rank}: {phase} takes {gb(one.peaks[phase])}, and {gb(limit)} of a GPU of "
                 f"{gb(gpu_bytes)} are free for it"
             )
-    return RehearsalCheck(
-        "peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}"
-    )
+    extent = counted(len(memory), "rank")
+    return RehearsalCheck("peak memory of each rank", tuple(faults), extent)
 
 
 def fullest(result: RehearsalResult) -> MemoryUse:

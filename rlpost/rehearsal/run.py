@@ -141,7 +141,7 @@ def _built(
     """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
     layout, model = expected.layout, expected.published
     spread = expected.config.perf.use_distributed_optimizer
-    ranks, tensors = f"{counted(len(facts), 'rank')}", f"{counted(len(model.tensors), 'tensor')}"
+    ranks, tensors = counted(len(facts), "rank"), counted(len(model.tensors), "tensor")
     weights = [
         *coverage.weight_problems(facts, layout, expected.shape, model),
         *contradictions.parameter_problems(facts, expected),

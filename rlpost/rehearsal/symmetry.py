@@ -63,19 +63,15 @@ def record(
     for members in found:
         first, last = members[0], members[-1]
         chosen = members if all_ranks else dict.fromkeys((first, last))
-        mine = {rank: run(rank) for rank in chosen}
+        mine = made = {rank: run(rank) for rank in chosen}
         if len(mine) < len(members):
             try:
                 made = _copies(mine[first], mine[last], members, groups)
             except ValueError as error:
                 say(f"all of the ranks {first} to {last} that are alike run: {error}")
-                mine |= {rank: run(rank) for rank in members if rank not in mine}
-            else:
-                ran += mine
-                recordings |= made
-                continue
+                mine = made = mine | {rank: run(rank) for rank in members if rank not in mine}
         ran += mine
-        recordings |= mine
+        recordings |= made
     return Recorded(dict(sorted(recordings.items())), tuple(sorted(ran)), tuple(found))
 
 
