@@ -30,6 +30,7 @@ from rlpost.actor import (
     weight_files,
 )
 from rlpost.actor.critic import Critic
+from rlpost.actor.kept_weights import ReferenceWeights
 from rlpost.actor.lora.adapters import Adapters
 from rlpost.actor.lora.targets import checkpoint_settings
 from rlpost.actor.memory import DeviceMemory
@@ -41,7 +42,6 @@ from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.rank import Rank
-from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.saves import Saves
 from rlpost.actor.settings import ActorSettings
