@@ -38,8 +38,8 @@ from rlpost.actor.value_model import (
     value_config,
     value_inventory,
 )
+from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.partition import partition
-from rlpost.algorithm.value_loss import value_loss
 from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError
 from rlpost.metrics.spans import span
