@@ -32,11 +32,10 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.errors import SyncError
-from rlpost.types import Bucket
 from rlpost.weights.bucket_plan import bucket_bytes
 from rlpost.weights.engine_group import EngineGroup
 from rlpost.weights.exporter import Exporter, describe, sent_bytes
-from rlpost.weights.flat import as_bytes, num_bytes
+from rlpost.weights.flat import as_bytes, tensor_bytes
 from rlpost.weights.quantise import BlockFp8
 
 _DEVICE = 6  # index of storage_device among the arguments of torch's rebuild_cuda_tensor
@@ -102,7 +101,7 @@ class Buckets:
 
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
-        return max(map(_num_bytes, self.plan))
+        return max(sum(tensor_bytes(bucket).values()) for bucket in self.plan)
 
 
 class Broadcast:
@@ -322,11 +321,6 @@ class FlatMemory:
         if self.kept is None or len(self.kept) < size:
             self.kept = torch.empty(size, dtype=torch.uint8)
         return torch.cat(parts, out=self.kept[:size])
-
-
-def _num_bytes(bucket: Bucket) -> int:
-    pairs = zip(bucket.shapes, bucket.dtypes, strict=True)
-    return sum(num_bytes(shape, getattr(torch, dtype)) for shape, dtype in pairs)
 
 
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
