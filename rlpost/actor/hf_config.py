@@ -161,9 +161,7 @@ def _windows(arguments: ModelArguments, name: str) -> dict[str, object]:
     return made
 
 
-def _gemma(
-    arguments: ModelArguments, *, width: int, rope: dict[str, object]
-) -> dict[str, object]:
+def _gemma(arguments: ModelArguments, *, width: int, rope: dict[str, object]) -> dict[str, object]:
     """Return the keys of Gemma-3 in addition to those of its windows."""
     scale = arguments.get("softmax_scale")
     return {

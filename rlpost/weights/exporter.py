@@ -129,9 +129,7 @@ class Exporter:
             ]
             stacked = torch.cat(all_gather(torch.stack(parts), groups.expert))
         else:
-            stacked = torch.empty(
-                entry.shapes[0], dtype=entry.dtype, device=self.inventory.device
-            )
+            stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=self.inventory.device)
         if groups.pipeline.size() > 1 and on_all_stages:
             dist.broadcast(stacked, group=groups.pipeline, group_src=entry.owner)
         return stacked

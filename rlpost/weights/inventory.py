@@ -210,13 +210,9 @@ class Inventory:
         )
         if held.rule.is_stacked:
             shapes = tuple((len(rules), *shape) for shape in shapes)
-        return Entry(
-            rules,
-            self.groups.pipeline.rank(),
-            full_shape,
-            shapes if held.rule.is_stacked else shapes * len(rules),
-            held.tensor.dtype,
-        )
+        else:
+            shapes *= len(rules)
+        return Entry(rules, self.groups.pipeline.rank(), full_shape, shapes, held.tensor.dtype)
 
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
