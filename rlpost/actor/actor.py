@@ -311,8 +311,9 @@ class Actor(Rank):
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> WrittenUpdate | None:
         """Write a version for engines that read files; see ``weight_files.write_version``."""
         self._finish_param_sync()
-        write = partial(weight_files.write_version, self.last_sent, Path(folder), version)
-        return write(self.description, self.settings, whole=whole)
+        return weight_files.write_version(
+            self.last_sent, Path(folder), version, self.description, self.settings, whole=whole
+        )
 
     def weights_hash(self) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""

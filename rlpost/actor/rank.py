@@ -27,7 +27,7 @@ from rlpost.actor.saves import RunningSave
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.columns import FloatColumn
-from rlpost.progress.position import Position
+from rlpost.progress.position import RECORDER, Position
 from rlpost.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -180,8 +180,8 @@ class Rank(ABC):
 
     @property
     def position(self) -> Position:
-        """The position of this rank; see ``rlpost.progress.position``."""
-        return progress.position()
+        """The position of this rank, with its stack and process groups."""
+        return RECORDER.position(progress.group_counts())
 
     def write_flight_record(self, folder: str | Path) -> str | None:
         """Write torch's record of the newest collectives; return its path, None without one."""

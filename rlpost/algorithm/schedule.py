@@ -102,8 +102,8 @@ def break_even_length(*, num_parameters: int, num_layers: int, attention_width: 
     return num_parameters / (num_layers * attention_width)
 
 
-def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> int:
-    """Lower bound on the number of micro-batches, rounded up to a multiple of ``unit``.
+def lower_bound(lengths: Sequence[int], *, max_tokens: int) -> int:
+    """Lower bound on the number of micro-batches.
 
     Enough for all tokens (each longer sample alone), and one for each sample of more than half the
     limit.
@@ -111,7 +111,7 @@ def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> in
     alone = sum(length > max_tokens for length in lengths)
     tokens = sum(length for length in lengths if length <= max_tokens)
     large = sum(2 * length > max_tokens for length in lengths)
-    return _up(max(alone + -(-tokens // max_tokens), large), unit)
+    return max(alone + -(-tokens // max_tokens), large)
 
 
 def regroup(

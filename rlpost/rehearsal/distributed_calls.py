@@ -73,14 +73,12 @@ class OffloadCycle:
     Attributes:
         leaving: bytes that left the device, by part.
         returning: bytes that returned to it, by part.
-        host_bytes: in host memory while engines generate; gradients are dropped.
         faults: one sentence for each tensor that stayed on the device, or that did not return to
             where it was.
     """
 
     leaving: Mapping[str, int]
     returning: Mapping[str, int]
-    host_bytes: int
     faults: tuple[str, ...]
 
 

@@ -64,7 +64,6 @@ def run_cycle(
         for part, of_part in tensors.items()
         if (places := _places(of_part))
     ]
-    host_bytes = sum(size for part, size in leaving.items() if part != GRADS)
     returning = dict(held.restore(*PARTS))
     measured()
     after = {part: _places(held.tensors(part)) for part in PARTS}
@@ -74,7 +73,7 @@ def run_cycle(
         for part in PARTS
         if after[part] != before[part]
     ]
-    return OffloadCycle(leaving, returning, host_bytes, tuple(stayed + moved))
+    return OffloadCycle(leaving, returning, tuple(stayed + moved))
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
