@@ -120,9 +120,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         return _joined(arrays, dtype)[held]
 
     def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[
-            held
-        ]
+        of_samples = torch.tensor(list(values), dtype=dtype)
+        return of_samples.repeat_interleave(torch.tensor(responses))[held]
 
     mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BOTTOM_RIGHT = (
-    2  # the causal mask of aten's memory-efficient kernel that is aligned to the last query and key
-)
+BOTTOM_RIGHT = 2
+"""The causal mask of aten's memory-efficient kernel that is aligned to the last query and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,8 @@ def _one_sequence(
     before = key.size(0) - query.size(0)
     mask = None
     if before:
-        mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril(
-            before
-        )
+        whole = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device)
+        mask = whole.tril(before)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     found = F.scaled_dot_product_attention(
         query,

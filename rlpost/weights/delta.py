@@ -55,9 +55,9 @@ class DeltaHeader:
 
     @property
     def position_bytes(self) -> int:
-        return {"gaps": self.num_changed * self.gap_bytes, "bitmap": -(-self.num_words // 8)}.get(
-            self.how, 0
-        )
+        if self.how == "gaps":
+            return self.num_changed * self.gap_bytes
+        return -(-self.num_words // 8) if self.how == "bitmap" else 0
 
     @property
     def num_bytes(self) -> int:
@@ -148,9 +148,8 @@ def apply(words: Words, header: DeltaHeader, data: Bytes) -> None:
         WeightError: the change is of another tensor, or its bytes are damaged. ``words`` may have
             been changed.
     """
-    if (len(words), words.itemsize) != (header.num_words, header.word_bytes) or len(
-        data
-    ) != header.num_bytes:
+    found = (len(words), words.itemsize, len(data))
+    if found != (header.num_words, header.word_bytes, header.num_bytes):
         raise WeightError(
             f"the delta has {header.num_words} words of {header.word_bytes} bytes, in {header.num_bytes} bytes; "
             f"the tensor has {len(words)} words of {words.itemsize} bytes, and {len(data)} bytes of delta were read"

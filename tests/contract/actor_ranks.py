@@ -164,7 +164,13 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
         gather_from_tensor_model_parallel_region(sharded)[0],
     )
     with torch.no_grad():
-        found = step.run(actor.model, packed, loss_of=collect, forward_only=True)
+        found = step.run(
+            actor.model,
+            packed,
+            loss_of=collect,
+            forward_only=True,
+            stop_points=actor.stop_points,
+        )
     return found[0].float().cpu().numpy() if found else None
 
 
