@@ -61,7 +61,7 @@ class Converter:
         description = self.description = read_description(
             settings.hf_checkpoint, settings.model_args
         )
-        description.check_layout(settings)
+        description.check_layout(settings, trains=False)
         self.buffer_bytes = settings.save_buffer_bytes
         device.prepare(settings)
         parallel.initialise(

@@ -89,8 +89,8 @@ class ModelDescription:
         )
         return count if count > 1 else None
 
-    def check_layout(self, settings: ActorSettings) -> None:
-        """Raise ConfigError if the model cannot be sharded or trained this way."""
+    def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
+        """Raise ConfigError if the model cannot be sharded, or with ``trains`` trained, this way."""
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
@@ -127,7 +127,9 @@ class ModelDescription:
             context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)
-        if expert > 1 and tensor > 1 and not settings.sequence_parallel:
+        # Megatron's MoELayer refuses to train without sequence parallelism.
+        needs_sequence_parallel = has_experts and tensor > 1 and (trains or expert > 1)
+        if needs_sequence_parallel and not settings.sequence_parallel:
             raise ConfigError(
                 "experts on several ranks with tensor parallelism need --sequence-parallel true; set it"
             )
