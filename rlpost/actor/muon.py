@@ -132,11 +132,9 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         """Create the optimizer.
 
-        Args:
-            groups: each with the key ``MATRICES``: whether all its parameters are in ``matrices``.
-            matrices: by main weight.
-            settings: of Muon.
-            adam: arguments of AdamW; its learning rate and weight decay are also Muon's defaults.
+        Each group has the key ``MATRICES``: whether all its parameters are in ``matrices``, which
+        are by main weight. ``adam`` are arguments of AdamW; its learning rate and weight decay are
+        also Muon's defaults.
         """
         self._matrices = matrices
         self._settings = settings

@@ -191,9 +191,8 @@ class RoutingReplay:
     ) -> Iterator[None]:
         """Context of a pass, in which forward passes use the routes of their micro-batches.
 
-        Args:
-            is_training: whether there is a backward pass.
-            micro_batches: if given, those whose experts are recorded, in the order of the pass.
+        ``is_training``: there is a backward pass. ``micro_batches``, if given, are those whose
+        experts are recorded, in the order of the pass.
         """
         self.current = ReplayPass(
             is_training, records=bool(micro_batches) and self._recorded is not None

@@ -51,10 +51,8 @@ WITHOUT_TEACHER = HeldScores()
 def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -> TeacherScores:
     """Return the columns that a server gave.
 
-    Args:
-        batch: samples with ``teacher_logprobs``, and with ``top_k`` its most likely tokens.
-        top_k: their number at each token; None if there is none.
-        vocab_size: of the policy.
+    These are the most likely tokens with ``top_k``, their number at each token, or else log-probs.
+    ``vocab_size`` is that of the policy.
 
     Raises:
         DataError: a sample has none, or a token that the policy does not have.

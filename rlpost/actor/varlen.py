@@ -139,13 +139,8 @@ def zigzag(
 
     Does not synchronise with the GPU.
 
-    Args:
-        starts: [N + 1], start of each sequence in the whole row; each length is a multiple of
-            2 ``size`` tokens.
-        rank: context-parallel rank.
-        size: context-parallel size.
-        num_local: rows on each rank.
-        max_length: of the longest sequence.
+    ``starts`` [N + 1] has the start of each sequence in the whole row; each length is a multiple of
+    2 ``size`` tokens, and at most ``max_length``. Each of ``size`` ranks has ``num_local`` rows.
 
     Returns:
         Row indices into the concatenated rows of all ranks: the keys of each of the 2 N chunks, in

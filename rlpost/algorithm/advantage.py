@@ -161,14 +161,10 @@ def estimate(
 ) -> list[tuple[Advantage, ...]]:
     """Compute the advantages of all samples of a rollout, by group, from ``groups`` of rewards.
 
-    Args:
-        estimator: value of --advantage-estimator.
-        groups: rewards by group.
-        masks: loss masks by group.
-        normalize_std: divide by the standard deviation of the group, as GRPO does.
-        normalize_advantages: whiten the advantages of every estimator.
-        penalties: KL penalties per token (``Estimator.charges_tokens``).
-        gamma: discount per token, for estimators with an advantage per token.
+    ``estimator`` is the value of --advantage-estimator. ``normalize_std`` divides by the standard
+    deviation of the group, as GRPO does; ``normalize_advantages`` whitens the advantages of every
+    estimator. ``penalties`` are those of the KL divergence (``Estimator.charges_tokens``), and
+    ``gamma`` is the discount per token of estimators with an advantage per token.
 
     Raises:
         KeyError: the estimator is unknown.

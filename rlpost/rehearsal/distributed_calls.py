@@ -111,10 +111,7 @@ def translated(
     Each group becomes the group of the same kind that ``rank`` is in. The position in the group
     changes too, so the other end of a transfer is found by its distance around the group.
 
-    Args:
-        recording: of a rank that ran.
-        rank: the rank that did not.
-        groups_of: the groups of every rank, by kind.
+    ``groups_of`` has the groups of every rank, by kind.
 
     Raises:
         ValueError: a call used a group of no known kind, or of two kinds that differ for ``rank``.

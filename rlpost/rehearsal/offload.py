@@ -46,10 +46,8 @@ def run_cycle(
 ) -> OffloadCycle:
     """Offload and onload the trainer once, and send weights in between as a run does.
 
-    Args:
-        held: memory of the rank.
-        send: sends the weights; runs with gradients and optimizer offloaded.
-        measured: called after each move, which changes the memory in use.
+    ``send`` sends the weights, with gradients and optimizer offloaded. ``measured`` is called after
+    each move, which changes the memory in use.
     """
     tensors = {part: list(held.tensors(part)) for part in PARTS}
     before = {part: _places(of_part) for part, of_part in tensors.items()}

@@ -97,16 +97,9 @@ def rehearse_phases(
 ) -> Recording:
     """Run all phases of one rank of ``world``.
 
-    Args:
-        settings: of an actor.
-        description: of the model.
-        phases: what the rank does.
-        rank: the rank.
-        world: number of ranks.
-        facts: of all ranks, from ``rehearse_rank``; pipeline stages exchange the entries of their
-            weights when a run starts.
-        results: of operations, which all ranks of a rehearsal add to and read; None where every
-            operation is dispatched.
+    ``facts`` are those of all ranks, from ``rehearse_rank``: pipeline stages exchange the entries
+    of their weights when a run starts. ``results`` are those of operations, which all ranks of a
+    rehearsal add to and read; without them every operation is dispatched.
 
     Raises:
         ConfigError, PlacementError: the model or the number of ranks does not fit the layout.

@@ -114,9 +114,8 @@ def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> R
 def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
     """Bytes of a rank, without the part of the optimizer that is in host memory.
 
-    Args:
-        recording: of the rank, with its optimizer on the device.
-        offloaded_fraction: the part of the optimizer that a run keeps in host memory.
+    In a recording all of the optimizer is on the device; a run keeps ``offloaded_fraction`` of it in
+    host memory.
     """
     held, away = dict(recording.held), 0
     for part in ("optimizer", "critic optimizer"):

@@ -65,11 +65,8 @@ def rehearse_run(
 ) -> RehearsalResult:
     """Rehearse a run.
 
-    Args:
-        config: the settings of the run.
-        settings: those of an actor, made from ``config``.
-        options: of the rehearsal.
-        say: called with the name of each step before it runs.
+    ``settings`` are those of an actor, made from ``config``. ``say`` is called with the name of
+    each step before it runs.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.

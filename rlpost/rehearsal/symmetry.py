@@ -49,12 +49,8 @@ def record(
 ) -> Recorded:
     """Record every rank, or two of each class.
 
-    Args:
-        facts: about every rank.
-        run: runs one rank.
-        all_ranks: run each rank.
-        all_gather: see ``classes``.
-        say: called with the reason where all ranks of a class run.
+    ``run`` runs one rank. ``say`` is called with the reason where all ranks of a class run. For
+    ``all_gather`` see ``classes``.
     """
     recordings: dict[int, Recording] = {}
     ran: list[int] = []

@@ -176,6 +176,11 @@ def checksum(words: npt.NDArray[object]) -> str:
     return hashlib.sha256(words.view(np.uint8)).hexdigest()
 
 
+def temporary_of(folder: Path) -> Path:
+    """Return the hidden folder beside ``folder`` in which it is written."""
+    return folder.with_name(f".{folder.name}")
+
+
 def commit(temporary: Path, folder: Path) -> int:
     """Flush ``temporary`` to disk and rename it to ``folder``, replacing it; returns its bytes."""
     for path in (*temporary.iterdir(), temporary):
@@ -227,20 +232,17 @@ class WeightCopy:
 
     def remove(self) -> None:
         """Delete the copy."""
-        for folder in (self.folder, self._temporary):
+        for folder in (self.folder, temporary_of(self.folder)):
             shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def _temporary(self) -> Path:
-        return self.folder.with_name(f".{self.folder.name}")
 
     def _replace(self, source: Path, manifest: Manifest) -> None:
         self.remove()  # first: the disk may not have space for both
         self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shutil.copytree(source, self._temporary)
-        tensors = tensors_of(self._temporary)
+        temporary = temporary_of(self.folder)
+        shutil.copytree(source, temporary)
+        tensors = tensors_of(temporary)
         _verify({name: tensors[name] for name in manifest.checksums}, manifest)
-        os.rename(self._temporary, self.folder)
+        os.rename(temporary, self.folder)
 
     def _patch(self, source: Path, manifest: Manifest) -> None:
         current = Manifest.read(self.folder)

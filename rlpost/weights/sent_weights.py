@@ -54,7 +54,7 @@ class LastSent:
         Raises:
             OSError: writing failed; raised on the writing rank, after its part in every gather.
         """
-        temporary = _temporary_of(folder)
+        temporary = delta.temporary_of(folder)
         self._words, self._base = {}, ""
         if self._writes:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -63,7 +63,7 @@ class LastSent:
 
     def write_delta(self, folder: Path, version: int) -> WrittenUpdate | None:
         """Write a delta to the last version. Collective; returns and raises as ``write_whole``."""
-        temporary, file = _temporary_of(folder), None
+        temporary, file = delta.temporary_of(folder), None
         base, changes, failures = self._base, dict[str, DeltaHeader](), list[OSError]()
         self._base = ""
         try:
@@ -126,7 +126,3 @@ def words_of(tensor: torch.Tensor) -> Words:
     """Copy to host memory: [numel], one unsigned integer per element."""
     on_host = tensor.detach().to("cpu", copy=True)
     return as_bytes(on_host).numpy().view(f"<u{tensor.element_size()}")
-
-
-def _temporary_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}")

@@ -55,13 +55,9 @@ class Buckets:
     ) -> None:
         """Plan the buckets.
 
-        Args:
-            exporter: of this rank.
-            limit: bound of a bucket in bytes, unless a single weight is larger. ``bucket_bytes``
-                chooses the size within it.
-            num_engines: number of engines.
-            device_bytes: memory of a GPU; must be the same on every rank.
-            quantisation: without it weights are sent in the trainer's precision.
+        ``limit`` bounds a bucket in bytes, unless a single weight is larger; ``bucket_bytes``
+        chooses the size within it. ``device_bytes`` is the memory of a GPU, the same on every rank.
+        Without ``quantisation`` weights are sent in the trainer's precision.
         """
         self.exporter = exporter
         self.quantisation = quantisation
@@ -115,13 +111,9 @@ class Broadcast:
     ) -> None:
         """Create an unconnected sender.
 
-        Args:
-            buckets: of this rank.
-            gathers: whether this rank holds parts of the same model replica as the source of its
-                stage.
-            is_source: whether this rank is that source.
-            backend: of the process group.
-            timeout_s: deadline of connecting and of each broadcast.
+        ``gathers``: this rank holds parts of the same model replica as the source of its stage.
+        ``is_source``: it is that source. ``timeout_s`` is the deadline of connecting, and of each
+        broadcast.
         """
         self.buckets = buckets
         self.stage = buckets.stage
