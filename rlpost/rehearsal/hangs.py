@@ -270,7 +270,7 @@ def _unmet(
             f"rank {target} waits {len(receives)} times for rank {source}, which sends "
             f"{len(sends)} times; the first without a sender is {extra.text} at {extra.line}"
         )
-        yield _fault(recordings, (target, source), extra, message, of=target)
+        yield _fault(recordings, (target, source), extra, message)
 
 
 def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
@@ -312,15 +312,10 @@ def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
 
 
 def _fault(
-    recordings: Mapping[int, Recording],
-    ranks: tuple[int, ...],
-    call: Call,
-    message: str,
-    *,
-    of: int | None = None,
+    recordings: Mapping[int, Recording], ranks: tuple[int, ...], call: Call, message: str
 ) -> Fault:
-    rank = ranks[0] if of is None else of
-    position = _index(recordings[rank], call)
+    """A fault at a call of the first of ``ranks``."""
+    position = _index(recordings[ranks[0]], call)
     return Fault(ranks, call.group, position, call.line, f"{call.phase}: {message}")
 
 

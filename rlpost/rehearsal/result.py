@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, PlannedRank
 from rlpost.rehearsal.distributed_calls import TRAIN, UPDATE, Recording
-from rlpost.rehearsal.hangs import Fault
 
 BAR = 40
 
@@ -102,13 +101,6 @@ class RehearsalResult:
     def first_fault(self) -> str | None:
         """The first fault in the order of the checks; None when there is none."""
         return next((one.faults[0] for one in self.checks if one.faults), None)
-
-
-def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> RehearsalCheck:
-    """The check of all collectives and transfers."""
-    extent = f"{counted(num_calls, 'call')} in {counted(num_groups, 'group')}"
-    messages = tuple(f"the step would hang: {one.message}" for one in faults)
-    return RehearsalCheck("collectives in the same order, with matching shapes", messages, extent)
 
 
 def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:

@@ -33,7 +33,6 @@ from rlpost.rehearsal.result import (
     RehearsalCheck,
     RehearsalResult,
     compared_parts,
-    hang_check,
     memory_check,
     memory_use,
     offload_check,
@@ -191,7 +190,10 @@ def _schedule_check(step: PlannedStep) -> RehearsalCheck:
 def _hangs(recorded: Recorded) -> RehearsalCheck:
     calls = [call for one in recorded.recordings.values() for call in one.calls]
     groups = {call.group for call in calls}
-    return hang_check(hangs(recorded.recordings), num_calls=len(calls), num_groups=len(groups))
+    extent = f"{counted(len(calls), 'call')} in {counted(len(groups), 'group')}"
+    faults = hangs(recorded.recordings)
+    messages = tuple(f"the step would hang: {one.message}" for one in faults)
+    return RehearsalCheck("collectives in the same order, with matching shapes", messages, extent)
 
 
 def _offloaded(config: Config) -> float:

@@ -164,12 +164,9 @@ class Inventory:
     @property
     def mtp_layers(self) -> frozenset[int]:
         """Layer numbers of the trained layers for multi-token prediction."""
-        marked = (
-            entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron
-        )
-        return frozenset(
-            number for name in marked if (number := names.layer_number(name)) is not None
-        )
+        found = (entry.rules[0].megatron for entry in self.entries)
+        numbers = [names.layer_number(name) for name in found if MTP_MARK in name]
+        return frozenset(number for number in numbers if number is not None)
 
     def part(self, entry: Entry) -> Held | None:
         """Return this rank's shard of an entry; None if there is none."""
