@@ -52,7 +52,7 @@ def as_rank(
         )
     parallel.check_layout(settings, world)
     with (
-        patch.object(parallel_state, "create_group", _fake_groups_only()),
+        patch.object(parallel_state, "create_group", _without_gloo()),
         patch.object(megatron_on_cpu, "DEVICE", META.type),
         patch.object(device, "current", lambda: META),
     ):
@@ -69,8 +69,8 @@ def building() -> AbstractContextManager[object]:
     return _Building(META)
 
 
-def _fake_groups_only() -> Callable[..., object]:
-    """Megatron also forms gloo groups for its optimizers; gloo would wait for the other ranks."""
+def _without_gloo() -> Callable[..., object]:
+    """``create_group`` without the gloo groups of Megatron's optimizers, which wait for all ranks."""
     create = parallel_state.create_group
 
     def create_fake(ranks: object = None, **options: Any) -> object:

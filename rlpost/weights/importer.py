@@ -155,8 +155,9 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
 
 def _tensors_of(source: HuggingFaceFolder, rule: Rule) -> list[torch.Tensor]:
     """The Hugging Face tensors of a parameter; of a stacked tensor only this expert's part."""
-    expert = expert_number(rule.megatron) if rule.is_stacked else None
-    return [source.read(name, expert=expert) for name in rule.hugging_face]
+    if not rule.is_stacked:
+        return [source.read(name) for name in rule.hugging_face]
+    return [source.read(name, expert=expert_number(rule.megatron)) for name in rule.hugging_face]
 
 
 def _check_mtp_layers(source: HuggingFaceFolder, inventory: Inventory) -> None:
