@@ -90,7 +90,7 @@ class ModelDescription:
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
-        """Raise ConfigError if the model cannot be sharded, or with ``trains`` trained, this way."""
+        """Raise ConfigError if the model cannot be sharded or, with ``trains``, trained so."""
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)

@@ -191,7 +191,7 @@ def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
 def held_values(
     logprobs: Sequence[Sequence[FloatColumn]] | None, packed: Sequence[PackedMicroBatch]
 ) -> list[torch.Tensor | None]:
-    """Log-probs, or values, of the tokens that this rank holds; only the last pipeline stage has any."""
+    """Log-probs or values of this rank's tokens; only the last stage has any."""
     if not logprobs:
         return [None] * len(packed)
     tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]

@@ -70,7 +70,10 @@ def building() -> AbstractContextManager[object]:
 
 
 def _without_gloo() -> Callable[..., object]:
-    """``create_group`` without the gloo groups of Megatron's optimizers, which wait for all ranks."""
+    """Return ``create_group`` of Megatron without the gloo groups of its optimizers.
+
+    Gloo would wait for the other ranks.
+    """
     create = parallel_state.create_group
 
     def create_fake(ranks: object = None, **options: Any) -> object:
