@@ -159,8 +159,9 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
-            grad = (grad / rows.temperature).to(grad_TV.dtype)
-            grad_TV[rows.index_R[part], : rows.num_valid] = grad
+            grad_TV[rows.index_R[part], : rows.num_valid] = (grad / rows.temperature).to(
+                grad_TV.dtype
+            )
         return grad_TV, None, None
 
 
