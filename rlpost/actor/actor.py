@@ -14,7 +14,6 @@ the random generators of every rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from rlpost.actor import (
     weight_files,
 )
 from rlpost.actor.critic import Critic
+from rlpost.actor.kept_weights import ReferenceWeights
 from rlpost.actor.lora.adapters import Adapters
 from rlpost.actor.lora.targets import checkpoint_settings
 from rlpost.actor.memory import DeviceMemory
@@ -42,7 +42,6 @@ from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.passes import Logprobs, Passes
 from rlpost.actor.profiling import Profiling
 from rlpost.actor.rank import Rank
-from rlpost.actor.reference import ReferenceWeights
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.saves import Saves
 from rlpost.actor.settings import ActorSettings
@@ -59,8 +58,6 @@ from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.sent_weights import LastSent
 from rlpost.weights.trainer_side import Broadcast, Buckets, Sharing
-
-logger = logging.getLogger(__name__)
 
 
 class Actor(Rank):
@@ -142,11 +139,6 @@ class Actor(Rank):
         self.memory = DeviceMemory(self.model, self.optimizer, critic)
         self.saves = Saves(settings, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the policy on this rank."""
-        return sum(parameter.numel() for chunk in self.model for parameter in chunk.parameters())
 
     @property
     def sync_stage(self) -> int | None:
@@ -319,8 +311,9 @@ class Actor(Rank):
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> WrittenUpdate | None:
         """Write a version for engines that read files; see ``weight_files.write_version``."""
         self._finish_param_sync()
-        write = partial(weight_files.write_version, self.last_sent, Path(folder), version)
-        return write(self.description, self.settings, whole=whole)
+        return weight_files.write_version(
+            self.last_sent, Path(folder), version, self.description, self.settings, whole=whole
+        )
 
     def weights_hash(self) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
@@ -350,7 +343,7 @@ class Actor(Rank):
     def _read_initial_weights(self) -> None:
         folder = self.settings.ref_load or self.settings.hf_checkpoint
         if find_checkpoint(folder) is None:
-            import_weights(self.inventory, folder)
+            import_weights(self.inventory, HuggingFaceFolder(folder))
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 

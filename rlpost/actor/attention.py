@@ -14,14 +14,17 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from rlpost.actor import device
-from rlpost.actor.norm import ShardedByHead, mark_sharded
+from rlpost.actor.norm import ShardedByHead
 from rlpost.actor.varlen import SequenceBounds, attend, zigzag
 from rlpost.actor.windowed import attend_windowed
 
@@ -52,7 +55,7 @@ class PackedAttention(ShardedByHead, MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.zeros(num_heads, dtype=config.params_dtype, device=device.current())
             )
-            mark_sharded(self.softmax_offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,

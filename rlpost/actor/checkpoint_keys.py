@@ -53,14 +53,11 @@ def fitted(part: object, saved: set[str]) -> object:
 
     Values other than sharded parts are unchanged.
     """
-    if not isinstance(part, ShardedBase) or part.key in saved:
+    if not isinstance(part, ShardedBase):
         return part
     part.key = stored_key(part.key, saved)
-    if part.key in saved:
-        return part
-    if isinstance(part, ShardedObject) and part.key.endswith(EXTRA_STATE):
-        return LocalNonpersistentObject(None)
-    return part
+    is_extra = isinstance(part, ShardedObject) and part.key.endswith(EXTRA_STATE)
+    return LocalNonpersistentObject(None) if is_extra and part.key not in saved else part
 
 
 def stored_key(key: str, saved: Container[str]) -> str:

@@ -7,7 +7,6 @@ weights, a rank holds one tensor at a time. Collective: call on every rank, in o
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +22,9 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist.reader import StoredTensors
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.exporter import Exporter, export_folder
-from rlpost.weights.importer import import_weights
+from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.inventory import MTP_MARK
 from rlpost.weights.safetensors_files import tensor_files
-
-logger = logging.getLogger(__name__)
 
 
 def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
@@ -64,7 +61,7 @@ class Converter:
         description = self.description = read_description(
             settings.hf_checkpoint, settings.model_args
         )
-        description.check_layout(settings)
+        description.check_layout(settings, trains=False)
         self.buffer_bytes = settings.save_buffer_bytes
         device.prepare(settings)
         parallel.initialise(
@@ -75,7 +72,7 @@ class Converter:
 
     def from_hugging_face(self, folder: str | Path) -> None:
         """Fill the model from safetensors; raise WeightError if they do not fit."""
-        import_weights(self.inventory, folder)
+        import_weights(self.inventory, HuggingFaceFolder(folder))
 
     def from_torch_dist(self, folder: str | Path) -> None:
         """Fill the model from a checkpoint of any layout.

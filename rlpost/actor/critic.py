@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,11 +24,12 @@ from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
     as_trained,
+    held_values,
     log_prob_micro_batches,
     pack,
     unpack,
 )
-from rlpost.actor.passes import Logprobs, held_values, of_all_context_ranks, set_mode
+from rlpost.actor.passes import Logprobs, of_all_context_ranks, set_mode
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.value_model import (
@@ -38,7 +38,8 @@ from rlpost.actor.value_model import (
     value_config,
     value_inventory,
 )
-from rlpost.algorithm.value_loss import value_loss
+from rlpost.algorithm.loss import value_loss
+from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
 from rlpost.errors import CheckpointError
 from rlpost.metrics.spans import span
@@ -147,7 +148,7 @@ class Critic:
     ) -> dict[str, float]:
         packed = self._pack(batch.micro_batches)
         old = held_values(values, packed)
-        target = held_values(_by_micro_batch(returns, batch.micro_batches), packed)
+        target = held_values(partition(returns, map(len, batch.micro_batches)), packed)
         weighting = step.Weighting(
             batch.num_samples, batch.num_tokens, self.settings.calculate_per_token_loss
         )
@@ -243,10 +244,3 @@ class Critic:
 def _response_values(output_1T1: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
     """[1, T, 1] -> [R]: the value of the row that predicts each response token."""
     return output_1T1[0, packed.response_index, 0]
-
-
-def _by_micro_batch(
-    columns: Sequence[FloatColumn], micro_batches: Sequence[MicroBatch]
-) -> list[list[FloatColumn]]:
-    in_order = iter(columns)
-    return [list(islice(in_order, len(micro))) for micro in micro_batches]

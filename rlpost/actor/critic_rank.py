@@ -31,15 +31,10 @@ class CriticRank(Rank):
             row_layout=self.made_row_layout(),
             stop_points=self.stop_points,
         )
+        self.chunks = critic.chunks
         self.memory = DeviceMemory(critic.model, critic.optimizer)
         self._residence = Residence(self.memory.resident, self.memory.lock)
         self.saves = RunningSave(self.settings)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the critic on this rank."""
-        chunks = self._critic().chunks
-        return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
 
     def import_weights(self) -> None:
         """Load the initial weights; see ``Critic.import_weights``."""

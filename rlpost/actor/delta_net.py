@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -33,7 +34,6 @@ from megatron.core.transformer.utils import (
 
 from rlpost.actor import device
 from rlpost.actor.delta_rule import gated_delta_rule, short_convolution
-from rlpost.actor.norm import mark_sharded
 
 L2_EPS = 1e-6
 """Added to the squared length of queries and keys, as in transformers."""
@@ -173,5 +173,5 @@ def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 def _sharded(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     parameter = _parameter(config, *shape)
-    mark_sharded(parameter)
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -42,27 +41,8 @@ From NVIDIA's data sheets.
 """
 
 
-_rehearsed: torch.device | None = None
-
-
-@contextmanager
-def rehearsing_on(device: torch.device) -> Iterator[None]:
-    """Context in which ``current`` returns ``device``.
-
-    A rehearsal builds ranks on the meta device.
-    """
-    global _rehearsed
-    before, _rehearsed = _rehearsed, device
-    try:
-        yield
-    finally:
-        _rehearsed = before
-
-
 def current() -> torch.device:
     """Return the device of this rank's tensors."""
-    if _rehearsed is not None:
-        return _rehearsed
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -80,7 +80,7 @@ def hf_config(arguments: ModelArguments) -> dict[str, Any]:
         hf |= _windows(arguments, name)
     if name == "Gemma3ForCausalLM":
         del hf["hidden_act"]
-        hf |= _gemma(arguments, hf["rope_parameters"])
+        hf |= _gemma(arguments, width=hf["head_dim"], rope=hf["rope_parameters"])
     if arguments.get("linear_attention_freq"):
         kinds = ("full_attention", "linear_attention")
         hf["layer_types"] = [kinds[one] for one in arguments["linear_attention_freq"]]
@@ -161,11 +161,8 @@ def _windows(arguments: ModelArguments, name: str) -> dict[str, object]:
     return made
 
 
-def _gemma(arguments: ModelArguments, rope: dict[str, object]) -> dict[str, object]:
+def _gemma(arguments: ModelArguments, *, width: int, rope: dict[str, object]) -> dict[str, object]:
     """Return the keys of Gemma-3 in addition to those of its windows."""
-    width = arguments.get("kv_channels") or (
-        arguments["hidden_size"] // arguments["num_attention_heads"]
-    )
     scale = arguments.get("softmax_scale")
     return {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -14,8 +14,12 @@ from pathlib import Path
 import torch
 
 from rlpost.actor import device, megatron_checkpoint
+from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.inventory import Inventory
+
+REFERENCE = "reference"
+"""Folder in a checkpoint with the reference."""
 
 
 class KeptWeights:
@@ -118,6 +122,40 @@ class KeptWeights:
         """
         for tensor, value in zip(self._live, values, strict=True):
             tensor.copy_(value, non_blocking=True)
+
+
+class ReferenceWeights(KeptWeights):
+    """This rank's shard of the reference model.
+
+    It has the initial weights and, with --ref-update-interval, those of the policy at the end of
+    the newest interval. A checkpoint has them once they were updated.
+    """
+
+    def __init__(
+        self, inventory: Inventory, read: Callable[[], None], *, prepare: Callable[[], None]
+    ) -> None:
+        """Read the reference weights and restore those of the model.
+
+        ``read`` fills the model with the reference weights. For ``prepare`` see ``KeptWeights``.
+        """
+        super().__init__(inventory, REFERENCE, prepare=prepare)
+        self.was_updated = False
+        """Whether a checkpoint needs the weights, because ``read`` no longer gives them."""
+        self._keep(self._mine)
+        read()
+        self._keep(self._kept)
+        self._fill(self._mine)
+
+    def take(self) -> None:
+        """Make the current weights of the model the reference."""
+        super().take()
+        self.was_updated = True
+
+    def after_step(self, settings: ActorSettings, num_steps: int) -> None:
+        """Take the policy's weights at the end of an interval of --ref-update-interval."""
+        interval = settings.ref_update_interval
+        if interval is not None and num_steps % (interval * settings.num_steps_per_rollout) == 0:
+            self.take()
 
 
 def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:

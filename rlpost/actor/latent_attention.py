@@ -67,6 +67,9 @@ class LatentAttention(MLASelfAttention):
             return scatter_to_sequence_parallel_region(whole, group=group), bias
         narrow, position = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         position = copy_to_tensor_model_parallel_region(position, group=group)
+        if position.requires_grad:
+            # The gradient from ``cat`` is a view, and Megatron would sum a copy that it drops.
+            position.register_hook(torch.Tensor.contiguous)
         return torch.cat([narrow, position], dim=-1), bias
 
 

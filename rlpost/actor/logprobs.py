@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 
 from rlpost.actor import parallel
 from rlpost.algorithm.sampling_mask import removed_columns
+from rlpost.weights.inventory import all_gather
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def top_logprobs(
     values, columns = (torch.cat(parts) for parts in zip(*found, strict=True))
     ids = columns + group.rank() * width
     if group.size() > 1:
-        values, ids = _of_all_ranks(values, group), _of_all_ranks(ids, group)
+        values, ids = (torch.cat(all_gather(each, group), dim=1) for each in (values, ids))
     values, order = values.topk(count, dim=1)
     ids = ids.gather(1, order)
     log_sums = [_chunk_forward(logits_TV, rows, part, False)[0] for part in _parts(rows)]
@@ -109,13 +110,6 @@ def _chunk_top(
         torch.nn.functional.pad(values, missing, value=-torch.inf),
         torch.nn.functional.pad(columns, missing),
     )
-
-
-def _of_all_ranks(values_RK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate [R, k] of all tensor-parallel ranks: [R, ranks * k]."""
-    parts = [torch.empty_like(values_RK) for _ in range(group.size())]
-    dist.all_gather(parts, values_RK.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
 
 
 class _VocabParallel(torch.autograd.Function):

@@ -189,10 +189,7 @@ class Saver:
             state | self._common(progress, with_random_state), validate_access_integrity=False
         )
         failed = f"cannot write the checkpoint of step {progress.step} to {folder}"
-        parallel.raised_everywhere(
-            lambda: _write_small_files(Path(folder), common),
-            lambda problem: CheckpointError(f"{failed}: {problem}"),
-        )
+        _on_first_rank(lambda: _write_small_files(Path(folder), common), failed)
         weights = self._chunked(written_weights(regions))
         everything = weights + self._chunked(self._states(regions))
         incomplete = OPTIMIZER_PREFIX if self._has_frozen else None
@@ -300,13 +297,10 @@ def create_folder(folder: Path, step: int) -> None:
     Raises:
         CheckpointError: the folder cannot be created; raised on every rank.
     """
-
-    def create() -> None:
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    failed = f"checkpoint of step {step}: cannot create {folder}"
-    parallel.raised_everywhere(create, lambda problem: CheckpointError(f"{failed}: {problem}"))
+    _on_first_rank(
+        lambda: folder.mkdir(parents=True, exist_ok=True, mode=0o700),
+        f"checkpoint of step {step}: cannot create {folder}",
+    )
 
 
 def save_weights(
@@ -324,19 +318,20 @@ def save_weights(
         CheckpointError: the folder cannot be written; raised on every rank.
     """
     release = Path(folder) / RELEASE
-
-    def on_first_rank(act: Callable[[], object]) -> None:
-        """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
-        parallel.raised_everywhere(
-            lambda: act() if dist.get_rank() == 0 else None,
-            lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}"),
-        )
-
-    on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True))
+    failed = f"cannot write weights to {folder}"
+    _on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True), failed)
     saver = saver or Saver(chunks, None, buffer_bytes=buffer_bytes)
     saver.start(release, Progress(0, 0), with_random_state=False).wait()
-    on_first_rank(lambda: (Path(folder) / TRACKER).write_text(RELEASE))
+    _on_first_rank(lambda: (Path(folder) / TRACKER).write_text(RELEASE), failed)
     return saver
+
+
+def _on_first_rank(act: Callable[[], object], failed: str) -> None:
+    """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
+    parallel.raised_everywhere(
+        lambda: act() if dist.get_rank() == 0 else None,
+        lambda problem: CheckpointError(f"{failed}: {problem}"),
+    )
 
 
 def load_weights(
@@ -488,9 +483,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _write_small_files(folder: Path, common: dict[str, object]) -> None:
-    """Write Megatron's files other than tensors, on the first rank. Raises OSError."""
-    if dist.get_rank() != 0:
-        return
+    """Write Megatron's files other than tensors. Raises OSError."""
     held = io.BytesIO()
     # not to the file: on a full disk torch reports only "iostream error"
     torch.save(common, held)

@@ -93,7 +93,9 @@ class DeviceMemory:
 
     def _offload(self, part: str) -> int:
         found = []
-        keep = {_id_of(storage) for storage in self._kept_by_others(part)}
+        # In fp32 the optimizer's tensors are views of the weights, which are another part.
+        shared = storages(self._find[WEIGHTS]()) if part == OPTIMIZER else []
+        keep = set(map(_id_of, shared))
         for storage in storages(self._find[part]()):
             if _id_of(storage) in keep:
                 continue
@@ -103,14 +105,6 @@ class DeviceMemory:
             found.append((storage, host, size))
         self._offloaded[part] = found
         return sum(size for _, _, size in found)
-
-    def _kept_by_others(self, part: str) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of other parts.
-
-        In fp32 the optimizer's tensors are views of the weights.
-        """
-        if part == OPTIMIZER:
-            yield from storages(self._find[WEIGHTS]())
 
     def _restore(self, part: str) -> int:
         taken = 0

@@ -89,8 +89,8 @@ class ModelDescription:
         )
         return count if count > 1 else None
 
-    def check_layout(self, settings: ActorSettings) -> None:
-        """Raise ConfigError if the model cannot be sharded or trained this way."""
+    def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
+        """Raise ConfigError if the model cannot be sharded or, with ``trains``, trained so."""
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)
@@ -103,13 +103,13 @@ class ModelDescription:
             )
         heads = {key: hf[key] for key in TENSOR_PARALLEL_KEYS if key in hf}
         latent = {key: fields[key] for key in LATENT_KEYS if fields.get(key)}
-        self._check_divisor("tensor_model_parallel_size", tensor, heads)
+        self._check_divisor("--tensor-model-parallel-size", tensor, heads)
         if has_experts:
             count = {"number of experts": fields["num_moe_experts"]}
-            self._check_divisor("expert_model_parallel_size", expert, count)
+            self._check_divisor("--expert-model-parallel-size", expert, count)
             width = {"moe_intermediate_size": fields["moe_ffn_hidden_size"]}
-            self._check_divisor("expert_tensor_parallel_size", expert_tensor, width)
-        self._check_divisor("tensor_model_parallel_size", tensor, latent)
+            self._check_divisor("--expert-tensor-parallel-size", expert_tensor, width)
+        self._check_divisor("--tensor-model-parallel-size", tensor, latent)
         first, last = (
             settings.decoder_first_pipeline_num_layers,
             settings.decoder_last_pipeline_num_layers,
@@ -118,7 +118,7 @@ class ModelDescription:
             per_stage = settings.num_layers_per_virtual_pipeline_stage or 1
             layers = {"num_hidden_layers": hf["num_hidden_layers"]}
             stages = settings.pipeline_model_parallel_size * per_stage
-            self._check_divisor("pipeline_model_parallel_size", stages, layers)
+            self._check_divisor("--pipeline-model-parallel-size", stages, layers)
         if problem := architecture.sharding_problem(
             fields,
             tensor=tensor,
@@ -127,15 +127,16 @@ class ModelDescription:
             context=settings.context_parallel_size,
         ):
             raise ConfigError(problem)
-        if expert > 1 and tensor > 1 and not settings.sequence_parallel:
+        # Megatron's MoELayer refuses to train without sequence parallelism.
+        needs_sequence_parallel = has_experts and tensor > 1 and (trains or expert > 1)
+        if needs_sequence_parallel and not settings.sequence_parallel:
             raise ConfigError(
                 "experts on several ranks with tensor parallelism need --sequence-parallel true; set it"
             )
 
-    def _check_divisor(self, setting: str, divisor: int, sizes: Mapping[str, int]) -> None:
+    def _check_divisor(self, flag: str, divisor: int, sizes: Mapping[str, int]) -> None:
         for key, size in sizes.items():
             if size % divisor:
-                flag = "--" + setting.replace("_", "-")
                 raise ConfigError(
                     f"{flag} {divisor} does not divide {key} = {size} of {self.path}; use a divisor"
                 )

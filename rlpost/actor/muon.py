@@ -33,9 +33,8 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist import optimizer_state
 from rlpost.actor.torch_dist.optimizer_state import MATRICES
 from rlpost.weights import layouts
-from rlpost.weights.inventory import Held, Inventory
+from rlpost.weights.inventory import Held, Inventory, all_gather
 from rlpost.weights.names import Dimensions, Layout
-from rlpost.weights.quantised_gather import all_gather
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic, with the steepest slope at zero that keeps values near one."""
@@ -133,11 +132,9 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         """Create the optimizer.
 
-        Args:
-            groups: each with the key ``MATRICES``: whether all its parameters are in ``matrices``.
-            matrices: by main weight.
-            settings: of Muon.
-            adam: arguments of AdamW; its learning rate and weight decay are also Muon's defaults.
+        Each group has the key ``MATRICES``: whether all its parameters are in ``matrices``, which
+        are by main weight. ``adam`` are arguments of AdamW; its learning rate and weight decay are
+        also Muon's defaults.
         """
         self._matrices = matrices
         self._settings = settings

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -112,7 +113,7 @@ class ProjectionRMSNorm(ShardedByHead):
             device=device.current(),
         )
         self.weight = torch.nn.Parameter(weight)
-        mark_sharded(self.weight)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         wide = heads.flatten(-2).float()
@@ -120,14 +121,6 @@ class ProjectionRMSNorm(ShardedByHead):
         squares: torch.Tensor = _SumOverRanks.apply(own, self.tensor_group)
         wide = wide * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * wide.to(heads.dtype)).view_as(heads)
-
-
-def mark_sharded(parameter: torch.nn.Parameter) -> None:
-    """Mark a parameter, as Megatron does, as sharded along its first dimension.
-
-    The shards are those of the tensor-parallel ranks.
-    """
-    vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -22,6 +22,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from rlpost.actor import device
+from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
 from rlpost.errors import DataError
 from rlpost.types import MicroBatch, TrainBatch, TrainSample
@@ -118,9 +120,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         return _joined(arrays, dtype)[held]
 
     def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype).repeat_interleave(torch.tensor(responses))[
-            held
-        ]
+        of_samples = torch.tensor(list(values), dtype=dtype)
+        return of_samples.repeat_interleave(torch.tensor(responses))[held]
 
     mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(
@@ -187,6 +188,16 @@ def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
     return _joined([column.array for column in columns], np.float32)
 
 
+def held_values(
+    logprobs: Sequence[Sequence[FloatColumn]] | None, packed: Sequence[PackedMicroBatch]
+) -> list[torch.Tensor | None]:
+    """Log-probs or values of this rank's tokens; only the last stage has any."""
+    if not logprobs:
+        return [None] * len(packed)
+    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
+    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]
+
+
 def _joined(arrays: Sequence[object], dtype: object) -> torch.Tensor:
     # ``concatenate`` always copies, so the tensor does not write into the memory of a column.
     return torch.from_numpy(np.concatenate(arrays, dtype=dtype))
@@ -220,9 +231,9 @@ def log_prob_micro_batches(batch: TrainBatch) -> tuple[MicroBatch, ...]:
 
     The batch's samples, grouped by ``log_prob_groups`` if set.
     """
-    samples = tuple(itertools.chain.from_iterable(batch.micro_batches))
     if not batch.log_prob_groups:
         return batch.micro_batches
+    samples = batch.samples
     groups = []
     for indices in batch.log_prob_groups:
         groups.append(tuple(samples[i] for i in indices))
@@ -238,8 +249,8 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
         return found
     positions = itertools.chain.from_iterable(batch.log_prob_groups)
     in_order = dict(zip(positions, itertools.chain.from_iterable(found), strict=True))
-    values = (in_order[position] for position in range(len(in_order)))
-    return [list(itertools.islice(values, len(micro_batch))) for micro_batch in batch.micro_batches]
+    values = [in_order[position] for position in range(len(in_order))]
+    return partition(values, map(len, batch.micro_batches))
 
 
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn]:

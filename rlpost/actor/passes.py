@@ -23,7 +23,7 @@ from rlpost.actor.packing import (
     PackedMicroBatch,
     RowLayout,
     as_trained,
-    joined_columns,
+    held_values,
     log_prob_micro_batches,
     pack,
     unpack,
@@ -225,13 +225,3 @@ def of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> to
     if parallel.context_parallel_group().size() > 1:
         dist.all_reduce(whole, group=parallel.context_parallel_group())
     return whole
-
-
-def held_values(
-    logprobs: Logprobs | None, packed: Sequence[PackedMicroBatch]
-) -> list[torch.Tensor | None]:
-    """Log-probs of the tokens that this rank holds; only the last pipeline stage has any."""
-    if not logprobs:
-        return [None] * len(packed)
-    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
-    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]

@@ -1,8 +1,7 @@
-"""Complete the position of this rank with the counters of torch.distributed.
+"""Read the counters of torch.distributed: the collectives that this rank has entered.
 
-Input: the recorder of ``rlpost.progress.position``. Output: a ``Position`` with the number of
-collectives entered in each process group. Call from a second thread: everything here reads, and
-takes no lock that a collective holds.
+Output: their number in each process group, and torch's record of the newest ones. Call from a
+second thread: everything here reads, and takes no lock that a collective holds.
 
 Torch counts collectives itself. Gloo increments its sequence number at the start of each
 collective, NCCL increments ``seqCollective_``
@@ -26,18 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rlpost.progress.position import RECORDER, GroupCount, Position
+from rlpost.progress.position import GroupCount
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 SAVE_GROUP = "SAVE_GROUP"
 """Description of the process group of background saves."""
 _UNEVEN = ("PIPELINE_MODEL_PARALLEL_GROUP", SAVE_GROUP)
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-
-
-def position() -> Position:
-    """Return the position of this rank, with its stack and process groups."""
-    return RECORDER.position(group_counts())
 
 
 def group_counts() -> tuple[GroupCount, ...]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron.core.models.gpt import GPTModel
+
 from rlpost.actor import device, parallel, progress, weight_files
 from rlpost.actor.critic import Critic, Values
 from rlpost.actor.model_description import ModelDescription, read_description
@@ -25,7 +27,7 @@ from rlpost.actor.saves import RunningSave
 from rlpost.actor.settings import ActorSettings
 from rlpost.actor.stop_points import StopPoints
 from rlpost.columns import FloatColumn
-from rlpost.progress.position import Position
+from rlpost.progress.position import RECORDER, Position
 from rlpost.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 class Rank(ABC):
     """One rank of a group that trains a model."""
 
+    chunks: list[GPTModel]
+    """The model of this rank, one chunk per virtual pipeline stage; set by ``build``."""
     critic: Critic | None = None
     """Set by ``build``; None without ``--advantage-estimator ppo``."""
     saves: RunningSave
@@ -73,22 +77,18 @@ class Rank(ABC):
             num_virtual_stages=self.description.num_virtual_stages(self.settings),
         )
         self.build()
+        num_parameters = sum(one.numel() for chunk in self.chunks for one in chunk.parameters())
         logger.info(
             "rank %d of %d: %d parameters on %s",
             rank,
             world_size,
-            self.num_parameters,
+            num_parameters,
             device.current(),
         )
 
     @abstractmethod
     def build(self) -> None:
         """Build model and optimizer of this rank; needs the process groups."""
-
-    @property
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Parameters of the model on this rank."""
 
     def made_row_layout(self) -> RowLayout:
         """Return the layout of packed rows; needs the process groups."""
@@ -180,8 +180,8 @@ class Rank(ABC):
 
     @property
     def position(self) -> Position:
-        """The position of this rank; see ``rlpost.progress.position``."""
-        return progress.position()
+        """The position of this rank, with its stack and process groups."""
+        return RECORDER.position(progress.group_counts())
 
     def write_flight_record(self, folder: str | Path) -> str | None:
         """Write torch's record of the newest collectives; return its path, None without one."""

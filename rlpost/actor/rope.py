@@ -112,9 +112,7 @@ def attention_factor(options: RopeOptions) -> float:
 def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
     """Return the options that are not supported, by their key; empty if all are.
 
-    Args:
-        hf: config.json.
-        latent: the supported type in latent attention, which Megatron computes; None if there is none.
+    ``latent`` is the type that Megatron computes in latent attention; None in other attention.
     """
     options, local = rope(hf), local_rope(hf)
     kind = rope_type(options)

@@ -8,6 +8,7 @@ rotated dimensions. All of it is computed in float32 with the operations of tran
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -106,19 +107,18 @@ def use_local_rotary(model: GPTModel, local: RotaryEmbedding) -> None:
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer.layer_number
         ):
-            layer.self_attention.register_forward_pre_hook(_Replace(local), with_kwargs=True)
+            layer.self_attention.register_forward_pre_hook(
+                partial(_with_angles_of, local), with_kwargs=True
+            )
 
 
-class _Replace:
-    """A hook that replaces the angles among the arguments of an attention."""
-
-    def __init__(self, local: RotaryEmbedding) -> None:
-        self.local = local
-
-    def __call__(
-        self, _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        angles = kwargs["rotary_pos_emb"]
-        assert isinstance(angles, torch.Tensor)
-        longest = angles.size(0)
-        return args, {**kwargs, "rotary_pos_emb": self.local(longest, packed_seq=True)}
+def _with_angles_of(
+    local: RotaryEmbedding,
+    _: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Replace the angles among the arguments of an attention."""
+    angles = kwargs["rotary_pos_emb"]
+    assert isinstance(angles, torch.Tensor)
+    return args, {**kwargs, "rotary_pos_emb": local(angles.size(0), packed_seq=True)}

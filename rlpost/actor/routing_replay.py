@@ -33,6 +33,7 @@ from rlpost.actor.routes import UNKNOWN, RecordedRoutes, RouteShape, packed_rout
 from rlpost.actor.routing_metrics import COUNTS, routing_metrics
 from rlpost.actor.settings import ActorSettings
 from rlpost.types import MicroBatch
+from rlpost.weights.inventory import all_gather
 
 Choice = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -145,7 +146,6 @@ class RoutingReplay:
         self._recorded = RecordedRoutes() if settings.use_routing_replay else None
         is_sparse = fields.get("moe_layer_freq", [])
         self.layer_numbers = [number for number, sparse in enumerate(is_sparse) if sparse]
-        self._topk = fields.get("moe_router_topk", 0)
         routers = [
             layer.mlp.router
             for chunk in chunks
@@ -157,7 +157,7 @@ class RoutingReplay:
         self._shape = RouteShape(
             num_layers=len(self.layer_numbers),
             num_experts=fields.get("num_moe_experts", 0),
-            topk=self._topk,
+            topk=fields.get("moe_router_topk", 0),
             layers=tuple(self.layer_numbers.index(router.layer_number - 1) for router in routers),
             tensor_rank=group.rank() if splits_rows else 0,
             tensor_size=group.size() if splits_rows else 1,
@@ -191,9 +191,8 @@ class RoutingReplay:
     ) -> Iterator[None]:
         """Context of a pass, in which forward passes use the routes of their micro-batches.
 
-        Args:
-            is_training: whether there is a backward pass.
-            micro_batches: if given, those whose experts are recorded, in the order of the pass.
+        ``is_training``: there is a backward pass. ``micro_batches``, if given, are those whose
+        experts are recorded, in the order of the pass.
         """
         self.current = ReplayPass(
             is_training, records=bool(micro_batches) and self._recorded is not None
@@ -245,7 +244,10 @@ class RoutingReplay:
         whole[list(self._shape.layers)] = self.counts.double()
         dist.all_reduce(whole)
         return routing_metrics(
-            whole.cpu().numpy(), self.layer_numbers, topk=self._topk, with_replay=self._replays
+            whole.cpu().numpy(),
+            self.layer_numbers,
+            topk=self._shape.topk,
+            with_replay=self._replays,
         )
 
     def _keep(self, micro_batches: Sequence[MicroBatch], recorded: dict[int, torch.Tensor]) -> None:
@@ -267,6 +269,4 @@ def _of_all_rows(part: torch.Tensor, num_parts: int) -> torch.Tensor:
         return part
     # As bytes: neither gloo nor NCCL sends 16-bit integers.
     mine = part.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(mine) for _ in range(num_parts)]
-    dist.all_gather(parts, mine, group=parallel.tensor_parallel_group())
-    return torch.cat(parts).view(torch.int16)
+    return torch.cat(all_gather(mine, parallel.tensor_parallel_group())).view(torch.int16)

@@ -154,9 +154,3 @@ class ActorSettings(LossSettings):
         """
         parts = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return self.sequence_multiple * parts
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro-batches: interleaved pipelines process whole rounds."""
-        is_interleaved = self.num_layers_per_virtual_pipeline_stage is not None
-        return self.pipeline_model_parallel_size if is_interleaved else 1

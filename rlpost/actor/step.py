@@ -192,7 +192,7 @@ def run(
     *,
     loss_of: Callable[[int, PackedMicroBatch, torch.Tensor], object],
     forward_only: bool,
-    stop_points: StopPoints | None = None,
+    stop_points: StopPoints,
     routing: RoutingReplay | None = None,
 ) -> list[Any]:
     """Run Megatron's schedule over the micro-batches.
@@ -207,7 +207,6 @@ def run(
         Interrupted: at one of the ``stop_points``; gradients of some micro-batches may be
             accumulated.
     """
-    stop_points = stop_points or StopPoints()
     # Micro-batches of several pipeline stages overlap: no boundary between two is common to all.
     is_one_unit = parallel.pipeline_group().size() > 1
 

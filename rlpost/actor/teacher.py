@@ -27,7 +27,7 @@ from rlpost.actor.teacher_description import teacher_description, teacher_settin
 from rlpost.actor.teacher_scores import TopTokens
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.types import TrainBatch
-from rlpost.weights.importer import import_weights
+from rlpost.weights.importer import HuggingFaceFolder, import_weights
 
 
 class Teacher:
@@ -49,10 +49,11 @@ class Teacher:
         chunks = build_model(description, own)
         for chunk in chunks:
             chunk.requires_grad_(False)
-        if find_checkpoint(settings.opd_teacher_load) is None:
-            import_weights(inventory_of(chunks, description), settings.opd_teacher_load)
+        folder = settings.opd_teacher_load
+        if find_checkpoint(folder) is None:
+            import_weights(inventory_of(chunks, description), HuggingFaceFolder(folder))
         else:
-            megatron_checkpoint.load_weights(settings.opd_teacher_load, chunks=chunks)
+            megatron_checkpoint.load_weights(folder, chunks=chunks)
         group = parallel.tensor_parallel_group()
         self._passes = Passes(
             chunks,

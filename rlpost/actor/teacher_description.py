@@ -36,7 +36,7 @@ def teacher_description(settings: ActorSettings) -> ModelDescription:
     own = teacher_settings(settings)
     description = read_description(own.hf_checkpoint, own.model_args)
     try:
-        description.check_layout(own)
+        description.check_layout(own, trains=False)
     except ConfigError as error:
         raise ConfigError(
             f"--opd-teacher-load {settings.opd_teacher_load}: the teacher is sharded as the policy "

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from rlpost.actor import device
-from rlpost.actor.packing import PackedMicroBatch, joined_columns
+from rlpost.actor.packing import PackedMicroBatch, held_values, joined_columns
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import DataError
 from rlpost.types import TrainBatch, TrainSample
@@ -51,10 +51,8 @@ WITHOUT_TEACHER = HeldScores()
 def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -> TeacherScores:
     """Return the columns that a server gave.
 
-    Args:
-        batch: samples with ``teacher_logprobs``, and with ``top_k`` its most likely tokens.
-        top_k: their number at each token; None if there is none.
-        vocab_size: of the policy.
+    These are the most likely tokens with ``top_k``, their number at each token, or else log-probs.
+    ``vocab_size`` is that of the policy.
 
     Raises:
         DataError: a sample has none, or a token that the policy does not have.
@@ -73,13 +71,8 @@ def held_scores(
     """Return the scores of the tokens that this rank holds, for each micro-batch."""
     if scores is not None and scores.top:
         return [_held_top(top, part) for top, part in zip(scores.top, packed, strict=True)]
-    if scores is not None and scores.logprobs:
-        columns = zip(scores.logprobs, packed, strict=True)
-        return [
-            HeldScores(joined_columns(samples).to(device.current())[part.held])
-            for samples, part in columns
-        ]
-    return [WITHOUT_TEACHER] * len(packed)
+    logprobs = None if scores is None else scores.logprobs
+    return [HeldScores(values) for values in held_values(logprobs, packed)]
 
 
 def _held_top(samples: Sequence[TopTokens], packed: PackedMicroBatch) -> HeldScores:

@@ -22,15 +22,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch.distributed.checkpoint import FileSystemReader
 
 from rlpost.actor import device, megatron_checkpoint, parallel
 from rlpost.actor.model import build_model
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.torch_dist.reader import StoredTensors
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.family import Family
-from rlpost.weights.importer import HuggingFaceFolder, fill
+from rlpost.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.weights.inventory import OUTPUT_LAYER, Gather, Inventory, gather_entries
 from rlpost.weights.names import Rule
 
@@ -189,11 +189,10 @@ def read_value_weights(
     if found is None:
         hidden = chunks[0].config.hidden_size
         source = ValueFolder(folder, seed=seed, hidden=hidden)
-        fill(inventory, source)
+        import_weights(inventory, source)
         has_head = source.has_head
     else:
-        stored = FileSystemReader(str(found)).read_metadata().state_dict_metadata
-        has_head = f"{STORED_HEAD}weight" in stored
+        has_head = f"{STORED_HEAD}weight" in StoredTensors(found)
         omitted = () if has_head else (STORED_HEAD,)
         megatron_checkpoint.load_weights(found, chunks=chunks, omitted=omitted)
     if not has_head:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BOTTOM_RIGHT = (
-    2  # the causal mask of aten's memory-efficient kernel that is aligned to the last query and key
-)
+BOTTOM_RIGHT = 2
+"""The causal mask of aten's memory-efficient kernel that is aligned to the last query and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,8 @@ def _one_sequence(
     before = key.size(0) - query.size(0)
     mask = None
     if before:
-        mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril(
-            before
-        )
+        whole = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device)
+        mask = whole.tril(before)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     found = F.scaled_dot_product_attention(
         query,
@@ -141,13 +139,8 @@ def zigzag(
 
     Does not synchronise with the GPU.
 
-    Args:
-        starts: [N + 1], start of each sequence in the whole row; each length is a multiple of
-            2 ``size`` tokens.
-        rank: context-parallel rank.
-        size: context-parallel size.
-        num_local: rows on each rank.
-        max_length: of the longest sequence.
+    ``starts`` [N + 1] has the start of each sequence in the whole row; each length is a multiple of
+    2 ``size`` tokens, and at most ``max_length``. Each of ``size`` ranks has ``num_local`` rows.
 
     Returns:
         Row indices into the concatenated rows of all ranks: the keys of each of the 2 N chunks, in

@@ -19,7 +19,7 @@ from rlpost.actor.lora.targets import peft_settings
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import CheckpointError, SyncError
-from rlpost.weights.delta import WrittenUpdate, commit
+from rlpost.weights.delta import WrittenUpdate, commit, temporary_of
 from rlpost.weights.exporter import Exporter, export_folder
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.peft_folder import write_peft_folder
@@ -79,7 +79,7 @@ def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) 
     Raises:
         CheckpointError: the folder cannot be written; raised on every rank.
     """
-    writes, temporary = dist.get_rank() == 0, folder.with_name(f".{folder.name}")
+    writes, temporary = dist.get_rank() == 0, temporary_of(folder)
 
     def write() -> int | None:
         if writes:

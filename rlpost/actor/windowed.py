@@ -31,17 +31,8 @@ def attend_windowed(
 ) -> torch.Tensor:
     """Compute causal attention of each sequence with a window and sinks.
 
-    Args:
-        query: [Tq, heads, head_dim].
-        key: [Tk, groups, head_dim].
-        value: the same shape.
-        bounds: of the sequences.
-        scale: factor of the scores.
-        window: keys that a query sees, itself included; None for all.
-        sinks: [heads]; None if there is none.
-
-    Returns:
-        [Tq, heads, head_dim].
+    ``window`` is the number of keys that a query sees, itself included; None for all. ``sinks`` is
+    [heads]. Other arguments are those of ``attend``.
     """
     outputs = []
     queries = query.split(bounds.queries.diff().tolist())

@@ -161,14 +161,10 @@ def estimate(
 ) -> list[tuple[Advantage, ...]]:
     """Compute the advantages of all samples of a rollout, by group, from ``groups`` of rewards.
 
-    Args:
-        estimator: value of --advantage-estimator.
-        groups: rewards by group.
-        masks: loss masks by group.
-        normalize_std: divide by the standard deviation of the group, as GRPO does.
-        normalize_advantages: whiten the advantages of every estimator.
-        penalties: KL penalties per token (``Estimator.charges_tokens``).
-        gamma: discount per token, for estimators with an advantage per token.
+    ``estimator`` is the value of --advantage-estimator. ``normalize_std`` divides by the standard
+    deviation of the group, as GRPO does; ``normalize_advantages`` whitens the advantages of every
+    estimator. ``penalties`` are those of the KL divergence (``Estimator.charges_tokens``), and
+    ``gamma`` is the discount per token of estimators with an advantage per token.
 
     Raises:
         KeyError: the estimator is unknown.
@@ -229,6 +225,7 @@ def custom_advantages(
         ConfigError: the function cannot be imported, or returns something else.
     """
     key = "custom_advantage_function_path"
+    where = f"{key} = {path}"
     of_tokens = None
     if penalties is not None:
         of_tokens = [list(map(tuple, group)) for group in penalties]
@@ -238,22 +235,22 @@ def custom_advantages(
         by_group = [tuple(map(_advantage, group)) for group in found]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"custom_advantage_function_path = {path}: got {found!r:.200} ({error}); return for each group a list with "
-            "a number, or a list of numbers, for each sample"
+            f"{where}: got {found!r:.200} ({error}); return for each group a list with a number, or "
+            "a list of numbers, for each sample"
         ) from error
     got, wanted = list(map(len, by_group)), [len(group.samples) for group in groups]
     if got != wanted:
         raise ConfigError(
-            f"custom_advantage_function_path = {path}: got {got} advantages by group for "
-            f"{wanted} samples; return one for each sample"
+            f"{where}: got {got} advantages by group for {wanted} samples; return one for each "
+            "sample"
         )
     samples = [scored.sample for group in groups for scored in group.samples]
     for sample, advantage in zip(samples, itertools.chain.from_iterable(by_group), strict=True):
         length = len(sample.response_ids)
         if isinstance(advantage, FloatColumn) and len(advantage) != length:
             raise ConfigError(
-                f"custom_advantage_function_path = {path}: got {len(advantage)} advantages for a response of {length} "
-                "tokens; return one number, or one for each token"
+                f"{where}: got {len(advantage)} advantages for a response of {length} tokens; "
+                "return one number, or one for each token"
             )
     return by_group
 

@@ -125,13 +125,9 @@ def estimate_with_values(
 ) -> Estimates:
     """Advantages and returns of all samples of a rollout.
 
-    Args:
-        groups: scored groups.
-        values: of the critic before the update, by group and sample, one per response token.
-        penalties: KL penalty per token, by group and sample.
-        discounts: gamma and lambda.
-        normalize_advantages: whiten the advantages over the trained tokens of the rollout. Returns
-            are not whitened.
+    ``values`` are those of the critic before the update, one per response token, and ``penalties``
+    those of the KL divergence; both by group and sample. ``normalize_advantages`` whitens the
+    advantages over the trained tokens of the rollout, but not the returns.
     """
     samples = [scored for group in groups for scored in group.samples]
     of_samples = list(itertools.chain.from_iterable(values))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from rlpost.algorithm.distillation import distillation_loss, top_k_divergence
 from rlpost.algorithm.kl import estimate_kl, unbiased_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level
 from rlpost.algorithm.loss_settings import LossSettings
-from rlpost.algorithm.plugin import blamed_on, load_function
+from rlpost.algorithm.plugin import blaming, load_function
 
 Stats = dict[str, Tensor]
 
@@ -63,18 +64,9 @@ def loss_function(settings: LossSettings) -> LossFunction:
         ConfigError: the path of a custom loss is missing or cannot be imported.
     """
     if settings.loss_type == "custom_loss":
-        return _custom(settings.custom_loss_function_path or "", key="custom_loss_function_path")
+        key, path = "custom_loss_function_path", settings.custom_loss_function_path or ""
+        return cast(LossFunction, blaming(load_function(path, key=key), path, key=key))
     return LOSSES[settings.loss_type]
-
-
-def _custom(path: str, *, key: str) -> LossFunction:
-    function = load_function(path, key=key)
-
-    def loss(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-        with blamed_on(path, key=key):
-            return function(tokens, settings)
-
-    return loss
 
 
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:

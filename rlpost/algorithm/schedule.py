@@ -75,14 +75,11 @@ def schedule(
             )
             if fitting is not None:
                 return _named(ranks, fitting, work)
-    bins = (
-        [
-            list(range(i, min(i + micro_batch_size, len(lengths))))
-            for i in range(0, len(lengths), micro_batch_size)
-        ]
-        if max_tokens is None
-        else first_fit(lengths, range(len(lengths)), max_tokens)
-    )
+    in_order = range(len(lengths))
+    if max_tokens is None:
+        bins = [list(in_order[i : i + micro_batch_size]) for i in in_order[::micro_batch_size]]
+    else:
+        bins = first_fit(lengths, in_order, max_tokens)
     _split(bins, lengths, _up(len(bins), unit))
     return [bins[rank::data_parallel_size] for rank in range(data_parallel_size)]
 
@@ -105,8 +102,8 @@ def break_even_length(*, num_parameters: int, num_layers: int, attention_width: 
     return num_parameters / (num_layers * attention_width)
 
 
-def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> int:
-    """Lower bound on the number of micro-batches, rounded up to a multiple of ``unit``.
+def lower_bound(lengths: Sequence[int], *, max_tokens: int) -> int:
+    """Lower bound on the number of micro-batches.
 
     Enough for all tokens (each longer sample alone), and one for each sample of more than half the
     limit.
@@ -114,7 +111,7 @@ def lower_bound(lengths: Sequence[int], *, max_tokens: int, unit: int = 1) -> in
     alone = sum(length > max_tokens for length in lengths)
     tokens = sum(length for length in lengths if length <= max_tokens)
     large = sum(2 * length > max_tokens for length in lengths)
-    return _up(max(alone + -(-tokens // max_tokens), large), unit)
+    return max(alone + -(-tokens // max_tokens), large)
 
 
 def regroup(

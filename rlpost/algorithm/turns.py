@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.algorithm.advantage import Advantage, grpo_advantages
+from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
 from rlpost.types import SampleGroup
 
@@ -67,8 +68,7 @@ def turn_advantages(
     flat = [each for own in returns for each in own]
     if not flat:
         return [() for _ in episodes]
-    found = iter(grpo_advantages(flat, normalize_std=normalize_std))
-    return [tuple(itertools.islice(found, len(own))) for own in returns]
+    return partition(grpo_advantages(flat, normalize_std=normalize_std), map(len, returns))
 
 
 def group_turn_advantages(

@@ -7,13 +7,10 @@ plan agree.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-
-import torch
 
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
@@ -30,7 +27,7 @@ from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
 from rlpost.rehearsal.rank_facts import RankFacts, Weight
 from rlpost.rehearsal.update_plan import Plan
-from rlpost.types import Bucket
+from rlpost.weights.flat import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +148,8 @@ def plan_problems(
     for rank, plan in plans.items():
         if plan is not first and plan != first:
             yield f"rank {rank}: its weight-update plan differs from that of rank 0"
-    tensors, planned = (
-        expected.published.tensors,
-        Counter(name for bucket in first for name in bucket.names),
-    )
+    tensors = expected.published.tensors
+    planned = Counter(name for bucket in first for name in bucket.names)
     for bucket in first:
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             if tensors.get(name) != shape:
@@ -173,20 +168,9 @@ def plan_problems(
         if entry.num_bytes > limit
     }
     for number, bucket in enumerate(first):
-        size = bucket_bytes(bucket)
+        size = sum(tensor_bytes(bucket).values())
         if size > limit and bucket.names not in alone:
             yield f"weight update: bucket {number} has {size} bytes, --update-weight-buffer-size is {limit}"
-
-
-def bucket_bytes(bucket: Bucket) -> int:
-    """Return the bytes of all tensors of a bucket."""
-    return sum(size for _, size in tensor_bytes(bucket))
-
-
-def tensor_bytes(bucket: Bucket) -> Iterator[tuple[str, int]]:
-    """Yield name and bytes of each tensor of a bucket."""
-    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        yield name, math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:

@@ -233,9 +233,8 @@ def checkpoint_problems(
     totals = {"weights": 0, "optimizer": 0}
     for key, found in parts.items():
         if not key.endswith(UNTRAINED):
-            totals["optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"] += math.prod(
-                found[0].global_shape
-            )
+            kind = "optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"
+            totals[kind] += math.prod(found[0].global_shape)
         if problem := _part_problem(found):
             yield f"checkpoint: {key}: {problem}"
     padding = -next(iter(published.tensors[EMBEDDING])) % layout.tensor

@@ -40,10 +40,8 @@ def weight_problems(
 ) -> Iterator[str]:
     """Check the weights of each rank against the planner, and of all against transformers.
 
-    Args:
-        ranks: every rank; their critics are checked.
-        expected: of the policy.
-        policy: the model of transformers, without a layer for multi-token prediction.
+    ``expected`` is of the policy, and ``policy`` the model of transformers without a layer for
+    multi-token prediction.
     """
     found, layout = critics(ranks), expected.layout
     if not found:

@@ -52,6 +52,11 @@ class Call:
         return self.kind, self.sizes, self.dtype, self.root, self.operation
 
     @property
+    def blocks(self) -> bool:
+        """Whether the rank waits here for others: a collective of a group of more than one."""
+        return self.kind not in POINT_TO_POINT and len(self.group) > 1
+
+    @property
     def text(self) -> str:
         """The call for a message, without its line."""
         size = " + ".join(map(str, self.sizes)) or "no"
@@ -68,14 +73,12 @@ class OffloadCycle:
     Attributes:
         leaving: bytes that left the device, by part.
         returning: bytes that returned to it, by part.
-        host_bytes: in host memory while engines generate; gradients are dropped.
         faults: one sentence for each tensor that stayed on the device, or that did not return to
             where it was.
     """
 
     leaving: Mapping[str, int]
     returning: Mapping[str, int]
-    host_bytes: int
     faults: tuple[str, ...]
 
 
@@ -108,10 +111,7 @@ def translated(
     Each group becomes the group of the same kind that ``rank`` is in. The position in the group
     changes too, so the other end of a transfer is found by its distance around the group.
 
-    Args:
-        recording: of a rank that ran.
-        rank: the rank that did not.
-        groups_of: the groups of every rank, by kind.
+    ``groups_of`` has the groups of every rank, by kind.
 
     Raises:
         ValueError: a call used a group of no known kind, or of two kinds that differ for ``rank``.
@@ -145,6 +145,6 @@ def by_group(calls: Sequence[Call]) -> dict[tuple[int, ...], list[Call]]:
     """The collectives of a rank by group, without point-to-point transfers and groups of one."""
     found: dict[tuple[int, ...], list[Call]] = {}
     for call in calls:
-        if call.kind not in POINT_TO_POINT and len(call.group) > 1:
+        if call.blocks:
             found.setdefault(call.group, []).append(call)
     return found

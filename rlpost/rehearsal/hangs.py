@@ -62,8 +62,7 @@ def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
     groups = {group for of_rank in sequences.values() for group in of_rank}
     commonness = _commonness(sequences)
     for group in sorted(groups):
-        outside = [rank for rank in group if rank not in recordings]
-        if outside:
+        if not recordings.keys() >= set(group):
             continue
         of_group = {rank: sequences[rank].get(group, []) for rank in group}
         strangers = [
@@ -139,24 +138,23 @@ def _told(
     other = next(rank for rank in group if rank not in odd)
     theirs = of_group[other][position] if position < len(of_group[other]) else None
     mine = of_group[odd[0]][position] if position < len(of_group[odd[0]]) else None
-    who = _ranks(odd)
-    call = mine or theirs
+    who, call = _ranks(odd), mine or theirs
     assert call is not None
     number = f"call {position + 1} on the group of ranks {_ends(group)}"
-    if mine is None and theirs is not None:
+    if mine is None:
+        assert theirs is not None
         message = f"{who} never issues {number}: {theirs.text} at {theirs.line}"
-    elif theirs is None and mine is not None:
+    elif theirs is None:
         message = f"{who} issues {mine.text} at {mine.line}, as {number}, and the others do not"
-    elif mine is not None and theirs is not None and _comes_later(mine, of_group[other][position:]):
+    elif _comes_later(mine, of_group[other][position:]):
         call = theirs
         message = (
             f"{who} leaves out {number}: {theirs.text} at {theirs.line}; it continues with {mine.text} "
             f"at {mine.line}"
         )
-    elif mine is not None and theirs is not None and mine.line == theirs.line:
+    elif mine.line == theirs.line:
         message = f"{number} at {mine.line}: {who} has {mine.text}, rank {other} has {theirs.text}"
     else:
-        assert mine is not None and theirs is not None
         message = (
             f"{number}: {who} is at {mine.line} with {mine.text}, "
             f"rank {other} at {theirs.line} with {theirs.text}"
@@ -272,7 +270,7 @@ def _unmet(
             f"rank {target} waits {len(receives)} times for rank {source}, which sends "
             f"{len(sends)} times; the first without a sender is {extra.text} at {extra.line}"
         )
-        yield _fault(recordings, (target, source), extra, message, of=target)
+        yield _fault(recordings, (target, source), extra, message)
 
 
 def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
@@ -282,7 +280,7 @@ def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
     issues them in batches.
     """
     waiting = {
-        rank: [call for call in recording.calls if _blocks(call)]
+        rank: [call for call in recording.calls if call.blocks]
         for rank, recording in recordings.items()
     }
     at = dict.fromkeys(waiting, 0)
@@ -313,20 +311,11 @@ def order_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
         yield _fault(recordings, (rank, away), call, message)
 
 
-def _blocks(call: Call) -> bool:
-    return call.kind not in POINT_TO_POINT and len(call.group) > 1
-
-
 def _fault(
-    recordings: Mapping[int, Recording],
-    ranks: tuple[int, ...],
-    call: Call,
-    message: str,
-    *,
-    of: int | None = None,
+    recordings: Mapping[int, Recording], ranks: tuple[int, ...], call: Call, message: str
 ) -> Fault:
-    rank = ranks[0] if of is None else of
-    position = _index(recordings[rank], call)
+    """A fault at a call of the first of ``ranks``."""
+    position = _index(recordings[ranks[0]], call)
     return Fault(ranks, call.group, position, call.line, f"{call.phase}: {message}")
 
 

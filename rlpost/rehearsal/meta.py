@@ -8,8 +8,9 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,11 @@ def as_rank(
             f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}"
         )
     parallel.check_layout(settings, world)
-    with _fake_groups_only(), _meta_in_place_of_cuda():
+    with (
+        patch.object(parallel_state, "create_group", _without_gloo()),
+        patch.object(megatron_on_cpu, "DEVICE", META.type),
+        patch.object(device, "current", lambda: META),
+    ):
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             parallel.form_groups(settings, num_virtual_stages=num_virtual_stages)
@@ -59,37 +64,22 @@ def as_rank(
             parallel.destroy()
 
 
-@contextmanager
-def building() -> Iterator[None]:
+def building() -> AbstractContextManager[object]:
     """Context in which tensors without a device are on the meta device."""
-    with _Building(META):
-        yield
+    return _Building(META)
 
 
-@contextmanager
-def _meta_in_place_of_cuda() -> Iterator[None]:
-    """Place tensors for the current device of the trainer and of Megatron on the meta device."""
-    before, megatron_on_cpu.DEVICE = megatron_on_cpu.DEVICE, META.type
-    try:
-        with device.rehearsing_on(META):
-            yield
-    finally:
-        megatron_on_cpu.DEVICE = before
+def _without_gloo() -> Callable[..., object]:
+    """Return ``create_group`` of Megatron without the gloo groups of its optimizers.
 
-
-@contextmanager
-def _fake_groups_only() -> Iterator[None]:
-    """Megatron also forms gloo groups for its optimizers; gloo would wait for the other ranks."""
+    Gloo would wait for the other ranks.
+    """
     create = parallel_state.create_group
 
     def create_fake(ranks: object = None, **options: Any) -> object:
         return create(ranks, **(options | {"backend": None}))
 
-    parallel_state.create_group = create_fake
-    try:
-        yield
-    finally:
-        parallel_state.create_group = create
+    return create_fake
 
 
 class MetaAsHost(TorchFunctionMode):

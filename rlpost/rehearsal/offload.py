@@ -46,10 +46,8 @@ def run_cycle(
 ) -> OffloadCycle:
     """Offload and onload the trainer once, and send weights in between as a run does.
 
-    Args:
-        held: memory of the rank.
-        send: sends the weights; runs with gradients and optimizer offloaded.
-        measured: called after each move, which changes the memory in use.
+    ``send`` sends the weights, with gradients and optimizer offloaded. ``measured`` is called after
+    each move, which changes the memory in use.
     """
     tensors = {part: list(held.tensors(part)) for part in PARTS}
     before = {part: _places(of_part) for part, of_part in tensors.items()}
@@ -64,7 +62,6 @@ def run_cycle(
         for part, of_part in tensors.items()
         if (places := _places(of_part))
     ]
-    host_bytes = sum(size for part, size in leaving.items() if part != GRADS)
     returning = dict(held.restore(*PARTS))
     measured()
     after = {part: _places(held.tensors(part)) for part in PARTS}
@@ -74,7 +71,7 @@ def run_cycle(
         for part in PARTS
         if after[part] != before[part]
     ]
-    return OffloadCycle(leaving, returning, host_bytes, tuple(stayed + moved))
+    return OffloadCycle(leaving, returning, tuple(stayed + moved))
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -33,8 +33,9 @@ def load_check(
     written = {part.key: part.global_shape for one in facts.values() for part in one.checkpoint}
     other = other_settings(settings)
     extent = f"{len(written)} tensors, at this layout"
+    loads_here = RehearsalCheck("a checkpoint loads", (), extent)
     if other is None:
-        return RehearsalCheck("a checkpoint loads", (), extent)
+        return loads_here
     changed, layout = other
     description, world = description_of(changed), config.actor_world_size
     try:
@@ -43,12 +44,9 @@ def load_check(
             for rank in _ends_of_stages(world, changed.pipeline_model_parallel_size)
         }
     except (ConfigError, PlacementError):
-        return RehearsalCheck("a checkpoint loads", (), extent)
-    return RehearsalCheck(
-        "a checkpoint loads",
-        tuple(unread(written, read, layout)),
-        f"{extent} and {layout}",
-    )
+        return loads_here
+    faults = tuple(unread(written, read, layout))
+    return replace(loads_here, faults=faults, extent=f"{extent} and {layout}")
 
 
 def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:

@@ -42,6 +42,7 @@ from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.types import TrainBatch, TrainSample
+from rlpost.weights.flat import pack
 from rlpost.weights.importer import HuggingFaceFolder
 from rlpost.weights.inventory import Entry
 
@@ -96,16 +97,9 @@ def rehearse_phases(
 ) -> Recording:
     """Run all phases of one rank of ``world``.
 
-    Args:
-        settings: of an actor.
-        description: of the model.
-        phases: what the rank does.
-        rank: the rank.
-        world: number of ranks.
-        facts: of all ranks, from ``rehearse_rank``; pipeline stages exchange the entries of their
-            weights when a run starts.
-        results: of operations, which all ranks of a rehearsal add to and read; None where every
-            operation is dispatched.
+    ``facts`` are those of all ranks, from ``rehearse_rank``: pipeline stages exchange the entries
+    of their weights when a run starts. ``results`` are those of operations, which all ranks of a
+    rehearsal add to and read; without them every operation is dispatched.
 
     Raises:
         ConfigError, PlacementError: the model or the number of ranks does not fit the layout.
@@ -235,7 +229,7 @@ def _gather(actor: Actor, index: int, *, shares_gpus: bool) -> None:
     """What ``send_bucket`` or ``share_bucket`` does before the bytes leave the rank."""
     if shares_gpus:
         tensors = actor.buckets.gather(index, on_all_stages=True)
-        torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+        pack(tensors.values())
     else:
         actor.broadcast._gather(index)
         actor.broadcast.gathered = None

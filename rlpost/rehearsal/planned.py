@@ -36,11 +36,8 @@ class PlannedStep:
 def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> PlannedStep:
     """The step of a configuration.
 
-    Args:
-        config: the settings.
-        shape: of the model.
-        limit: micro-batches to rehearse; by default enough for a pipeline to be full, which is when
-            it holds most: its stages and one more.
+    ``limit`` is the number of micro-batches to rehearse, by default enough for a pipeline to be
+    full, which is when it holds most: its stages and one more.
 
     Raises:
         ValueError: the samples cannot be distributed over the ranks.

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.actor import muon, optimizer, parallel
-from rlpost.actor.lora.linear import AdaptedLinear
+from rlpost.actor.lora.adapters import adapted_layers
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.model_state import model_state
@@ -77,7 +77,7 @@ def _facts(
         adam = optimizer.build(model, settings)
         if settings.optimizer == "muon":
             muon.install(adam, inventory, settings)
-    ranges = _optimizer_ranges(adam, chunks)
+    ranges = _optimizer_ranges(adam)
     return RankFacts(
         rank=rank,
         groups={
@@ -171,9 +171,7 @@ def _adapters(
 ) -> Iterator[Weight]:
     """Both factors of each adapter, by the name of the weight that they belong to."""
     weight_names = {held.tensor: name for name, held in inventory.held.items()}
-    for linear in (one for chunk in chunks for one in chunk.modules()):
-        if not isinstance(linear, AdaptedLinear) or linear.low_rank is None:
-            continue
+    for linear in adapted_layers(chunks):
         prefix = weight_names[linear.weight].removesuffix("weight")
         factors = {ADAPTER_A: linear.low_rank.a, ADAPTER_B: linear.low_rank.b}
         for name, factor in factors.items():
@@ -194,7 +192,7 @@ def _adapters(
             )
 
 
-def _optimizer_ranges(adam: MegatronOptimizer, chunks: Sequence[torch.nn.Module]) -> Ranges:
+def _optimizer_ranges(adam: MegatronOptimizer) -> Ranges:
     """The range of elements of each parameter whose optimizer state is here; no empty ranges."""
     return {
         state.parameter: (state.start, state.end)

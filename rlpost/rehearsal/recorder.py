@@ -10,10 +10,11 @@ Collectives of objects are recorded as one call, without the transfers that they
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -125,8 +126,8 @@ class CallRecorder(TorchDispatchMode):
             return 1.0
         if self._transfers:
             made = func(*args, **options)
-        elif func is torch.ops.aten.copy_.default and _is_unknown(args[0], args[1]):
-            return args[0]
+        elif func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # without data there is nothing to copy to host memory
         else:
             with torch._C.DisableTorchFunction():
                 made = self._made(func, args, options)
@@ -236,7 +237,9 @@ class CallRecorder(TorchDispatchMode):
             if not self._is_silent:
                 self.calls.append(Call(name, ranks, (), "", self.phase, _line()))
             if not self._transfers:
-                _objects_as_here(name, first, args)
+                # the objects of this rank for every rank: they agree, or a plan replaces them
+                if name == "all_gather_object":
+                    first[:] = [args[0]] * len(first)
                 return None
             before, self._is_silent = self._is_silent, True
             try:
@@ -245,12 +248,6 @@ class CallRecorder(TorchDispatchMode):
                 self._is_silent = before
 
         return call
-
-
-def _objects_as_here(name: str, first: Any, args: Sequence[Any]) -> None:
-    """Return the objects of this rank for every rank: they agree, or a plan replaces them."""
-    if name == "all_gather_object":
-        first[:] = [args[0]] * len(first)
 
 
 def _group(value: object) -> dist.ProcessGroup | None:
@@ -268,9 +265,7 @@ def _splits(
         sent, received = (tuple(one.numel() for one in args[at]) for at in (1, 0))
         return (1,), sent, received
     output, given = args[0], args[1]
-    row = given[0].numel() if given.dim() > 1 and len(given) else 1
-    if given.dim() > 1 and not len(given):
-        row = int(torch.Size(given.shape[1:]).numel())
+    row = math.prod(given.shape[1:])
     received, sent = (
         tuple(splits) or (len(tensor) // size,) * size
         for splits, tensor in ((args[3], output), (args[4], given))
@@ -285,11 +280,6 @@ def check_floating(tensor: torch.Tensor) -> None:
             f"{_line()}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is read, and a rehearsal has "
             "no value for it"
         )
-
-
-def _is_unknown(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether values without data would go to host memory, whose pages then stay unused."""
-    return source.is_meta and not target.is_meta
 
 
 def _on_one_device(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

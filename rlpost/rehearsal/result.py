@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from common.counting import counted
 from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, PlannedRank
 from rlpost.rehearsal.distributed_calls import TRAIN, UPDATE, Recording
-from rlpost.rehearsal.hangs import Fault
 
 BAR = 40
 
@@ -104,19 +103,11 @@ class RehearsalResult:
         return next((one.faults[0] for one in self.checks if one.faults), None)
 
 
-def hang_check(faults: Sequence[Fault], *, num_calls: int, num_groups: int) -> RehearsalCheck:
-    """The check of all collectives and transfers."""
-    extent = f"{counted(num_calls, 'call')} in {counted(num_groups, 'group')}"
-    messages = tuple(f"the step would hang: {one.message}" for one in faults)
-    return RehearsalCheck("collectives in the same order, with matching shapes", messages, extent)
-
-
 def memory_use(recording: Recording, *, offloaded_fraction: float) -> MemoryUse:
     """Bytes of a rank, without the part of the optimizer that is in host memory.
 
-    Args:
-        recording: of the rank, with its optimizer on the device.
-        offloaded_fraction: the part of the optimizer that a run keeps in host memory.
+    In a recording all of the optimizer is on the device; a run keeps ``offloaded_fraction`` of it in
+    host memory.
     """
     held, away = dict(recording.held), 0
     for part in ("optimizer", "critic optimizer"):
@@ -163,9 +154,8 @@ def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> RehearsalCheck:
                 f"rank {one.rank}: {phase} takes {gb(one.peaks[phase])}, and {gb(limit)} of a GPU of "
                 f"{gb(gpu_bytes)} are free for it"
             )
-    return RehearsalCheck(
-        "peak memory of each rank", tuple(faults), f"{counted(len(memory), 'rank')}"
-    )
+    extent = counted(len(memory), "rank")
+    return RehearsalCheck("peak memory of each rank", tuple(faults), extent)
 
 
 def fullest(result: RehearsalResult) -> MemoryUse:

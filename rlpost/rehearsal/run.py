@@ -33,7 +33,6 @@ from rlpost.rehearsal.result import (
     RehearsalCheck,
     RehearsalResult,
     compared_parts,
-    hang_check,
     memory_check,
     memory_use,
     offload_check,
@@ -65,11 +64,8 @@ def rehearse_run(
 ) -> RehearsalResult:
     """Rehearse a run.
 
-    Args:
-        config: the settings of the run.
-        settings: those of an actor, made from ``config``.
-        options: of the rehearsal.
-        say: called with the name of each step before it runs.
+    ``settings`` are those of an actor, made from ``config``. ``say`` is called with the name of
+    each step before it runs.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
@@ -141,7 +137,7 @@ def _built(
     """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
     layout, model = expected.layout, expected.published
     spread = expected.config.perf.use_distributed_optimizer
-    ranks, tensors = f"{counted(len(facts), 'rank')}", f"{counted(len(model.tensors), 'tensor')}"
+    ranks, tensors = counted(len(facts), "rank"), counted(len(model.tensors), "tensor")
     weights = [
         *coverage.weight_problems(facts, layout, expected.shape, model),
         *contradictions.parameter_problems(facts, expected),
@@ -194,7 +190,10 @@ def _schedule_check(step: PlannedStep) -> RehearsalCheck:
 def _hangs(recorded: Recorded) -> RehearsalCheck:
     calls = [call for one in recorded.recordings.values() for call in one.calls]
     groups = {call.group for call in calls}
-    return hang_check(hangs(recorded.recordings), num_calls=len(calls), num_groups=len(groups))
+    extent = f"{counted(len(calls), 'call')} in {counted(len(groups), 'group')}"
+    faults = hangs(recorded.recordings)
+    messages = tuple(f"the step would hang: {one.message}" for one in faults)
+    return RehearsalCheck("collectives in the same order, with matching shapes", messages, extent)
 
 
 def _offloaded(config: Config) -> float:

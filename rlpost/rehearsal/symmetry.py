@@ -49,12 +49,8 @@ def record(
 ) -> Recorded:
     """Record every rank, or two of each class.
 
-    Args:
-        facts: about every rank.
-        run: runs one rank.
-        all_ranks: run each rank.
-        all_gather: see ``classes``.
-        say: called with the reason where all ranks of a class run.
+    ``run`` runs one rank. ``say`` is called with the reason where all ranks of a class run. For
+    ``all_gather`` see ``classes``.
     """
     recordings: dict[int, Recording] = {}
     ran: list[int] = []
@@ -63,19 +59,15 @@ def record(
     for members in found:
         first, last = members[0], members[-1]
         chosen = members if all_ranks else dict.fromkeys((first, last))
-        mine = {rank: run(rank) for rank in chosen}
+        mine = made = {rank: run(rank) for rank in chosen}
         if len(mine) < len(members):
             try:
                 made = _copies(mine[first], mine[last], members, groups)
             except ValueError as error:
                 say(f"all of the ranks {first} to {last} that are alike run: {error}")
-                mine |= {rank: run(rank) for rank in members if rank not in mine}
-            else:
-                ran += mine
-                recordings |= made
-                continue
+                mine = made = mine | {rank: run(rank) for rank in members if rank not in mine}
         ran += mine
-        recordings |= mine
+        recordings |= made
     return Recorded(dict(sorted(recordings.items())), tuple(sorted(ran)), tuple(found))
 
 

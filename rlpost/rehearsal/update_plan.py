@@ -57,6 +57,6 @@ def update_plans(
                 device_bytes=GPU_BYTES,
                 quantisation=quantisation,
             )
-            made[key] = buckets.plan()
+            made[key] = buckets.plan
         plans[rank] = made[key]
     return plans

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -33,8 +32,6 @@ import numpy.typing as npt
 
 from common.files import sync
 from rlpost.errors import WeightError
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "rlpost_weights.json"
 DATA = "delta.bin"
@@ -58,9 +55,9 @@ class DeltaHeader:
 
     @property
     def position_bytes(self) -> int:
-        return {"gaps": self.num_changed * self.gap_bytes, "bitmap": -(-self.num_words // 8)}.get(
-            self.how, 0
-        )
+        if self.how == "gaps":
+            return self.num_changed * self.gap_bytes
+        return -(-self.num_words // 8) if self.how == "bitmap" else 0
 
     @property
     def num_bytes(self) -> int:
@@ -151,9 +148,8 @@ def apply(words: Words, header: DeltaHeader, data: Bytes) -> None:
         WeightError: the change is of another tensor, or its bytes are damaged. ``words`` may have
             been changed.
     """
-    if (len(words), words.itemsize) != (header.num_words, header.word_bytes) or len(
-        data
-    ) != header.num_bytes:
+    found = (len(words), words.itemsize, len(data))
+    if found != (header.num_words, header.word_bytes, header.num_bytes):
         raise WeightError(
             f"the delta has {header.num_words} words of {header.word_bytes} bytes, in {header.num_bytes} bytes; "
             f"the tensor has {len(words)} words of {words.itemsize} bytes, and {len(data)} bytes of delta were read"
@@ -178,6 +174,11 @@ def apply(words: Words, header: DeltaHeader, data: Bytes) -> None:
 def checksum(words: npt.NDArray[object]) -> str:
     """SHA-256 of a tensor's bytes."""
     return hashlib.sha256(words.view(np.uint8)).hexdigest()
+
+
+def temporary_of(folder: Path) -> Path:
+    """Return the hidden folder beside ``folder`` in which it is written."""
+    return folder.with_name(f".{folder.name}")
 
 
 def commit(temporary: Path, folder: Path) -> int:
@@ -224,31 +225,24 @@ class WeightCopy:
                 self._replace(Path(source), manifest)
             else:
                 self._patch(Path(source), manifest)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # WeightError is a ValueError
+        # WeightError is a ValueError
+        except (OSError, ValueError, LookupError, TypeError) as error:
             return f"cannot update {self.folder} to {Path(source).name}: {type(error).__name__} {error}"
         return None
 
     def remove(self) -> None:
         """Delete the copy."""
-        for folder in (self.folder, self._temporary):
+        for folder in (self.folder, temporary_of(self.folder)):
             shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def _temporary(self) -> Path:
-        return self.folder.with_name(f".{self.folder.name}")
 
     def _replace(self, source: Path, manifest: Manifest) -> None:
         self.remove()  # first: the disk may not have space for both
         self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shutil.copytree(source, self._temporary)
-        tensors = tensors_of(self._temporary)
+        temporary = temporary_of(self.folder)
+        shutil.copytree(source, temporary)
+        tensors = tensors_of(temporary)
         _verify({name: tensors[name] for name in manifest.checksums}, manifest)
-        os.rename(self._temporary, self.folder)
+        os.rename(temporary, self.folder)
 
     def _patch(self, source: Path, manifest: Manifest) -> None:
         current = Manifest.read(self.folder)

@@ -23,19 +23,18 @@ from safetensors.torch import save_file
 from rlpost.types import Bucket
 from rlpost.weights import layouts
 from rlpost.weights.bucket_plan import Travelling, deal
-from rlpost.weights.flat import num_bytes
+from rlpost.weights.flat import as_bytes, num_bytes
 from rlpost.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
-from rlpost.weights.inventory import Entry, Inventory
+from rlpost.weights.inventory import Entry, Inventory, all_gather
 from rlpost.weights.names import LOADED_TOGETHER
 from rlpost.weights.quantise import BlockFp8
-from rlpost.weights.quantised_gather import all_gather, gather_quantised
+from rlpost.weights.quantised_gather import gather_quantised
 from rlpost.weights.safetensors_files import INDEX, SINGLE
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
-NOT_COPIED = (INDEX,)
 
 
 def _joins(entries: Sequence[Entry]) -> list[bool]:
@@ -130,8 +129,7 @@ class Exporter:
             ]
             stacked = torch.cat(all_gather(torch.stack(parts), groups.expert))
         else:
-            device = next(iter(self.inventory.held.values())).tensor.device
-            stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=device)
+            stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=self.inventory.device)
         if groups.pipeline.size() > 1 and on_all_stages:
             dist.broadcast(stacked, group=groups.pipeline, group_src=entry.owner)
         return stacked
@@ -151,7 +149,7 @@ class Exporter:
         if groups.pipeline.size() == 1 or not on_all_stages:
             return fulls
         if held is None:
-            device = next(iter(self.inventory.held.values())).tensor.device
+            device = self.inventory.device
             fulls = [
                 torch.empty(entry.full_shape, dtype=entry.dtype, device=device) for _ in entry.rules
             ]
@@ -202,8 +200,7 @@ def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
         for name, tensor in exporter.gather(bucket).items():
             digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             # a NumPy view would keep the weight's memory alive
-            on_host = tensor.to("cpu", copy=True)
-            digest.update(on_host.contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(as_bytes(tensor.to("cpu", copy=True)).numpy())
             digests[name] = digest.hexdigest()
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
@@ -305,13 +302,19 @@ def _not_gathered(
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
-    """Write one safetensors file atomically; returns its name."""
+    """Write one of the files; returns its name."""
     name = SINGLE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
-    on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(on_host, folder / f".{name}", metadata={"format": "pt"})
-    os.replace(folder / f".{name}", folder / name)
+    save_tensors(tensors, folder, name)
     logger.info("%s: wrote file %d of %d", folder, number, num_files)
     return name
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
+    """Write a safetensors file atomically. Raises OSError or SafetensorError."""
+    temporary = folder / f".{name}"
+    on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(on_host, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / name)
 
 
 def _copy_configuration(
@@ -319,7 +322,7 @@ def _copy_configuration(
 ) -> None:
     for pattern in COPIED_FILES:
         for file in template.glob(pattern):
-            if file.name not in NOT_COPIED and file.parent != folder:
+            if file.name != INDEX and file.parent != folder:
                 shutil.copyfile(file, folder / file.name)
     written = dict(json.loads((template / "config.json").read_text()) if config is None else config)
     written.pop("quantization_config", None)  # the exported weights are not quantised

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from rlpost.types import Bucket
+
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[...] -> [nbytes], uint8."""
@@ -19,6 +21,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor."""
     return torch.Size(shape).numel() * dtype.itemsize
+
+
+def tensor_bytes(bucket: Bucket) -> dict[str, int]:
+    """Return the bytes of each tensor of a bucket, by name."""
+    tensors = zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
+    return {name: num_bytes(shape, getattr(torch, dtype)) for name, shape, dtype in tensors}
 
 
 def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from rlpost.errors import WeightError
 from rlpost.weights import layouts
 from rlpost.weights.inventory import Inventory
-from rlpost.weights.mxfp4 import BLOCKS, SCALES, is_mxfp4, unpacked
+from rlpost.weights.mxfp4 import BLOCKS, SCALES, unpacked
 from rlpost.weights.names import Rule, expert_number
 from rlpost.weights.quantise import SUFFIX, dequantise, read_quantisation
 from rlpost.weights.safetensors_files import tensor_files
@@ -46,9 +46,7 @@ class HuggingFaceFolder:
                 self.file_of[name.removesuffix(BLOCKS)] = file
             elif not name.endswith(SCALES):
                 self.file_of[name] = file
-        self.quantisation = (
-            None if is_mxfp4(self.folder) else read_quantisation(self.folder, quantised)
-        )
+        self.quantisation = read_quantisation(self.folder, quantised)
 
     def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
         """One full tensor on the CPU; FP8 and MXFP4 weights become float32.
@@ -117,18 +115,13 @@ def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     return sorted(filter(is_extra, source.file_of))
 
 
-def import_weights(inventory: Inventory, folder: str | Path) -> None:
-    """Fill this rank's parameters from ``folder``, cast to the dtype of the parameters.
+@torch.no_grad()
+def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
+    """Fill this rank's parameters from ``source``, cast to the dtype of the parameters.
 
     Raises:
         WeightError: a tensor is missing, unused, or has another shape.
     """
-    fill(inventory, HuggingFaceFolder(folder))
-
-
-@torch.no_grad()
-def fill(inventory: Inventory, source: HuggingFaceFolder) -> None:
-    """Do as ``import_weights``, from an opened folder."""
     folder, total = source.folder, len(inventory.held)
     logged_at = time.monotonic()
     _check_mtp_layers(source, inventory)

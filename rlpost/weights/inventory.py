@@ -97,6 +97,15 @@ def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Ent
     return everyone
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Gather tensors of equal shape from all ranks of a group. Collective."""
+    gathered = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
 class Inventory:
     """All weights of the model, and this rank's shards.
 
@@ -138,6 +147,11 @@ class Inventory:
         self.entries = in_order(gather(mine, groups.pipeline))
 
     @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(iter(self.held.values())).tensor.device
+
+    @property
     def hugging_face(self) -> set[str]:
         """Hugging Face names of all tensors of the model."""
         return {name for entry in self.entries for name in entry.hugging_face}
@@ -150,12 +164,9 @@ class Inventory:
     @property
     def mtp_layers(self) -> frozenset[int]:
         """Layer numbers of the trained layers for multi-token prediction."""
-        marked = (
-            entry.rules[0].megatron for entry in self.entries if MTP_MARK in entry.rules[0].megatron
-        )
-        return frozenset(
-            number for name in marked if (number := names.layer_number(name)) is not None
-        )
+        found = (entry.rules[0].megatron for entry in self.entries)
+        numbers = [names.layer_number(name) for name in found if MTP_MARK in name]
+        return frozenset(number for number in numbers if number is not None)
 
     def part(self, entry: Entry) -> Held | None:
         """Return this rank's shard of an entry; None if there is none."""
@@ -196,13 +207,9 @@ class Inventory:
         )
         if held.rule.is_stacked:
             shapes = tuple((len(rules), *shape) for shape in shapes)
-        return Entry(
-            rules,
-            self.groups.pipeline.rank(),
-            full_shape,
-            shapes if held.rule.is_stacked else shapes * len(rules),
-            held.tensor.dtype,
-        )
+        else:
+            shapes *= len(rules)
+        return Entry(rules, self.groups.pipeline.rank(), full_shape, shapes, held.tensor.dtype)
 
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank

@@ -9,21 +9,12 @@ conversion is exact.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
 _BIAS = 127
-
-
-def is_mxfp4(folder: Path) -> bool:
-    """Whether the weights are in MXFP4, by config.json."""
-    settings = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-    return bool(settings.get("quant_method") == "mxfp4")
 
 
 def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from rlpost.weights.exporter import SHARD_BYTES, Exporter
+from rlpost.weights.exporter import SHARD_BYTES, Exporter, save_tensors
 from rlpost.weights.inventory import Entry, Held, Inventory
 from rlpost.weights.names import Rule
 
@@ -55,10 +53,7 @@ def write_peft_folder(
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = folder / f".{TENSORS}"
-        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(on_host, temporary, metadata={"format": "pt"})
-        os.replace(temporary, folder / TENSORS)
+        save_tensors(tensors, folder, TENSORS)
         config = peft_config(tensors, settings, all_modules=_modules(inventory))
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     except SafetensorError as error:

@@ -55,13 +55,17 @@ class BlockFp8:
 
 
 def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
-    """Quantisation of the weights ``names`` by ``config.json``; None if not quantised.
+    """Quantisation of the weights ``names`` by ``config.json``.
+
+    Returns:
+        None for weights that are not quantised, and for MXFP4 (``rlpost.weights.mxfp4``), in which
+        no weights are sent.
 
     Raises:
-        WeightError: the quantisation is not block-wise FP8.
+        WeightError: the quantisation is neither of the two.
     """
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if settings is None:
+    if settings is None or settings.get("quant_method") == "mxfp4":
         return None
     block = settings.get("weight_block_size")
     if settings.get("quant_method") != "fp8" or not block or len(block) != 2:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rlpost.weights import layouts
 from rlpost.weights.flat import num_bytes, pack, unpack
-from rlpost.weights.inventory import Entry, Held, Inventory
+from rlpost.weights.inventory import Entry, Held, Inventory, all_gather
 from rlpost.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
 
 Shape = tuple[int, ...]
@@ -55,8 +55,7 @@ def gather_quantised(
         packed = [own] if len(entry.rules) == 1 else all_gather(own, groups.expert)
     if goes_to_stages:
         if held is None:
-            device = next(iter(inventory.held.values())).tensor.device
-            size = sum(num_bytes(shape, dtype) for shape, dtype in likes)
+            size, device = sum(num_bytes(*like) for like in likes), inventory.device
             packed = [torch.empty(size, dtype=torch.uint8, device=device) for _ in entry.rules]
         for flat in packed:
             dist.broadcast(flat, group=groups.pipeline, group_src=entry.owner)
@@ -139,12 +138,3 @@ def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
     if parts[0].dtype != FP8:
         return torch.cat(parts, dim=dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim=dim).view(FP8)
-
-
-def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Gather tensors of equal shape from all ranks of a group. Collective."""
-    gathered = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(gathered, tensor.contiguous(), group=group)
-    return gathered

@@ -21,6 +21,7 @@ import torch
 from rlpost.weights import delta
 from rlpost.weights.delta import DeltaHeader, Manifest, Words, WrittenUpdate
 from rlpost.weights.exporter import Exporter
+from rlpost.weights.flat import as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class LastSent:
         Raises:
             OSError: writing failed; raised on the writing rank, after its part in every gather.
         """
-        temporary = _temporary_of(folder)
+        temporary = delta.temporary_of(folder)
         self._words, self._base = {}, ""
         if self._writes:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -62,7 +63,7 @@ class LastSent:
 
     def write_delta(self, folder: Path, version: int) -> WrittenUpdate | None:
         """Write a delta to the last version. Collective; returns and raises as ``write_whole``."""
-        temporary, file = _temporary_of(folder), None
+        temporary, file = delta.temporary_of(folder), None
         base, changes, failures = self._base, dict[str, DeltaHeader](), list[OSError]()
         self._base = ""
         try:
@@ -123,9 +124,5 @@ class LastSent:
 
 def words_of(tensor: torch.Tensor) -> Words:
     """Copy to host memory: [numel], one unsigned integer per element."""
-    on_host = tensor.detach().to("cpu", copy=True).contiguous().flatten()
-    return on_host.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
-
-
-def _temporary_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}")
+    on_host = tensor.detach().to("cpu", copy=True)
+    return as_bytes(on_host).numpy().view(f"<u{tensor.element_size()}")

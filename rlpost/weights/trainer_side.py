@@ -32,11 +32,10 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.errors import SyncError
-from rlpost.types import Bucket
 from rlpost.weights.bucket_plan import bucket_bytes
 from rlpost.weights.engine_group import EngineGroup
 from rlpost.weights.exporter import Exporter, describe, sent_bytes
-from rlpost.weights.flat import as_bytes, num_bytes
+from rlpost.weights.flat import as_bytes, tensor_bytes
 from rlpost.weights.quantise import BlockFp8
 
 _DEVICE = 6  # index of storage_device among the arguments of torch's rebuild_cuda_tensor
@@ -56,27 +55,20 @@ class Buckets:
     ) -> None:
         """Plan the buckets.
 
-        Args:
-            exporter: of this rank.
-            limit: bound of a bucket in bytes, unless a single weight is larger. ``bucket_bytes``
-                chooses the size within it.
-            num_engines: number of engines.
-            device_bytes: memory of a GPU; must be the same on every rank.
-            quantisation: without it weights are sent in the trainer's precision.
+        ``limit`` bounds a bucket in bytes, unless a single weight is larger; ``bucket_bytes``
+        chooses the size within it. ``device_bytes`` is the memory of a GPU, the same on every rank.
+        Without ``quantisation`` weights are sent in the trainer's precision.
         """
         self.exporter = exporter
         self.quantisation = quantisation
         total = sum(sent_bytes(entry, quantisation) for entry in exporter.inventory.entries)
         size = bucket_bytes(total, limit=limit, num_engines=num_engines, device_bytes=device_bytes)
         self.entries = exporter.plan(size, quantisation=quantisation)
-        self._plan = tuple(describe(bucket, quantisation) for bucket in self.entries)
+        self.plan = tuple(describe(bucket, quantisation) for bucket in self.entries)
+        """Names, shapes and dtypes of each bucket."""
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def plan(self) -> tuple[Bucket, ...]:
-        """Names, shapes and dtypes of each bucket."""
-        return self._plan
 
     @property
     def stage(self) -> int:
@@ -95,7 +87,7 @@ class Buckets:
         tensors = self.exporter.gather(
             self.entries[index], on_all_stages=on_all_stages, quantisation=self.quantisation
         )
-        return {name: tensors[name] for name in self._plan[index].names}
+        return {name: tensors[name] for name in self.plan[index].names}
 
     def take_part(self, index: int) -> None:
         """Take part in gathering a bucket within its stage; the result is discarded."""
@@ -105,7 +97,7 @@ class Buckets:
 
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
-        return max(sum(_sizes(bucket)) for bucket in self._plan)
+        return max(sum(tensor_bytes(bucket).values()) for bucket in self.plan)
 
 
 class Broadcast:
@@ -119,13 +111,9 @@ class Broadcast:
     ) -> None:
         """Create an unconnected sender.
 
-        Args:
-            buckets: of this rank.
-            gathers: whether this rank holds parts of the same model replica as the source of its
-                stage.
-            is_source: whether this rank is that source.
-            backend: of the process group.
-            timeout_s: deadline of connecting and of each broadcast.
+        ``gathers``: this rank holds parts of the same model replica as the source of its stage.
+        ``is_source``: it is that source. ``timeout_s`` is the deadline of connecting, and of each
+        broadcast.
         """
         self.buckets = buckets
         self.stage = buckets.stage
@@ -325,11 +313,6 @@ class FlatMemory:
         if self.kept is None or len(self.kept) < size:
             self.kept = torch.empty(size, dtype=torch.uint8)
         return torch.cat(parts, out=self.kept[:size])
-
-
-def _sizes(bucket: Bucket) -> list[int]:
-    pairs = zip(bucket.shapes, bucket.dtypes, strict=True)
-    return [num_bytes(shape, getattr(torch, dtype)) for shape, dtype in pairs]
 
 
 def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:

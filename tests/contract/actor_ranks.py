@@ -118,18 +118,25 @@ def _rank_main(
         pipe.send((False, traceback.format_exc()))
 
 
+def micro_batch_multiple(settings: ActorSettings) -> int:
+    """Return the divisor of the number of micro-batches, as ``Config.micro_batch_multiple``."""
+    is_interleaved = settings.num_layers_per_virtual_pipeline_stage is not None
+    return settings.pipeline_model_parallel_size if is_interleaved else 1
+
+
 def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
     """Return this rank's part of a global batch."""
     from rlpost.actor import parallel
 
     num_samples, num_ranks = len(samples), parallel.data_parallel_group().size()
-    samples = filled_up(samples, num_ranks * actor.settings.micro_batch_multiple)
+    multiple = micro_batch_multiple(actor.settings)
+    samples = filled_up(samples, num_ranks * multiple)
     plan = schedule(
         [len(sample.token_ids) for sample in samples],
         data_parallel_size=num_ranks,
         max_tokens=max_tokens,
         micro_batch_size=1,
-        multiple_of=actor.settings.micro_batch_multiple,
+        multiple_of=multiple,
     )
     return TrainBatch(
         micro_batches=tuple(
@@ -157,7 +164,13 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
         gather_from_tensor_model_parallel_region(sharded)[0],
     )
     with torch.no_grad():
-        found = step.run(actor.model, packed, loss_of=collect, forward_only=True)
+        found = step.run(
+            actor.model,
+            packed,
+            loss_of=collect,
+            forward_only=True,
+            stop_points=actor.stop_points,
+        )
     return found[0].float().cpu().numpy() if found else None
 
 
@@ -451,7 +464,7 @@ def positions_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
 
 def plan_sync(actor: Any) -> Any:
     """Return the buckets of a weight update."""
-    return actor.buckets.plan()
+    return actor.buckets.plan
 
 
 def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name: str) -> None:
@@ -463,7 +476,7 @@ def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name
     for ports in connections:
         stage = actor.broadcast.stage
         actor.broadcast.connect("127.0.0.1", ports[stage], 1, f"{group_name}-{stage}")
-        for index in range(len(actor.buckets.plan())):
+        for index in range(len(actor.buckets)):
             actor.send_bucket(index)
         actor.broadcast.disconnect()
 

@@ -27,6 +27,7 @@ from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_coordinates import place
 from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.update_plan import GPU_BYTES, Plan, update_plans
+from rlpost.weights.flat import tensor_bytes
 
 PADDING = 64
 """Alignment of parameters in Megatron's buffers, in elements."""
@@ -150,7 +151,7 @@ def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) ->
     )
     buffers = expected.published.buffers
     sizes = [
-        sum(size for name, size in contradictions.tensor_bytes(bucket) if name not in buffers)
+        sum(size for name, size in tensor_bytes(bucket).items() if name not in buffers)
         for bucket in plan
     ]
     engine = stored_bytes(expected.shape, 1 if in_fp8 else width)

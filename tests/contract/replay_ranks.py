@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlpost.types import TrainSample
-from tests.contract.actor_ranks import my_batch, whole_tensors
+from tests.contract.actor_ranks import micro_batch_multiple, my_batch, whole_tensors
 
 
 def replay(
@@ -20,7 +20,7 @@ def replay(
         samples: those of the global batch.
         then: a folder whose weights are imported between the two.
     """
-    from rlpost.weights.importer import import_weights
+    from rlpost.weights.importer import HuggingFaceFolder, import_weights
 
     actor.import_weights()
     gradients: dict[str, Any] = {}
@@ -33,12 +33,12 @@ def replay(
     actor.optimizer.step = step
     batch = my_batch(actor, samples, max_tokens=64)
     mine = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
-    num_groups = max(len(batch.micro_batches) // 2, actor.settings.micro_batch_multiple)
+    num_groups = max(len(batch.micro_batches) // 2, micro_batch_multiple(actor.settings))
     order = list(range(len(mine)))[::-1]
     groups = [tuple(order[start::num_groups]) for start in range(num_groups)]
     found = actor.compute_logprobs(dataclasses.replace(batch, log_prob_groups=tuple(groups)))
     if then is not None:
-        import_weights(actor.inventory, then)
+        import_weights(actor.inventory, HuggingFaceFolder(then))
         actor.optimizer.reload_model_params()
     metrics = actor.train_step(batch).metrics
     return {

@@ -79,9 +79,10 @@ class Rank:
 
     @property
     def position(self) -> Any:
-        from rlpost.actor.progress import position
+        from rlpost.actor.progress import group_counts
+        from rlpost.progress.position import RECORDER
 
-        return position()
+        return RECORDER.position(group_counts())
 
     def write_flight_record(self, folder: str) -> str | None:
         from rlpost.actor.progress import write_flight_record

@@ -29,7 +29,7 @@ def freeze_base(chunk: torch.nn.Module) -> None:
 
 def low_rank_updates(chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, LowRank]:
     """Return the update of each weight of these chunks that has one."""
-    return {linear.weight: linear.low_rank for linear in _adapted(chunks) if linear.low_rank}
+    return {linear.weight: linear.low_rank for linear in adapted_layers(chunks)}
 
 
 class Adapters:
@@ -37,7 +37,7 @@ class Adapters:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], inventory: Inventory) -> None:
         """Find the adapters; ``inventory`` has the names of their weights in the whole model."""
-        self._linears = _adapted(chunks)
+        self._linears = adapted_layers(chunks)
         names = {held.tensor: name for name, held in inventory.held.items()}
         self._named = {names[linear.weight]: linear for linear in self._linears}
 
@@ -89,7 +89,8 @@ def base_alone(state: Mapping[str, object]) -> dict[str, object]:
     return {key: part for key, part in state.items() if not is_adapter(key)}
 
 
-def _adapted(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def adapted_layers(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the linear layers that have an adapter."""
     return [
         module
         for chunk in chunks

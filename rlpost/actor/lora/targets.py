@@ -22,9 +22,7 @@ EXPERTS = "experts"
 def adapt_layers(layers: Iterable[ModuleSpec], settings: ActorSettings) -> None:
     """Replace the linear layers of the specification in place.
 
-    Args:
-        layers: specifications of decoder layers with local modules; equal layers may share one.
-        settings: with ``lora_rank`` and ``lora_targets``.
+    ``layers`` are those of a decoder with local modules; equal layers may share a specification.
     """
     for layer in layers:
         attention = layer.submodules.self_attention.submodules

@@ -114,12 +114,9 @@ class HostStream:
     ) -> None:
         """Plan the batches.
 
-        Args:
-            chunks: of this rank, weights first.
-            num_weights: number of chunks that are weights.
-            buffer: slots of host memory.
-            residence: returns the tensor with the values of one that may be offloaded.
-            lock: held while tensors are read, so that they are not offloaded during a copy.
+        The first ``num_weights`` of this rank's chunks are weights. ``residence`` returns the
+        tensor with the values of one that may be offloaded. ``lock`` is held while tensors are
+        read, so that they are not offloaded during a copy.
         """
         self._chunks = chunks
         self._buffer = buffer

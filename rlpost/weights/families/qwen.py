@@ -22,10 +22,8 @@ MAX_WINDOW_LAYERS = 28
 def _windows(hf: HfConfig, is_windowed: Callable[[int, int], bool]) -> dict[str, object]:
     """Fields of the sliding windows.
 
-    Args:
-        hf: config.json.
-        is_windowed: whether a layer has a window where there are no ``layer_types``, from its
-            number and ``max_window_layers``.
+    Without ``layer_types``, ``is_windowed`` says whether a layer has a window, from its number and
+    ``max_window_layers``.
 
     Raises:
         WeightError: a layer has a window that is switched off; transformers fails on it.

@@ -139,6 +139,7 @@ MOE = {
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
             "need --sequence-parallel true",
         ),
+        (MOE, {"tensor_model_parallel_size": 2}, "need --sequence-parallel true"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_numbers(
@@ -148,6 +149,11 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_numbers(
     description.check_layout(ActorSettings(""))
     with pytest.raises(ConfigError, match=said):
         description.check_layout(ActorSettings("", **layout))
+
+
+def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism_only_for_training(tmp_path):
+    description = read_description(folder_with(tmp_path, **MOE))
+    description.check_layout(ActorSettings("", tensor_model_parallel_size=2), trains=False)
 
 
 def test_scaled_rotary_embeddings_are_found_in_each_format_of_config_json(tmp_path):

@@ -16,8 +16,8 @@ from rlpost.algorithm.gae import (
     gae,
     token_rewards,
 )
+from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.turns import TurnReward, turn_record
-from rlpost.algorithm.value_loss import value_loss
 from rlpost.columns import FloatColumn, RunColumn
 from rlpost.types import Sample, SampleGroup, ScoredSample
 

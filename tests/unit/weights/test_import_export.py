@@ -96,7 +96,7 @@ def write_folder(
 
 
 def filled(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    import_weights(inventory_of(model), folder)
+    import_weights(inventory_of(model), HuggingFaceFolder(folder))
     return model
 
 
@@ -238,7 +238,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
 def test_extra_layers_of_a_family_are_exported_unchanged(tmp_path):
     tensors = write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.eh_proj.weight"])
     inventory = inventory_of(megatron_model(), "Glm4MoeForCausalLM")
-    import_weights(inventory, tmp_path)
+    import_weights(inventory, HuggingFaceFolder(tmp_path))
     export_folder(Exporter(inventory), tmp_path / "out", template=tmp_path, writes=True)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
@@ -292,7 +292,7 @@ def test_grouped_experts_import_and_export_the_tensors_of_single_experts(tmp_pat
     inventory = Inventory(
         [model], family=family("Qwen3MoeForCausalLM"), dims=dims, groups=groups, tied=False
     )
-    import_weights(inventory, tmp_path)
+    import_weights(inventory, HuggingFaceFolder(tmp_path))
     (bucket,) = Exporter(inventory).plan(10**9)
     found = Exporter(inventory).gather(bucket)
     assert all(torch.equal(found[name], tensor) for name, tensor in experts.items())
@@ -333,7 +333,7 @@ def test_a_rank_reads_only_the_tensors_of_its_stage(tmp_path, monkeypatch):
     inventory.held = {
         name: held for name, held in inventory.held.items() if not name.startswith("embedding")
     }
-    import_weights(inventory, tmp_path)
+    import_weights(inventory, HuggingFaceFolder(tmp_path))
     assert set(names) == set(HUGGING_FACE_SHAPES) - {"model.embed_tokens.weight"}
 
 
