@@ -131,7 +131,7 @@ class ModelDescription:
         needs_sequence_parallel = has_experts and tensor > 1 and (trains or expert > 1)
         if needs_sequence_parallel and not settings.sequence_parallel:
             raise ConfigError(
-                "experts on several ranks with tensor parallelism need --sequence-parallel true; set it"
+                "experts with tensor parallelism need --sequence-parallel true; set it"
             )
 
     def _check_divisor(self, flag: str, divisor: int, sizes: Mapping[str, int]) -> None:

@@ -346,6 +346,12 @@ def model_problems(config: Config, hf_config: HfConfig) -> list[str]:
         by_expert = EXPERT_TENSOR if expert_tensor else TENSOR
         sharded.append((EXPERT, perf.expert_model_parallel_size, (experts,)))
         sharded.append((by_expert, expert_tensor or tensor, (ffn,)))
+        # Megatron's MoELayer (0.16.1) raises in the first training step.
+        if hf_config[experts] and tensor > 1 and not perf.sequence_parallel:
+            problems.append(
+                f"{spelled(config, TENSOR)} needs sequence parallelism, because the model has experts; use "
+                "--sequence-parallel true"
+            )
     elif perf.expert_model_parallel_size > 1:
         problems.append(
             f"{spelled(config, EXPERT)}: the model has no experts; use --expert-model-parallel-size 1"

@@ -218,3 +218,23 @@ def test_evaluation_sets_come_in_pairs():
 def test_a_recording_path_needs_a_place_for_the_step():
     (problem,) = debug_problems(config(debug={"save_debug_rollout_data": "/tmp/x.jsonl"}))
     assert "{rollout_id}" in problem
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "perf", "is_refused"),
+    [
+        ({"num_experts": 8}, {}, True),
+        ({"num_experts": 8}, {"sequence_parallel": True}, False),
+        ({"num_experts": 8}, {"tensor_model_parallel_size": 1}, False),
+        ({}, {}, False),
+    ],
+)
+def test_experts_with_tensor_parallelism_need_sequence_parallelism(hf_config, perf, is_refused):
+    """Megatron's MoELayer raises in the first training step, after a rollout."""
+    groups = {
+        "cluster": {"num_gpus_per_node": 2, "actor_num_gpus_per_node": 2, "colocate": True},
+        "perf": {"tensor_model_parallel_size": 2, **perf},
+    }
+    problems = model_problems(load([], groups).config, hf_config)
+    assert [problem for problem in problems if "--sequence-parallel true" in problem] == problems
+    assert bool(problems) == is_refused
