@@ -179,8 +179,8 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
     update = WeightUpdate([mixture.address], api_key=KEY, timeout_s=60)
 
     def mover(folder: Path) -> DiskMover:
-        async def prepare(version: int) -> list[str]:
-            return [str(folder)]
+        async def prepare(version: int) -> str:
+            return str(folder)
 
         return DiskMover(prepare)
 
