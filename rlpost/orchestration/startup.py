@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +104,7 @@ class Startup:
 
         ``standbys`` are used for their ranks of the policy instead of new workers.
         """
-        make = partial(_make_actor, actor_settings(self._config))
+        make = partial(make_actor, actor_settings(self._config))
         workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
         actors = ActorGroup(workers, self._hang_watch())
         if not placement.critics:
@@ -117,7 +119,7 @@ class Startup:
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank; empty: Ray sets it.
         """
-        make = partial(_make_critic, actor_settings(critic_ranks(self._config)))
+        make = partial(make_critic, actor_settings(critic_ranks(self._config)))
         first = len(placement.actors)
 
         def died(why: str, ranks: Sequence[int]) -> TrainerDied:
@@ -131,7 +133,7 @@ class Startup:
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank, which its standby shares.
         """
-        make = partial(_make_actor, actor_settings(self._config))
+        make = partial(make_actor, actor_settings(self._config))
         slots = [replace(slot, num_gpus=0, shared_with=()) for slot in placement.actors]
         return ActorGroup(self._ranks("standby", partial(at_low_priority, make), slots, gpus=gpus))
 
@@ -227,17 +229,35 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     return await ranks.data_parallel_ranks()
 
 
-def _make_critic(settings: ActorSettings) -> object:
-    from rlpost.actor.critic_rank import CriticRank  # late, as in ``_make_actor``
+def make_critic(settings: ActorSettings) -> object:
+    """Return a rank of the critic, in the process of a worker."""
+    with _hidden("wandb"):
+        from rlpost.actor.critic_rank import CriticRank  # late, as in ``make_actor``
 
     return CriticRank(settings)
 
 
-def _make_actor(settings: ActorSettings) -> object:
-    # Imported in the worker: the driver loads neither torch nor Megatron.
-    from rlpost.actor.actor import Actor
+def make_actor(settings: ActorSettings) -> object:
+    """Return a rank of the policy, in the process of a worker."""
+    # Imported in the worker: the driver loads neither torch nor Megatron. Megatron imports wandb for
+    # its own logging, which takes a seventh of the processor time of a rank's imports.
+    with _hidden("wandb"):
+        from rlpost.actor.actor import Actor
 
     return Actor(settings)
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Make imports of a package fail in this block, unless it is imported already."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # the import system raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def at_low_priority(act: Callable[[], T]) -> T:

@@ -41,14 +41,15 @@ class Holder:
     """A Ray actor that makes the trainer's actor in its own process, as a worker does."""
 
     def train_and_save(self, actor_settings: Any, steps: list, folder: str) -> dict[str, Any]:
+        import sys
         import threading
 
         import psutil
 
-        from rlpost.actor.actor import Actor
         from rlpost.metrics.spans import SPANS
+        from rlpost.orchestration.startup import make_actor
 
-        actor = Actor(actor_settings)
+        actor: Any = make_actor(actor_settings)
         actor.setup(0, 1, "127.0.0.1", free_port())
         actor.import_weights()
         metrics = []
@@ -81,6 +82,7 @@ class Holder:
             "hash": actor.weights_hash(),
         }
         result |= {"profiles": written, "memory": actor.memory_use, "spans": SPANS.since(0.0)}
+        result["modules"] = {"wandb", "torch", "megatron.core"} & set(sys.modules)
         actor.close()
         return result
 
@@ -108,6 +110,7 @@ def test_a_save_in_a_ray_worker_starts_no_process_and_is_resumed_outside(
     )
     inside = ray.get(holder.train_and_save.remote(one, STEPS, folder), timeout=240)
     assert inside["children"] == []
+    assert inside["modules"] == {"torch", "megatron.core"}, "a rank does not load wandb"
     _is_profile_of_two_steps(inside["profiles"])
     assert [one[0] for one in inside["spans"]] == ["forward, backward", "optimizer"] * 2
     assert inside["memory"]["memory/actor_gb"] > 0.1
