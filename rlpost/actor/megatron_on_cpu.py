@@ -63,13 +63,13 @@ def install() -> None:
     Raises:
         RuntimeError: ``megatron.core`` was imported before, on a machine without CUDA.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules and not _has_cuda():
         raise RuntimeError(
             "megatron.core was imported before rlpost.actor; import rlpost.actor first on a CPU"
         )
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _MegatronFinder())
 
 
 def _has_cuda() -> bool:
@@ -78,8 +78,8 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-class _Finder(MetaPathFinder):
-    """Finds modules of megatron.core as Python does, and loads them with ``_Loader``."""
+class _MegatronFinder(MetaPathFinder):
+    """Finds modules of megatron.core as Python does, and loads them with ``_MegatronLoader``."""
 
     proxy: types.ModuleType | None = None
 
@@ -93,11 +93,11 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             self.proxy = self.proxy or _torch_proxy()
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.proxy)
+            spec.loader = _MegatronLoader(spec.loader.name, spec.loader.path, self.proxy)
         return spec
 
 
-class _Loader(SourceFileLoader):
+class _MegatronLoader(SourceFileLoader):
     def __init__(self, fullname: str, path: str, proxy: types.ModuleType) -> None:
         super().__init__(fullname, path)
         self.proxy = proxy

@@ -66,7 +66,7 @@ class PromptCursor:
         self._shares = [weight / sum(weights) for weight in weights] or [1.0]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._files = [
-            _File(size, shuffle=shuffle, seed=f"{seed}/file {index}" if weights else seed)
+            _FileEpochs(size, shuffle=shuffle, seed=f"{seed}/file {index}" if weights else seed)
             for index, size in enumerate(sizes)
         ]
 
@@ -159,7 +159,7 @@ class PromptCursor:
         return prompt
 
 
-class _File:
+class _FileEpochs:
     """The endless sequence of epochs of one file, or of all files together."""
 
     def __init__(self, size: int, *, shuffle: bool, seed: int | str) -> None:

@@ -328,7 +328,7 @@ def _line() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _SourceFile:
     """A source file; without a name it is torch's or the rehearsal's."""
 
     name: str
@@ -336,9 +336,9 @@ class _File:
 
 
 @cache
-def _file(path: str) -> _File:
+def _file(path: str) -> _SourceFile:
     name = _short(path) if _is_ours(path) else ""
-    return _File(name, path.startswith(str(PROJECT / "rlpost")))
+    return _SourceFile(name, path.startswith(str(PROJECT / "rlpost")))
 
 
 def _is_ours(path: str) -> bool:

@@ -74,8 +74,8 @@ class GradingPool:
         self._settings = dict(settings or {})
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._lock = threading.Lock()  # guards the three attributes below
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._idle: list[_GraderProcess] = []
+        self._all: set[_GraderProcess] = set()
         self._closed = False
 
     async def grade(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
@@ -123,7 +123,7 @@ class GradingPool:
             raise WrongFunction(error)
         raise GradingLost(error) if answer["lost"] else GradingFailed(error)
 
-    def _take(self) -> _Worker:
+    def _take(self) -> _GraderProcess:
         with self._lock:
             if self._closed:
                 raise RolloutError(_CLOSED)
@@ -133,14 +133,14 @@ class GradingPool:
                     return worker
                 self._all.discard(worker)  # killed while idle: no answer is lost
             try:
-                worker = _Worker(self._settings)
+                worker = _GraderProcess(self._settings)
             except OSError as error:
                 raise GradingLost(f"cannot start a grading process: {error}") from error
             self._all.add(worker)
             return worker
 
 
-class _Worker:
+class _GraderProcess:
     """One process and the functions that it has loaded."""
 
     def __init__(self, settings: Mapping[str, object]) -> None:

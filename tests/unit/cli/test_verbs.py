@@ -22,7 +22,7 @@ from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError
-from rlpost.reward.pool import _Worker
+from rlpost.reward.pool import _GraderProcess
 from rlpost.rollout.process import ServerProcess
 from slurm.queue import QueueEntry
 from slurm.states import JobInfo, JobState
@@ -438,7 +438,7 @@ def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", started_with)
     for start in (
         lambda: ServerProcess("router", "router", tmp_path / "log").spawn({}),
-        lambda: _Worker({}),
+        lambda: _GraderProcess({}),
     ):
         with pytest.raises(OSError, match="enough"):
             start()
