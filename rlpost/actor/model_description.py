@@ -90,7 +90,10 @@ class ModelDescription:
         return count if count > 1 else None
 
     def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
-        """Raise ConfigError if the model cannot be sharded or, with ``trains``, trained so."""
+        """Raise ConfigError if the model cannot be sharded this way.
+
+        With ``trains``, also if it cannot be trained this way.
+        """
         fields, hf = self.fields, self.hf_config
         if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
             raise ConfigError(problem)

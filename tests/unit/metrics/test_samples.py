@@ -54,25 +54,25 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
 
 
 def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_once(tmp_path):
-    has_begun, may_go_on = threading.Event(), threading.Event()
+    has_started, may_write = threading.Event(), threading.Event()
 
     def hold_the_first_write():
-        if not has_begun.is_set():
-            has_begun.set()
-            may_go_on.wait()
+        if not has_started.is_set():
+            has_started.set()
+            may_write.wait()
 
     writer = SampleWriter(tmp_path, num_steps=40, decode=decode, check=hold_the_first_write)
     for step in (0, 20):
         writer.write_evaluated(step, {"b": [group(0, (1.0,))], "a": [group(0, (0.5, 1.0))]})
     writer.write_evaluated(21, {})
-    has_begun.wait()
+    has_started.wait()
 
     async def resume_while_the_write_is_held():
         resumed = asyncio.create_task(writer.begin(19))
         while not (tmp_path / FILE_NAME).exists():  # the other file is done
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        may_go_on.set()
+        may_write.set()
         await resumed
 
     asyncio.run(resume_while_the_write_is_held())
