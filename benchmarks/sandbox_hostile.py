@@ -13,6 +13,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -115,7 +116,9 @@ def host_state(ours: Canaries) -> dict[str, object]:
         ),
         "processes of sandbox users": sorted(_processes(sandbox_users)),
         "mounts of sandboxes": [
-            line for line in Path("/proc/self/mounts").read_text().splitlines() if "uid=18" in line
+            line
+            for line in Path("/proc/self/mounts").read_text().splitlines()
+            if sandbox_users & set(map(int, re.findall(r"\b[ug]id=(\d+)", line)))
         ],
         "files of sandbox users": sorted(
             str(path)

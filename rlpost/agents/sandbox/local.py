@@ -21,8 +21,10 @@ from rlpost.agents.sandbox.streams import Capture, Feed
 START_SECONDS = 30.0
 ANSWER_SECONDS = 20.0  # beyond the time of a command, for killing its processes on a busy node
 REQUEST_BYTES = 180_000  # maximum size of a packet, below net.core.wmem_default
-FIRST_USER = 1_879_000_000  # first of the unused host users for sandboxes that root starts
-USERS = 60_000
+# Host users for sandboxes that root starts: systemd assigns nobody 1,879,048,192 to 2,147,483,647
+# (https://systemd.io/UIDS-GIDS).
+FIRST_USER, USERS = 0x7000_0000, 1 << 28
+USERS_BETWEEN_PROCESSES = 165_902_237  # USERS divided by the golden ratio, and odd
 KILLED = 137  # exit code: 128 + SIGKILL
 ROOT = str(Path(__file__).parents[3])
 START = (
@@ -231,9 +233,19 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def host_user(number: int) -> int:
-    """Return the host user for a sandbox that root starts; each sandbox has its own unused user."""
-    return FIRST_USER + (os.getpid() * 61 + number) % USERS
+def host_user(number: int, pid: int | None = None) -> int:
+    """Return the host user for a sandbox that root starts.
+
+    Each sandbox of a process has its own user. Those of different processes of a host would share
+    limits, keys and the kernel's counts per user, so their numbers are far apart: Fibonacci hashing
+    (Knuth, The Art of Computer Programming, 6.4) spreads the process ids over all users.
+
+    Args:
+        number: of the sandbox in its process.
+        pid: of the process that starts it; default: this one.
+    """
+    first = (os.getpid() if pid is None else pid) * USERS_BETWEEN_PROCESSES
+    return FIRST_USER + (first + number) % USERS
 
 
 def _exhausted() -> Result:

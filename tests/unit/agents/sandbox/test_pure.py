@@ -15,7 +15,7 @@ import pytest
 
 from rlpost.agents.sandbox import images, snapshots
 from rlpost.agents.sandbox.inner import kernel, seccomp
-from rlpost.agents.sandbox.local import LocalSandbox
+from rlpost.agents.sandbox.local import FIRST_USER, LocalSandbox, host_user
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotEntry, SnapshotRefused
 from rlpost.agents.sandbox.registry import STALE_SECONDS, NodeRecord, Registry, SandboxLease
@@ -129,6 +129,16 @@ def test_files_that_python_would_run_in_place_of_the_verifiers_are_dropped():
 
 def record(name: str, number: int, places: int = 2) -> NodeRecord:
     return NodeRecord(name, "127.0.0.1", 1, places, number)
+
+
+def test_sandboxes_of_processes_that_started_together_have_different_users():
+    """Two test workers or servers of a host have process ids that lie close together."""
+    own = {host_user(number, pid=40_000) for number in range(20_000)}
+    assert len(own) == 20_000 and min(own) >= FIRST_USER and max(own) < 1 << 31
+    for distance in range(1, 1_000):
+        others = host_user(0, pid=40_000 + distance), host_user(19_999, pid=40_000 + distance)
+        assert own.isdisjoint(others), distance
+    assert own.isdisjoint({host_user(number, pid=40_001) for number in range(20_000)})
 
 
 def test_a_node_that_no_longer_renews_its_record_gets_no_sandbox(tmp_path):
