@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rlpost.algorithm.loss_settings import LossSettings
+from rlpost.algorithm.schedule import sequence_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +141,8 @@ class ActorSettings(LossSettings):
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of the padded length of every packed sequence.
-
-        A context-parallel rank holds two chunks of each sequence.
-        """
-        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        """Divisor of the padded length of every packed sequence."""
+        return sequence_multiple(self.context_parallel_size)
 
     @property
     def row_multiple(self) -> int:

@@ -24,6 +24,7 @@ from rlpost.algorithm.schedule import (
     break_even_length,
     regroup,
     schedule,
+    sequence_multiple,
     sequence_work,
 )
 from rlpost.algorithm.shaping import Shaping, is_repetitive
@@ -259,9 +260,7 @@ def _deal_step(
     samples: Sequence[TrainSample], first: int, config: Config, break_even: float
 ) -> DealtStep:
     """Return the batches of one step; ``first`` is the position of its first sample."""
-    padded_to = (
-        2 * config.perf.context_parallel_size if config.perf.context_parallel_size > 1 else 1
-    )
+    padded_to = sequence_multiple(config.perf.context_parallel_size)
     num_samples = sum(sample.count for sample in samples)
     positions = range(first, first + len(samples))
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)

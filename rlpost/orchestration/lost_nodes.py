@@ -218,13 +218,16 @@ class LostNodes:
 
     async def back(self, part: Part) -> None:
         """Record that all engines, or all ranks, run again; the ledger gets a node's last part."""
-        for host in [host for host in self._away if host not in self._unplaced]:
-            async with self._changed:
+        async with self._changed:
+            placed = [host for host in self._away if host not in self._unplaced]
+            for host in placed:
                 self._away[host].discard(part)
-                self._changed.notify_all()
-            if not self._away[host]:
+            whole = [host for host in placed if not self._away[host]]
+            for host in whole:
                 del self._away[host]
-                self._record_replaced(self._losses[host].node)
+            self._changed.notify_all()
+        for host in whole:
+            self._record_replaced(self._losses[host].node)
 
     def _record_replaced(self, lost: LostNode) -> None:
         assert lost.replacement is not None

@@ -11,7 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlpost.algorithm.schedule import Schedule, regroup, schedule, sequence_work
+from rlpost.algorithm.schedule import (
+    Schedule,
+    regroup,
+    schedule,
+    sequence_multiple,
+    sequence_work,
+)
 from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
@@ -86,8 +92,8 @@ def planned_lengths(config: Config, longest: int, *, multiple: int = 1) -> list[
 
 def _schedule(config: Config, lengths: list[int]) -> Schedule:
     perf = config.perf
-    parts = 2 * perf.context_parallel_size if perf.context_parallel_size > 1 else 1
-    padded = [length + -length % parts for length in lengths]
+    multiple = sequence_multiple(perf.context_parallel_size)
+    padded = [length + -length % multiple for length in lengths]
     work = [sequence_work(length) for length in padded] if perf.balance_data else None
     return schedule(
         padded,

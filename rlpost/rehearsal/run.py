@@ -79,7 +79,7 @@ def rehearse_run(
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
-    plans = update_plans(facts, config)
+    plans = update_plans(facts, config, gpu_bytes=options.gpu_bytes)
     phases = Phases(
         step.batch,
         step.log_prob_batch,

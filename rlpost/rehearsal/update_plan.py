@@ -18,9 +18,6 @@ from rlpost.weights.inventory import Entry, Inventory, in_order
 from rlpost.weights.quantise import BlockFp8
 from rlpost.weights.trainer_side import Buckets
 
-GPU_BYTES = 80 * 10**9
-"""Memory that the buckets of an update are planned for."""
-
 Plan = tuple[Bucket, ...]
 
 
@@ -32,9 +29,16 @@ class _Entries:
 
 
 def update_plans(
-    ranks: Mapping[int, RankFacts], config: Config, *, quantisation: BlockFp8 | None = None
+    ranks: Mapping[int, RankFacts],
+    config: Config,
+    *,
+    gpu_bytes: int,
+    quantisation: BlockFp8 | None = None,
 ) -> dict[int, Plan]:
-    """The plan of each rank with all its pipeline group in ``ranks``; equal inputs share one."""
+    """The plan of each rank with all its pipeline group in ``ranks``; equal inputs share one.
+
+    ``gpu_bytes``: memory of a GPU, which bounds the size of a bucket.
+    """
     # Each rank's entries are hashed once; a plan is looked up by the identity of its stages'
     # entries.
     distinct: dict[tuple[Entry, ...], tuple[Entry, ...]] = {}
@@ -54,7 +58,7 @@ def update_plans(
                 Exporter(cast(Inventory, _Entries(in_order(stages)))),
                 limit=config.sync.update_weight_buffer_size,
                 num_engines=config.num_engines,
-                device_bytes=GPU_BYTES,
+                device_bytes=gpu_bytes,
                 quantisation=quantisation,
             )
             made[key] = buckets.plan

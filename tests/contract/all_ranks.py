@@ -26,8 +26,11 @@ from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_coordinates import place
 from rlpost.rehearsal.rank_facts import RankFacts
-from rlpost.rehearsal.update_plan import GPU_BYTES, Plan, update_plans
+from rlpost.rehearsal.update_plan import Plan, update_plans
 from rlpost.weights.flat import tensor_bytes
+
+GPU_BYTES = 80 * 10**9
+"""Memory of a GPU, which the buckets of an update are planned for."""
 
 PADDING = 64
 """Alignment of parameters in Megatron's buffers, in elements."""
@@ -69,7 +72,7 @@ def rehearse(
     ranks = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
     }
-    plans = update_plans(ranks, config)
+    plans = update_plans(ranks, config, gpu_bytes=GPU_BYTES)
     compared = description.hf_config if hf is None else hf
     return Rehearsal(ranks, plans, contradictions.expected_of(config, compared))
 
@@ -138,14 +141,16 @@ def memory_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Itera
             yield f"rank {rank}: main weights take {size} bytes, its optimizer has {elements} elements"
 
 
-def traffic_problems(plan: Plan, expected: Expected, *, in_fp8: bool = False) -> Iterator[str]:
+def traffic_problems(
+    plan: Plan, expected: Expected, *, in_fp8: bool = False, gpu_bytes: int = GPU_BYTES
+) -> Iterator[str]:
     """Check buckets and bytes of the plan against ``rlpost plan``, which omits expert biases."""
     width = parameter_bytes(expected.config).weights
     said = weight_update(
         expected.config,
         expected.shape,
         expected.layout,
-        gpu_bytes=GPU_BYTES,
+        gpu_bytes=gpu_bytes,
         width=width,
         in_fp8=in_fp8,
     )

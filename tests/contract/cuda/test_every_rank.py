@@ -36,7 +36,7 @@ from rlpost.types import Bucket
 from rlpost.weights.families import family
 from rlpost.weights.inventory import Inventory
 from rlpost.weights.quantise import SUFFIX, BlockFp8
-from tests.contract.all_ranks import Rehearsal, problems, rehearse, traffic_problems
+from tests.contract.all_ranks import GPU_BYTES, Rehearsal, problems, rehearse, traffic_problems
 from tests.contract.cuda.observations_table import RECIPES
 from tests.unit.config.test_models import PUBLISHED
 
@@ -126,7 +126,7 @@ def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path
     }
     assert len(quantised) == 7 * expected.shape.num_layers
     fp8 = BlockFp8(frozenset(quantised), (128, 128))
-    plans = update_plans(ranks, config, quantisation=fp8)
+    plans = update_plans(ranks, config, gpu_bytes=GPU_BYTES, quantisation=fp8)
     assert list(plan_problems(ranks, plans, expected)) == []
     assert list(traffic_problems(plans[0], expected, in_fp8=True)) == []
 
@@ -166,6 +166,13 @@ def test_a_layout_with_two_of_everything_has_no_problem(sixteen):
     assert sixteen.problems == []
 
 
+def test_buckets_fit_into_the_memory_of_the_gpu(sixteen):
+    expected, small_gpu = sixteen.expected, 10**5
+    plans = update_plans(sixteen.ranks, expected.config, gpu_bytes=small_gpu)
+    assert len(plans[0]) > len(sixteen.plans[0])
+    assert list(traffic_problems(plans[0], expected, gpu_bytes=small_gpu)) == []
+
+
 def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
     """It is built, planned, saved and sent exactly once; nothing else changes."""
     on = {"grpo": {"enable_mtp_training": True}}
@@ -202,7 +209,7 @@ def test_a_model_that_nothing_describes_is_named(sixteen):
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
     """Return the rehearsal with some facts of one rank replaced, and plans made from them."""
     ranks = {**made.ranks, rank: replace(made.ranks[rank], **facts)}
-    plans = update_plans(ranks, made.expected.config)
+    plans = update_plans(ranks, made.expected.config, gpu_bytes=GPU_BYTES)
     return Rehearsal(ranks, plans, made.expected)
 
 

@@ -153,6 +153,22 @@ def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
     run(scene)
 
 
+def test_overlapping_calls_record_a_replaced_node_once(tmp_path):
+    async def scene():
+        async with Scene(tmp_path, RANKS_ON_2) as driver:
+            driver.say(replace(LOST, state="replaced", replacement=N3))
+            await driver.until(lambda: driver.nodes.engines == [1])
+            await driver.nodes.settled()
+            calls = ("engines", "ranks", "engines", "ranks")
+            async with driver.nodes._changed:  # none of them may go on
+                waiting = [asyncio.create_task(driver.nodes.back(part)) for part in calls]
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*waiting)
+            assert len(driver.events) == 1 and driver.nodes.engines == driver.nodes.ranks == []
+
+    run(scene)
+
+
 def test_the_recovery_of_ranks_that_die_with_their_node_waits_for_the_agents(tmp_path):
     """Ray raises as soon as a connection breaks, before the agents write anything."""
 
