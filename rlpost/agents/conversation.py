@@ -177,14 +177,12 @@ class RequestPlan:
         text: the template's text of all messages.
         base: the answer that is extended; None for a fresh input.
         added_ids: tokens after the base; all tokens of a fresh input.
-        new_messages: number of messages at the end that no earlier request had.
     """
 
     node: MessageNode
     text: str
     base: Answered | None
     added_ids: IntColumn
-    new_messages: int
 
     @property
     def num_tokens(self) -> int:
@@ -209,11 +207,8 @@ class Conversation:
         """
         tools_key = json.dumps(tools) if tools else ""
         node = self._roots.setdefault(tools_key, MessageNode(None, None))
-        num_known = 0
         for message in messages:
-            siblings = len(node.children.get(message.key, ()))
-            parent, node = node, node.child(message)
-            num_known += len(parent.children[message.key]) == siblings
+            node = node.child(message)
         nodes = node.path()
         path = [each.message for each in nodes if each.message is not None]
         text = self._template.render(path, tools)
@@ -223,8 +218,8 @@ class Conversation:
                 continue
             rest = self._rest(base, path, place, text, tools)
             if rest is not None:
-                return RequestPlan(node, text, base, self._encode(rest), len(path) - num_known)
-        return RequestPlan(node, text, None, self._encode(text), len(path) - num_known)
+                return RequestPlan(node, text, base, self._encode(rest))
+        return RequestPlan(node, text, None, self._encode(text))
 
     def add(
         self,

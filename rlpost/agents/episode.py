@@ -27,7 +27,6 @@ from rlpost.agents.requests import (
     ChatChoice,
     ChatRequest,
     Completion,
-    RequestRecord,
 )
 from rlpost.agents.trajectory import AnsweredTurn, Trajectory
 from rlpost.errors import DataError, RolloutError
@@ -120,10 +119,9 @@ class OpenEpisode:
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
         self._conversation = Conversation(policy.template)
-        self._lock = threading.Lock()  # guards the conversation and the records
+        self._lock = threading.Lock()  # guards the conversation
         self._parallel = asyncio.Semaphore(limits.max_parallel)
         self._running: set[asyncio.Future[Any]] = set()
-        self._records: list[RequestRecord] = []
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
@@ -148,11 +146,6 @@ class OpenEpisode:
         """
         with self._lock:
             return self._conversation.trajectories()
-
-    def requests(self) -> tuple[RequestRecord, ...]:
-        """Return what was asked and answered so far, for the record of the episode."""
-        with self._lock:
-            return tuple(self._records)
 
     async def close(self) -> None:
         """Refuse the key from now on, and cancel requests in flight. Safe to call again."""
@@ -179,7 +172,7 @@ class OpenEpisode:
             RolloutError: an engine failed.
         """
         limit = self._admit(request)
-        number, began_at = next(self._numbers), time.time()
+        number = next(self._numbers)
         try:
             with self._lock:
                 plan = self._conversation.plan(request.messages, request.tools)
@@ -201,31 +194,11 @@ class OpenEpisode:
         for task in writing:
             task.add_done_callback(self._no_longer_in_flight)
         try:
-            answers = await asyncio.gather(*writing)
+            choices = await asyncio.gather(*writing)
         finally:
             for task in writing:
                 task.cancel()
-        choices = tuple(choice for choice, _ in answers)
-        record = RequestRecord(
-            number=number,
-            kind="fresh" if plan.base is None else "extension",
-            tools=tuple(str(tool["function"]["name"]) for tool in request.tools),
-            messages=[
-                message.for_openai()
-                for message in request.messages[len(request.messages) - plan.new_messages :]
-            ],
-            answers=[choice.message.for_openai() for choice in choices],
-            ended_by=[choice.ended_by for choice in choices],
-            num_prompt_tokens=plan.num_tokens,
-            num_added_tokens=len(plan.added_ids),
-            num_tokens=[len(choice.token_ids) for choice in choices],
-            versions=[spans for _, spans in answers],
-            began_at=began_at,
-            ended_at=time.time(),
-        )
-        with self._lock:
-            self._records.append(record)
-        return Completion(number, choices, plan.num_tokens)
+        return Completion(number, tuple(choices), plan.num_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for log-probs."""
@@ -264,8 +237,8 @@ class OpenEpisode:
 
     async def _write(
         self, plan: RequestPlan, request: ChatRequest, number: int, limit: int
-    ) -> tuple[ChatChoice, tuple[tuple[int, int], ...]]:
-        """Generate and record one answer; return it with its versions."""
+    ) -> ChatChoice:
+        """Generate and record one answer."""
         async with self._parallel:
             began_at = time.time()
             base = plan.base
@@ -304,8 +277,7 @@ class OpenEpisode:
             self.num_requests += 1
             self.num_tokens += len(own)
         stop = stopped_at if isinstance(stopped_at, str) else None
-        choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
-        return choice, sample.versions[start - len(sample.prompt_ids) :].runs
+        return ChatChoice(message, ended_by, stop, own, own_logprobs)
 
     async def _generate(
         self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int

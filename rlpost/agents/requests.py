@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,33 +75,3 @@ class Reply:
     model: str
     created: int
     token_text: Callable[[int], str]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """One request of an episode, for its record; JSON values after ``dataclasses.asdict``.
-
-    Attributes:
-        kind: ``extension`` of an earlier answer, or ``fresh``; see ``conversation``.
-        tools: names of the tools that the policy saw.
-        messages: those that no earlier request had, in OpenAI's format.
-        answers: the messages of the policy.
-        ended_by: one word per answer.
-        num_prompt_tokens, num_added_tokens: of the input, and those of it that the harness added.
-        num_tokens: sampled tokens per answer.
-        versions: pairs (policy version, number of tokens) per answer.
-        began_at, ended_at: Unix time in seconds.
-    """
-
-    number: int
-    kind: str
-    tools: Sequence[str]
-    messages: Sequence[Mapping[str, object]]
-    answers: Sequence[Mapping[str, object]]
-    ended_by: Sequence[AnswerEnd]
-    num_prompt_tokens: int
-    num_added_tokens: int
-    num_tokens: Sequence[int]
-    versions: Sequence[Sequence[tuple[int, int]]]
-    began_at: float
-    ended_at: float

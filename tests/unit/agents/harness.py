@@ -72,11 +72,15 @@ class Writer:
 
 
 class Harness:
-    """Sends requests to an episode; ``histories`` are the message lists so far."""
+    """Sends requests to an episode.
+
+    ``histories`` are the message lists so far, ``ended_by`` why each answer ended.
+    """
 
     def __init__(self, episode: OpenEpisode, draw: random.Random) -> None:
         self.episode, self.draw = episode, draw
         self.histories: list[list[Body]] = []
+        self.ended_by: list[str] = []
         self.tools = TOOLS if draw.random() < 0.7 else None
 
     async def talk(self, num_requests: int) -> None:
@@ -139,6 +143,7 @@ class Harness:
         except BadRequest:
             return
         for choice in completion.choices:
+            self.ended_by.append(choice.ended_by)
             self.histories.append([*messages, self._returned(choice.message.for_openai())])
 
     def _returned(self, message: Body) -> Body:
