@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.families import load_folder, make_family
-from tests.contract.layouts import CP2, ep, pp, tp
+from tests.contract.layouts import CP2, FULL, ep, pp, tp
 from tests.contract.lora_ranks import look_at_adapters, train_adapters
 from tests.contract.samples import STEPS
 
@@ -184,6 +184,14 @@ def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
     without = dataclasses.replace(given, lora_dropout=0.0)
     plain = run_ranks(train, 2, without, steps=STEPS)
     assert plain[0]["hash"] != whole[0]["hash"], "dropout has an effect"
+
+
+def test_recomputed_activations_have_the_dropout_masks_of_the_forward_pass(folder):
+    given = settings(folder, DENSE, **tp(2), lora_dropout=0.2)
+    kept = run_ranks(train_adapters, 2, given, steps=STEPS)
+    recomputed = run_ranks(train_adapters, 2, dataclasses.replace(given, **FULL), steps=STEPS)
+    assert recomputed[0]["metrics"] == kept[0]["metrics"]
+    assert recomputed[0]["hash"] == kept[0]["hash"]
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(folder, dense):
