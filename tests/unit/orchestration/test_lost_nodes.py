@@ -26,6 +26,7 @@ def slot(node, num_gpus=1, shared_with=()):
 
 ENGINES_ON_2 = Placement((slot(N1), slot(N1)), ((slot(N1),), (slot(N2, 2),)))
 RANKS_ON_2 = Placement((slot(N1), slot(N2)), ((slot(N1),), (slot(N2),)))
+CRITICS_ON_2 = Placement((slot(N1), slot(N1)), ((slot(N1),),), (slot(N2), slot(N2)))
 LOST = LostNode("n2", N2.ip, "n2 is gone", 1_000.0, is_silent=False)
 
 
@@ -149,6 +150,27 @@ def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
             assert await driver.nodes.unless_ranks_lost(lambda: offer(N1)) == await offer(N1)
             await driver.nodes.back("engines")
             assert len(driver.events) == 1
+
+    run(scene)
+
+
+def test_ranks_of_a_critic_on_a_lost_node_are_counted_after_those_of_the_policy_and_moved(tmp_path):
+    async def scene():
+        async with Scene(tmp_path, CRITICS_ON_2) as driver:
+            assert read_replaceable(tmp_path) == {"n2"}
+            driver.say(LOST)
+            await driver.until(lambda: driver.nodes.ranks == [2, 3])
+            with pytest.raises(TrainerDied, match="n2 is gone") as died:
+                driver.nodes.check_ranks()
+            assert died.value.ranks == (2, 3)
+            driver.say(replace(LOST, state="replaced", replacement=N3))
+            death = Death("critic", (2, 3), "died")
+            moved = await driver.nodes.new_slots(death, CRITICS_ON_2)
+            assert moved.actors == CRITICS_ON_2.actors
+            assert moved.critics == (slot(N3), slot(N3))
+            await driver.nodes.back("ranks")
+            ((event, details),) = driver.events
+            assert (event, details["replacement"]) == ("recovered", "n3")
 
     run(scene)
 
