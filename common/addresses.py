@@ -1,9 +1,17 @@
 """Addresses of servers as text: an IPv6 address has brackets before its port.
 
-Input: a host name or IP address, and a port. Output: ``HOST:PORT`` or a URL.
+Input: a host name or IP address, and a port. Output: ``HOST:PORT`` or a URL. And this host's own
+address, as its routes choose it.
 """
 
 from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+ANYWHERE, ANYWHERE_6 = "192.0.2.1", "2001:db8::1"
+"""Addresses of no host (RFC 5737 and 3849), so their route is the default one."""
 
 
 def bracketed(host: str) -> str:
@@ -31,3 +39,32 @@ def http_url(host: str, port: int) -> str:
     'http://[::1]:30000'
     """
     return f"http://{host_port(host, port)}"
+
+
+def local_address(peer: str) -> str:
+    """Return this host's address on the route to ``peer``; sends nothing. Raises OSError."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def node_address() -> str:
+    """Return the address by which other nodes reach this one: that of its name in Slurm.
+
+    On the default route if that name has none, or only a loopback address, as Debian writes into
+    /etc/hosts. Raises OSError if there is no such route.
+    """
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        answers = []
+    for found in (str(answer[4][0]) for answer in answers):
+        address = ipaddress.ip_address(found.partition("%")[0])
+        if not (address.is_loopback or address.is_link_local):
+            return found
+    try:
+        return local_address(ANYWHERE)
+    except OSError:
+        return local_address(ANYWHERE_6)

@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.addresses import ANYWHERE, local_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there
 from common.log_format import configure_logging
@@ -62,8 +63,6 @@ NOT_ADMITTED = "not-admitted"
 """Weight version of a new server; not an integer, so that an answer that carries it is an error."""
 PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports
 PATIENCE = Patience()
-ANYWHERE = "192.0.2.1"
-"""An address of no host (RFC 5737), so its route is the default one."""
 PREFLIGHT = "bootstrap.preflight.doctor"
 
 
@@ -276,14 +275,6 @@ def driver_address(lease: Lease) -> str:
         ) from error
     # Some hosts have a loopback address for their own name.
     return ANYWHERE if ipaddress.ip_address(found).is_loopback else found
-
-
-def local_address(peer: str) -> str:
-    """Return this host's address on the route to ``peer``; sends nothing. Raises OSError."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])
 
 
 def free_port(ports: range = PORTS) -> int:

@@ -27,6 +27,7 @@ from rlpost.agents.sandbox.registry import (
 )
 from rlpost.daemon_threads import in_daemon
 
+CLOSED = "the pool of sandboxes is closed"
 AVOID_SECONDS = 10.0  # time for which a node is avoided after a failure
 
 
@@ -118,6 +119,7 @@ class RemotePool:
         self._waiting: collections.deque[asyncio.Future[NodeRecord]] = collections.deque()
         self._beats: asyncio.Task[None] | None = None
         self._secret = b""
+        self._closed = False
 
     async def __aenter__(self) -> RemotePool:
         await in_daemon(self._registry.create)
@@ -179,14 +181,18 @@ class RemotePool:
 
     async def _place(self) -> NodeRecord:
         """Return a node on which a place is reserved for the caller."""
+        if self._closed:
+            raise SandboxLost(CLOSED)
         waiting: asyncio.Future[NodeRecord] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         self._serve_waiting()
         try:
-            return await asyncio.wait_for(waiting, self._wait)
+            # Not ``wait_for``: that of Python 3.11 drops a cancellation that arrives with the place.
+            async with asyncio.timeout(self._wait):
+                return await waiting
         except (TimeoutError, asyncio.CancelledError) as error:
-            # From Python 3.12 on, both may arrive after the place was given.
-            if waiting.done() and not waiting.cancelled():
+            # Both may arrive after the place was given.
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 self.returned(waiting.result().name)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -212,7 +218,12 @@ class RemotePool:
         self._serve_waiting()
 
     async def close(self) -> None:
-        """Close the lease: the servers end, and all sandboxes with them."""
+        """Close the lease: the servers end, and all sandboxes with them. Callers no longer wait."""
+        self._closed = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(SandboxLost(CLOSED))
+        self._waiting.clear()
         if self._beats is not None:
             self._beats.cancel()
             self._beats = None

@@ -16,13 +16,14 @@ import dataclasses
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.addresses import node_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.log_format import configure_logging
 from rlpost.agents.sandbox import wire
@@ -31,7 +32,8 @@ from rlpost.agents.sandbox.local import Root
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, Pool, Sandbox, SandboxLost
 from rlpost.agents.sandbox.registry import BEAT_SECONDS, NodeRecord, Registry
-from rlpost.errors import RlpostError
+from rlpost.daemon_threads import in_daemon
+from rlpost.errors import ConfigError, RlpostError
 
 logger = logging.getLogger(__name__)
 
@@ -141,15 +143,21 @@ async def serve(
     lease = LeaseWatch(registry)
     number = 0
     try:
-        while not stopped() and lease.valid():
+        # In a thread: where the shared file system hangs, the sandboxes still answer.
+        while not stopped() and await in_daemon(lease.valid):
             number += 1
-            registry.write(NodeRecord(name, host, port, pool.size, number))
+            record = NodeRecord(name, host, port, pool.size, number)
+            try:
+                await in_daemon(partial(registry.write, record))
+            except OSError as error:  # without a record this node gets no new sandboxes
+                logger.warning("the record of this server is not renewed: %s", error)
             await asyncio.sleep(BEAT_SECONDS)
         return EXIT_PREEMPTED if stopped() else EXIT_DONE
     finally:
-        registry.remove(name)
         listening.close()
         await server.close()
+        with contextlib.suppress(OSError):
+            registry.remove(name)
 
 
 class LeaseWatch:
@@ -171,6 +179,16 @@ class LeaseWatch:
         return time.monotonic() - self._changed < LEASE_SECONDS
 
 
+def _own_address() -> str:
+    try:
+        return node_address()
+    except OSError as error:
+        raise ConfigError(
+            f"this node's name has no address that other nodes reach, and there is no default "
+            f"route: {error}; add the name to DNS or /etc/hosts"
+        ) from error
+
+
 async def main(arguments: Sequence[str] | None = None) -> int:
     """Serve this node's sandboxes; return the exit code for the batch script."""
     parser = argparse.ArgumentParser(prog="python -m rlpost.agents.sandbox.server")
@@ -182,14 +200,17 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", type=int, default=1, help="sandboxes that wait in advance")
     parser.add_argument("--image", help="folder with a root, or .sqsh file for enroot")
     parser.add_argument("--read-only", action="append", default=[], help="folder to show as well")
-    parser.add_argument("--host", help="address to listen on; default: that of this node's name")
+    parser.add_argument(
+        "--host",
+        help="address to listen on; default: that of this node",
+    )
     given = parser.parse_args(arguments)
     configure_logging()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    host = given.host or socket.gethostbyname(socket.gethostname())
     try:
+        host = given.host or _own_address()
         with unpacked(given.image, given.name) as image:
             root = Root(image, tuple(given.read_only))
             pool = LocalPool(Limits(), size=given.places, warm=given.warm, root=root)

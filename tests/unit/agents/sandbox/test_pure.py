@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 
+from common.exit_codes import EXIT_PREEMPTED
 from rlpost.agents.sandbox import images, snapshots
 from rlpost.agents.sandbox.inner import kernel, seccomp
 from rlpost.agents.sandbox.local import FIRST_USER, LocalSandbox, host_user
@@ -20,7 +21,7 @@ from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotEntry, SnapshotRefused
 from rlpost.agents.sandbox.registry import STALE_SECONDS, NodeRecord, Registry, SandboxLease
 from rlpost.agents.sandbox.remote import RemotePool
-from rlpost.agents.sandbox.server import LEASE_SECONDS, LeaseWatch
+from rlpost.agents.sandbox.server import LEASE_SECONDS, LeaseWatch, serve
 from rlpost.agents.sandbox.settings import limits_of, pool_of
 from rlpost.agents.sandbox.verify import DROPPED, reported, selected
 from rlpost.config.checks.sandbox import sandbox_problems
@@ -176,14 +177,47 @@ def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
     asyncio.run(whole())
 
 
-def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path, monkeypatch):
-    """``asyncio.wait_for`` of Python 3.12 raises then; that of 3.11 returns the result."""
+def test_callers_that_wait_for_a_pool_are_told_when_it_closes(tmp_path):
+    async def whole() -> None:
+        pool = RemotePool(tmp_path, Limits(), wait_seconds=600)
+        waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await pool.close()
+        lost, cancelled = await asyncio.wait_for(
+            asyncio.gather(*waiting, return_exceptions=True), timeout=60
+        )
+        assert isinstance(lost, SandboxLost) and "closed" in str(lost)
+        assert isinstance(cancelled, asyncio.CancelledError)
+        with pytest.raises(SandboxLost, match="closed"):
+            await pool.acquire()
 
-    async def wait_for(future, timeout):
-        return await future
+    asyncio.run(whole())
 
-    monkeypatch.setattr("rlpost.agents.sandbox.remote.asyncio.wait_for", wait_for)
 
+def test_a_server_whose_record_cannot_be_written_still_serves(tmp_path, monkeypatch, caplog):
+    registry = Registry(tmp_path)
+    registry.create()
+    registry.renew(SandboxLease(1))
+    written: list[int] = []
+
+    def write(record: NodeRecord) -> None:
+        written.append(record.number)
+        if record.number == 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(registry, "write", write)
+    monkeypatch.setattr("rlpost.agents.sandbox.server.BEAT_SECONDS", 0.01)
+
+    async def whole() -> int:
+        pool = LocalPool(Limits(), size=1)
+        return await serve(registry, "s", pool, "127.0.0.1", lambda: len(written) == 3)
+
+    assert asyncio.run(whole()) == EXIT_PREEMPTED
+    assert written == [1, 2, 3] and "No space left on device" in caplog.text
+
+
+def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path):
     async def whole() -> None:
         pool = RemotePool(tmp_path, Limits())
         caller = asyncio.ensure_future(pool._place())
