@@ -31,6 +31,7 @@ from bootstrap.network.here import NetworkError
 from bootstrap.preflight.probe import raise_limits
 from common.attempt import SECRET_FILE, VERDICT_FILE
 from common.files import write_first
+from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def main() -> int:
     facts = None
     try:
         options.attempt_dir.mkdir(parents=True, exist_ok=True)
+        os.environ.update(jit_cache_environment(os.environ))  # for Ray, its workers and the driver
         facts = read_facts(os.environ, host)
         asyncio.run(_run(facts, options, read_secret(options.attempt_dir, facts)))
     except Exception as error:  # the batch script needs a verdict after any error

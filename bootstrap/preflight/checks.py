@@ -13,22 +13,8 @@ from bootstrap.check_result import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HeadObservations, HostFacts, Requirements
+from common.file_systems import is_remote
 
-# Network file systems by their names in /proc/mounts; on them sockets and memory maps fail.
-_REMOTE_FS = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "smb",
-    "9p",
-    "wekafs",
-    "fuse.",
-    "afs",
-    "panfs",
-)
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
@@ -264,7 +250,8 @@ def _shm(facts: HostFacts, wanted: Requirements) -> Check:
 
 
 def _temp_dir(facts: HostFacts) -> Check:
-    if facts.temp_fs is not None and facts.temp_fs.startswith(_REMOTE_FS):
+    # on a network file system sockets and memory maps fail
+    if is_remote(facts.temp_fs):
         found = (
             f"{facts.temp_path} is on {facts.temp_fs}; Ray's sockets need a node-local file system"
         )

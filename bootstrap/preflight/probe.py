@@ -8,7 +8,6 @@ nodes wait for the slowest.
 from __future__ import annotations
 
 import os
-import re
 import resource
 import secrets
 import shutil
@@ -28,13 +27,13 @@ from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
 from common.delegated_cgroup import delegated_cgroup
+from common.file_systems import mount_of
 from common.files import text_or_empty, write_atomic
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
 _NAMESPACES_S = 20.0
 _PROJECT = Path(__file__).parents[2]
-_OCTAL = re.compile(r"\\([0-7]{3})")  # /proc/mounts has \040 for a blank
 
 
 def raise_limits() -> None:
@@ -104,20 +103,6 @@ def read_sandboxes(environ: Mapping[str, str]) -> SandboxOffer:
         no_cgroup=cgroup.why,
         has_enroot=shutil.which("enroot", path=environ.get("PATH")) is not None,
     )
-
-
-def mount_of(path: str, mounts: str) -> str | None:
-    """Type of the file system that holds an absolute path, from the text of /proc/mounts."""
-    best: tuple[int, str] | None = None
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[1])
-        inside = point == "/" or path == point or path.startswith(point + "/")
-        if inside and (best is None or len(point) >= best[0]):  # a later mount hides an earlier one
-            best = (len(point), fields[2])
-    return best[1] if best else None
 
 
 def _write_canary(attempt_dir: Path) -> tuple[str | None, float | None, str | None]:

@@ -32,6 +32,7 @@ from pathlib import Path
 from common.addresses import ANYWHERE, local_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there
+from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
@@ -311,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-gpus", type=int, default=1)
     options = EngineJobOptions(**vars(parser.parse_args(argv)))
     configure_logging()
+    os.environ.update(jit_cache_environment(os.environ))
     folder = FleetFolder(options.run_folder)
     notice = StopNotice(options.stop_file)
     if folder.orders().says_leave(options.engine):

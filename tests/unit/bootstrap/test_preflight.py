@@ -10,7 +10,6 @@ import pytest
 from bootstrap.check_result import GIB, UNLIMITED, Check, level_of
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
 from bootstrap.preflight.gpus import Gpu, GpuReading
-from bootstrap.preflight.probe import mount_of
 from bootstrap.preflight.table import (
     Hca,
     HeadObservations,
@@ -19,6 +18,7 @@ from bootstrap.preflight.table import (
     Requirements,
     SandboxOffer,
 )
+from common.file_systems import mount_of
 
 WANTED = Requirements(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(

@@ -1,0 +1,81 @@
+"""Folders of kernels that are compiled on demand: Triton, FlashInfer, DeepGEMM, tvm-ffi, CUDA.
+
+By default they are below the home folder. If that is on a network file system, processes of several
+nodes compile into one folder at the same time. The locks of these libraries hold on one node alone,
+and a library that another node replaces fails as a stale file handle
+(https://github.com/sgl-project/sglang/issues/31347,
+https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). Then the folders are on the node's disk.
+
+Input: the environment, and the mounts of this node. Output: variables to add to the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.file_systems import is_remote, mount_of
+
+logger = logging.getLogger(__name__)
+
+FOLDERS: Mapping[str, str] = {
+    # SGLang puts the caches of DeepGEMM, TileLang and TorchInductor below this one
+    # (``third_party_cache_defaults`` of sglang/srt/environ.py).
+    "SGLANG_CACHE_DIR": "sglang",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Subfolder of each variable."""
+
+
+def missing_caches(environ: Mapping[str, str], home: str, mounts: str) -> list[str]:
+    """Return the variables to set: those that the user has not, if the home folder is remote.
+
+    Args:
+        home: absolute path of the home folder, without symbolic links.
+        mounts: the text of /proc/mounts.
+    """
+    if not is_remote(mount_of(home, mounts)):
+        return []
+    return [name for name in FOLDERS if name not in environ]
+
+
+def own_folder(path: Path) -> Path:
+    """Return a folder that only this user can write to: ``path`` or, if that is another's, a new one.
+
+    Programs load libraries from it, so it must not be anyone else's. Raises OSError.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        status = path.lstat()
+        is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not (stat.S_ISDIR(status.st_mode) and is_private):
+            return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+    return path
+
+
+def jit_cache_environment(
+    environ: Mapping[str, str], *, disk: Path = Path("/tmp")
+) -> dict[str, str]:
+    """Return variables that move the caches of this node to ``disk``; empty if they are local.
+
+    Attempts of all jobs of a user share the folder, so that a restart finds compiled kernels.
+    """
+    try:
+        home = os.path.realpath(environ.get("HOME") or Path.home())
+        wanted = missing_caches(environ, home, Path("/proc/self/mounts").read_text())
+        if not wanted:
+            return {}
+        folder = own_folder(disk / f"rlpost-jit-{os.geteuid()}")
+        logger.info("caches of compiled kernels: %s, because %s is on a network", folder, home)
+    except (OSError, RuntimeError) as error:
+        logger.warning("caches of compiled kernels stay in the home folder: %s", error)
+        return {}
+    return {name: str(folder / FOLDERS[name]) for name in wanted}

@@ -1,0 +1,89 @@
+"""Compiled kernels of nodes with a shared home folder are on each node's disk."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from common import jit_caches
+from common.jit_caches import FOLDERS, jit_cache_environment, missing_caches, own_folder
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+auto.home /home autofs rw 0 0
+filer:/home/ann /home/ann nfs4 rw,local_lock=none 0 0
+scratch@tcp:/fs /lustre lustre rw 0 0
+"""
+
+
+@pytest.mark.parametrize("home", ["/home/ann", "/home/ann/deeper", "/lustre/ann"])
+def test_a_home_folder_on_a_network_needs_other_caches(home):
+    assert missing_caches({}, home, MOUNTS) == list(FOLDERS)
+
+
+@pytest.mark.parametrize("home", ["/root", "/home/bob", "/lustrefs"])
+def test_a_local_home_folder_keeps_its_caches(home):
+    """In a container the home folder is the image's, which may hold compiled kernels."""
+    assert missing_caches({}, home, MOUNTS) == []
+
+
+def test_a_value_of_the_user_stays():
+    given = {"TRITON_CACHE_DIR": "/scratch/triton"}
+    missing = missing_caches(given, "/home/ann", MOUNTS)
+    assert set(missing) == FOLDERS.keys() - given.keys()
+
+
+def test_a_new_folder_is_private_and_is_used_again(tmp_path):
+    folder = own_folder(tmp_path / "jit")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "kernel").touch()
+    assert own_folder(tmp_path / "jit") == folder and (folder / "kernel").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "open"])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, kind):
+    path, theirs = tmp_path / "jit", tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    if kind == "link":
+        path.symlink_to(theirs)
+    elif kind == "file":
+        path.touch(mode=0o600)
+    else:
+        path.mkdir()
+        path.chmod(0o770)
+    folder = own_folder(path)
+    assert folder not in (path, theirs) and folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make another user's folder")
+def test_a_folder_of_another_user_is_not_used(tmp_path):
+    path = tmp_path / "jit"
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    assert own_folder(path) != path
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file system is one of a network."""
+    monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "nfs4")
+
+
+def test_all_caches_are_below_one_private_folder_of_the_disk(tmp_path, remote):
+    made = jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert made == {name: f"{folder}/{below}" for name, below in FOLDERS.items()}
+    assert jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path) == made
+
+
+def test_a_disk_that_cannot_be_written_leaves_the_caches_in_the_home_folder(tmp_path, remote):
+    assert jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path / "missing") == {}
+
+
+def test_without_a_network_file_system_nothing_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "ext4")
+    assert jit_cache_environment({"HOME": "/"}, disk=tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
