@@ -21,8 +21,8 @@ from rlpost.agents.sandbox.streams import Capture, Feed
 START_SECONDS = 30.0
 ANSWER_SECONDS = 20.0  # beyond the time of a command, for killing its processes on a busy node
 REQUEST_BYTES = 180_000  # maximum size of a packet, below net.core.wmem_default
-# Host users for sandboxes that root starts: systemd assigns nobody 1,879,048,192 to 2,147,483,647
-# (https://systemd.io/UIDS-GIDS).
+# Host users for sandboxes that root starts: 1,879,048,192 to 2,147,483,647, which systemd leaves
+# unassigned (https://systemd.io/UIDS-GIDS).
 FIRST_USER, USERS = 0x7000_0000, 1 << 28
 USERS_BETWEEN_PROCESSES = 165_902_237  # USERS divided by the golden ratio, and odd
 KILLED = 137  # exit code: 128 + SIGKILL

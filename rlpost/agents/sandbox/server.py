@@ -141,7 +141,7 @@ async def serve(
     listening = await asyncio.start_server(server.connected, host, 0)
     port = listening.sockets[0].getsockname()[1]
     lease = LeaseWatch(registry)
-    number = 0
+    number, is_written = 0, True
     try:
         # In a thread: where the shared file system hangs, the sandboxes still answer.
         while not stopped() and await in_daemon(lease.valid):
@@ -149,8 +149,11 @@ async def serve(
             record = NodeRecord(name, host, port, pool.size, number)
             try:
                 await in_daemon(partial(registry.write, record))
+                is_written = True
             except OSError as error:  # without a record this node gets no new sandboxes
-                logger.warning("the record of this server is not renewed: %s", error)
+                if is_written:
+                    logger.warning("the record of this server is not renewed: %s", error)
+                is_written = False
             await asyncio.sleep(BEAT_SECONDS)
         return EXIT_PREEMPTED if stopped() else EXIT_DONE
     finally:
@@ -200,10 +203,7 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", type=int, default=1, help="sandboxes that wait in advance")
     parser.add_argument("--image", help="folder with a root, or .sqsh file for enroot")
     parser.add_argument("--read-only", action="append", default=[], help="folder to show as well")
-    parser.add_argument(
-        "--host",
-        help="address to listen on; default: that of this node",
-    )
+    parser.add_argument("--host", help="address to listen on; default: that of this node")
     given = parser.parse_args(arguments)
     configure_logging()
     ended = asyncio.Event()
