@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -215,6 +216,27 @@ def test_a_server_whose_record_cannot_be_written_still_serves(tmp_path, monkeypa
 
     assert asyncio.run(whole()) == EXIT_PREEMPTED
     assert written == [1, 2, 3] and "No space left on device" in caplog.text
+
+
+def test_a_server_answers_while_its_file_system_hangs(tmp_path, monkeypatch):
+    registry = Registry(tmp_path)
+    registry.create()
+    registry.renew(SandboxLease(1))
+    is_back, waited = threading.Event(), []
+    monkeypatch.setattr(registry, "write", lambda _: waited.append(is_back.wait(60)))
+    monkeypatch.setattr("rlpost.agents.sandbox.server.BEAT_SECONDS", 0.01)
+
+    async def whole() -> int:
+        pool = LocalPool(Limits(), size=1)
+        serving = asyncio.ensure_future(
+            serve(registry, "s", pool, "127.0.0.1", lambda: bool(waited))
+        )
+        await asyncio.sleep(0.05)
+        is_back.set()  # only a loop that is not blocked comes here before the wait times out
+        return await serving
+
+    assert asyncio.run(whole()) == EXIT_PREEMPTED
+    assert all(waited)
 
 
 def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path):
