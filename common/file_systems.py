@@ -21,6 +21,8 @@ REMOTE = (
     "afs",
     "panfs",
 )
+# Images of containers, mounted by enroot without root.
+LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # /proc/mounts has \040 for a blank
 
 
@@ -40,4 +42,4 @@ def mount_of(path: str, mounts: str) -> str | None:
 
 def is_remote(kind: str | None) -> bool:
     """Whether a type of file system is one of a network; False for an unknown one."""
-    return kind is not None and kind.startswith(REMOTE)
+    return kind is not None and kind.startswith(REMOTE) and not kind.startswith(LOCAL_FUSE)

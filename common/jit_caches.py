@@ -22,28 +22,33 @@ from common.file_systems import is_remote, mount_of
 
 logger = logging.getLogger(__name__)
 
+BASE = "SGLANG_CACHE_DIR"
 FOLDERS: Mapping[str, str] = {
-    # SGLang puts the caches of DeepGEMM, TileLang and TorchInductor below this one
-    # (``third_party_cache_defaults`` of sglang/srt/environ.py).
-    "SGLANG_CACHE_DIR": "sglang",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    BASE: "",
+    "FLASHINFER_WORKSPACE_BASE": "",
     "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "nv",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
-    "CUDA_CACHE_PATH": "cuda",
 }
-"""Subfolder of each variable."""
+"""Folder of each variable below that of ``BASE``, as SGLang chooses them for engines
+(``third_party_cache_defaults`` of sglang/srt/environ.py); it also puts DeepGEMM, TileLang and
+TorchInductor there.
+"""
 
 
-def missing_caches(environ: Mapping[str, str], home: str, mounts: str) -> list[str]:
-    """Return the variables to set: those that the user has not, if the home folder is remote.
+def needs_local_caches(home: str, mounts: str) -> bool:
+    """Whether the home folder is on a network file system.
 
     Args:
-        home: absolute path of the home folder, without symbolic links.
+        home: its absolute path, without symbolic links.
         mounts: the text of /proc/mounts.
     """
-    if not is_remote(mount_of(home, mounts)):
-        return []
-    return [name for name in FOLDERS if name not in environ]
+    return is_remote(mount_of(home, mounts))
+
+
+def cache_variables(environ: Mapping[str, str], base: Path) -> dict[str, str]:
+    """Return the variables that the user has not set, with their folders below ``base``."""
+    return {name: str(base / FOLDERS[name]) for name in FOLDERS if name not in environ}
 
 
 def own_folder(path: Path) -> Path:
@@ -66,16 +71,17 @@ def jit_cache_environment(
 ) -> dict[str, str]:
     """Return variables that move the caches of this node to ``disk``; empty if they are local.
 
-    Attempts of all jobs of a user share the folder, so that a restart finds compiled kernels.
+    All jobs of a user share the folder, so that a restart finds compiled kernels. A user who sets
+    ``BASE`` chooses the folder of all of them.
     """
     try:
         home = os.path.realpath(environ.get("HOME") or Path.home())
-        wanted = missing_caches(environ, home, Path("/proc/self/mounts").read_text())
-        if not wanted:
+        if not needs_local_caches(home, Path("/proc/self/mounts").read_text()):
             return {}
-        folder = own_folder(disk / f"rlpost-jit-{os.geteuid()}")
-        logger.info("caches of compiled kernels: %s, because %s is on a network", folder, home)
+        given = environ.get(BASE)
+        base = Path(given) if given else own_folder(disk / f"rlpost-jit-{os.geteuid()}")
     except (OSError, RuntimeError) as error:
         logger.warning("caches of compiled kernels stay in the home folder: %s", error)
         return {}
-    return {name: str(folder / FOLDERS[name]) for name in wanted}
+    logger.info("caches of compiled kernels: %s, because %s is on a network", base, home)
+    return cache_variables(environ, base)

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from common.jit_caches import FOLDERS
+from common.jit_caches import BASE, cache_variables
 from rlpost.rollout.server import use_stand_ins
 
 
-def test_sglang_and_triton_read_the_variables(monkeypatch):
-    """SGLang moves the caches of other libraries below its own, except where a variable is set."""
+def test_the_folders_are_those_that_sglang_chooses(monkeypatch):
     use_stand_ins()
     import triton.knobs
     from sglang.srt.environ import envs, third_party_cache_defaults
 
-    for name, below in FOLDERS.items():
-        monkeypatch.setenv(name, f"/disk/{below}")
-    moved = third_party_cache_defaults()
-    assert moved.keys() >= {"FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
-    assert all(path.startswith("/disk/sglang") for path in moved.values())
-    assert envs.SGLANG_DG_CACHE_DIR.get() == "/disk/sglang/deep_gemm"
+    ours = cache_variables({}, Path("/disk"))
+    monkeypatch.setenv(BASE, ours[BASE])
+    theirs = third_party_cache_defaults()
+    assert ours.keys() - theirs.keys() == {BASE, "TVM_FFI_CACHE_DIR"}
+    assert {name: ours[name] for name in ours.keys() & theirs.keys()}.items() <= theirs.items()
+    assert envs.SGLANG_DG_CACHE_DIR.get() == "/disk/deep_gemm"
+    monkeypatch.setenv("TRITON_CACHE_DIR", ours["TRITON_CACHE_DIR"])
     assert triton.knobs.cache.dir == "/disk/triton"
 
 

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from common import jit_caches
-from common.jit_caches import FOLDERS, jit_cache_environment, missing_caches, own_folder
+from common.jit_caches import (
+    BASE,
+    FOLDERS,
+    cache_variables,
+    jit_cache_environment,
+    needs_local_caches,
+    own_folder,
+)
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
 auto.home /home autofs rw 0 0
 filer:/home/ann /home/ann nfs4 rw,local_lock=none 0 0
 scratch@tcp:/fs /lustre lustre rw 0 0
+sshfs /remote fuse.sshfs rw 0 0
+fuse-overlayfs /image fuse.fuse-overlayfs rw 0 0
+squashfuse_ll /squashed fuse.squashfuse_ll ro 0 0
 """
 
 
-@pytest.mark.parametrize("home", ["/home/ann", "/home/ann/deeper", "/lustre/ann"])
+@pytest.mark.parametrize("home", ["/home/ann", "/home/ann/deeper", "/lustre/ann", "/remote"])
 def test_a_home_folder_on_a_network_needs_other_caches(home):
-    assert missing_caches({}, home, MOUNTS) == list(FOLDERS)
+    assert needs_local_caches(home, MOUNTS)
 
 
-@pytest.mark.parametrize("home", ["/root", "/home/bob", "/lustrefs"])
+@pytest.mark.parametrize(
+    "home", ["/root", "/home/bob", "/lustrefs", "/image/root", "/squashed/root"]
+)
 def test_a_local_home_folder_keeps_its_caches(home):
-    """In a container the home folder is the image's, which may hold compiled kernels."""
-    assert missing_caches({}, home, MOUNTS) == []
+    """That of a container is the image's, which may hold compiled kernels."""
+    assert not needs_local_caches(home, MOUNTS)
 
 
 def test_a_value_of_the_user_stays():
     given = {"TRITON_CACHE_DIR": "/scratch/triton"}
-    missing = missing_caches(given, "/home/ann", MOUNTS)
-    assert set(missing) == FOLDERS.keys() - given.keys()
+    assert cache_variables(given, Path("/disk")).keys() == FOLDERS.keys() - given.keys()
 
 
 def test_a_new_folder_is_private_and_is_used_again(tmp_path):
@@ -75,8 +87,15 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_caches_are_below_one_private_folder_of_the_disk(tmp_path, remote):
     made = jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path)
     (folder,) = tmp_path.iterdir()
-    assert made == {name: f"{folder}/{below}" for name, below in FOLDERS.items()}
+    assert made == cache_variables({}, folder) and made[BASE] == str(folder)
     assert jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path) == made
+
+
+def test_the_user_s_folder_for_sglang_is_that_of_all_caches(tmp_path, remote):
+    given = {"HOME": "/home/ann", BASE: "/scratch/warm"}
+    made = jit_cache_environment(given, disk=tmp_path)
+    assert made == cache_variables(given, Path("/scratch/warm")) and BASE not in made
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_cannot_be_written_leaves_the_caches_in_the_home_folder(tmp_path, remote):
