@@ -1,28 +1,25 @@
 """The STOP file of an attempt: a request to save and end the run.
 
-Several processes may write it: the batch script at USR2 (bash, ``slurm/render.py``), an agent at
-TERM or when its deadline is near, a local run at Ctrl-C, ``rlpost cancel``. Only the first write
-takes effect, so its reason and deadline apply. Agents and the driver poll the file.
+Several processes may write it: the batch host at USR2 (``slurm/batch``), an agent at TERM or when
+its deadline is near, a local run at Ctrl-C, ``rlpost cancel``. Only the first write takes effect,
+so its reason and deadline apply. Agents and the driver poll the file. Python 3.6.
 """
-
-from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 from common.files import text_or_empty, write_first
 
 
-@dataclass(frozen=True, slots=True)
-class StopMessage:
+class StopMessage(NamedTuple):
     """The content of a STOP file; times in seconds since 1970, None where unknown."""
 
     reason: str
-    time: float | None = None
+    time: Optional[float] = None
     """Time of the signal, from the clock of the host that wrote the file."""
-    deadline: float | None = None
+    deadline: Optional[float] = None
     """Time at which the run is killed."""
 
 
@@ -42,19 +39,24 @@ def parse_stop(text: str) -> StopMessage:
         return StopMessage(text or "no reason given")
 
 
-def write_stop(path: Path, message: StopMessage) -> bool:
-    """Write the file unless it exists; return whether this call wrote it. Raises OSError."""
+def stop_text(message: StopMessage) -> str:
+    """The content of a STOP file, which ``parse_stop`` reads."""
     now = None if message.time is None else round(message.time, 3)
     content = {"reason": message.reason, "time": now, "deadline": message.deadline}
-    return write_first(path, json.dumps(content) + "\n")
+    return json.dumps(content) + "\n"
 
 
-def read_deadline(path: Path) -> float | None:
+def write_stop(path: Path, message: StopMessage) -> bool:
+    """Write the file unless it exists; return whether this call wrote it. Raises OSError."""
+    return write_first(path, stop_text(message))
+
+
+def read_deadline(path: Path) -> Optional[float]:
     """The deadline in a STOP file; None without a file or without a deadline."""
     return parse_stop(text_or_empty(path)).deadline
 
 
-def _seconds(value: float | str | None) -> float | None:
+def _seconds(value: float | Optional[str]) -> Optional[float]:
     try:
         seconds = math.nan if value is None else float(value)
     except (TypeError, ValueError):

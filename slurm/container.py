@@ -21,7 +21,6 @@ With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTA
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +29,6 @@ from slurm.image import is_file_name
 
 Backend = Literal["auto", "pyxis", "enroot"]
 BACKENDS = ("auto", "pyxis", "enroot")
-# Host variables that override the image's.
-HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 
 # Both tools split mount lists at ',' and ':' and expand '$'; enroot splits its table at blanks.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
@@ -89,19 +86,17 @@ class Container:
     @property
     def targets(self) -> tuple[str, ...]:
         """Paths of the mounts inside the container."""
-        return tuple(parts[1] for parts in _parts(self.mounts))
+        targets = []
+        for mount in self.mounts:
+            match = _MOUNT.fullmatch(mount)
+            assert match is not None
+            targets.append(match["target"] or match["source"])
+        return tuple(targets)
 
     @property
     def is_imported(self) -> bool:
         """Whether the image has to be imported first."""
         return not is_file_name(self.image) and not self.image.startswith("$")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that must be set; with ``auto`` the image is optional."""
-        image = () if self.backend == "auto" else (self.image,)
-        found = (re.match(_VARIABLE, text) for text in (*image, *self.mounts))
-        return tuple(dict.fromkeys(match[0][1:] for match in found if match))
 
 
 def check_mountable(field: str, path: str | None) -> None:
@@ -115,67 +110,3 @@ def check_mountable(field: str, path: str | None) -> None:
             f"{field}: {path!r} is mounted into the container, and pyxis and enroot can only quote letters, digits "
             "and ._@%+=-; choose another path"
         )
-
-
-def container_name(job_id: str, num_restarts: int | str) -> str:
-    """Container name for one start of a job.
-
-    Raw enroot appends the node, because nodes may share the data folder; pyxis prepends ``pyxis_``
-    (scope "global") or ``pyxis_JOB_`` (scope "job").
-    """
-    return f"rlpost_{job_id}_{num_restarts}"
-
-
-# In the batch script.
-_NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
-
-
-def pyxis_options(container: Container) -> str:
-    """Lines of the srun command, each ending in a backslash; ``$image`` is a path."""
-    mounts = ",".join(":".join(parts) for parts in _mounts(container))
-    return f"""\
-  --container-image="$image" --container-name={_NAME} --container-writable \\
-  --container-mounts="{mounts}" --container-workdir="$RLPOST_HOME" \\
-  --no-container-mount-home --no-container-entrypoint --container-env="{",".join(HOST_VARIABLES)}" \\
-"""
-
-
-def enroot_command(container: Container) -> str:
-    """Line of the srun command before the agent's command, ending in a backslash."""
-    options = (
-        f"{parts[0]}:{parts[1]}:x-create=auto,rbind{',ro' if parts[2:] else ''}"
-        for parts in _mounts(container)
-    )
-    return f"""\
-  bash "$RLPOST_HOME/slurm/enroot_start.sh" "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
-"""
-
-
-def container_removal(backend: str, seconds: str = "60") -> str:
-    """Line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
-
-    Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
-    effort there.
-
-    Args:
-        backend: ``enroot``, ``pyxis`` or shell text that expands to one of these.
-        seconds: timeout, as shell text.
-    """
-    step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
-    script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {backend} {_NAME}'
-    return f'{step} {script} || log "a container may be left on a node; the next run there removes it"\n'
-
-
-def _mounts(container: Container) -> Iterable[tuple[str, ...]]:
-    yield "$run_folder", "$run_folder"
-    yield "$RLPOST_HOME", "$RLPOST_HOME"
-    yield from _parts(container.mounts)
-
-
-def _parts(mounts: Iterable[str]) -> Iterable[tuple[str, ...]]:
-    """(source, target) or (source, target, "ro")."""
-    for mount in mounts:
-        match = _MOUNT.fullmatch(mount)
-        assert match is not None
-        both = (match["source"], match["target"] or match["source"])
-        yield (*both, "ro") if match["mode"] == "ro" else both

@@ -23,12 +23,11 @@ import submitit
 
 from common.files import write_atomic
 from common.run_folder import RunFolder
+from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.environment import for_script
 from slurm.errors import SlurmError, SubmitError
 from slurm.local import LocalAttempt
-from slurm.render import render_sbatch
-from slurm.render_fleet import FleetSpec, render_fleet
-from slurm.render_sandbox import SandboxSpec, render_sandbox
+from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec
 
 Where = Literal["slurm", "local", "debug"]

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm.container import HOST_VARIABLES, Container, container_name
+from slurm.batch.place import container_name
+from slurm.batch.steps import HOST_VARIABLES
+from slurm.container import Container
 from slurm.errors import JobError
 
 # Runs in the container before the command. If enroot's data folder is a bind mount, pyxis does not
@@ -90,7 +92,7 @@ def step_argv(
     container = inside.container
     if container is None:
         return [*argv, f"--chdir={inside.home}", *command]
-    name = container_name(job_id, inside.num_restarts)
+    name = container_name(job_id, str(inside.num_restarts))
     if container.backend == "enroot":
         return [*argv, "bash", f"{inside.home}/slurm/enroot_exec.sh", name, *command]
     mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]

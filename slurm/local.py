@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -23,8 +22,8 @@ from common.files import text_or_empty
 from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from common.stop_file import StopMessage, write_stop
+from slurm.batch.steps import prepared
 from slurm.errors import SlurmError
-from slurm.render import preparation
 from slurm.spec import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,8 @@ def _end_with(parent: int) -> Callable[[], None]:
 def agent_command(spec: JobSpec, attempt_dir: Path) -> list[str]:
     """The agent's command line, the same as in the batch script."""
     assert spec.home and spec.python and spec.run_folder
-    agent = shlex.split(preparation(spec, shlex.quote(spec.home)))
+    environment = [f"{name}={value}" for name, value in spec.environment]
+    agent = prepared(environment, spec.setup_commands, spec.home)
     agent += [spec.python, "-u", "-m", "bootstrap.agent", "--attempt-dir", str(attempt_dir)]
     driver = [spec.python, "-u", "-m", "rlpost.train", *spec.driver_args]
     driver += ["--cluster-from-stdin", "--run-folder", spec.run_folder]

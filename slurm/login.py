@@ -1,27 +1,26 @@
 """Check a batch file, then submit it: ``./jobs/NAME.sbatch [FLAGS]`` outside a job.
 
-Input: rendering parameters of the script (container, variables, recipe), its path, training flags.
-Output: that of ``sbatch``; or exit code 78 and all problems with their remedies. If the project's
-environment is installed, ``rlpost check`` validates all settings; otherwise only the existence of
-the recipe's files is checked. Options of sbatch come from its own variables (SBATCH_ACCOUNT,
-SBATCH_PARTITION). Only the standard library of Python 3.8 and later, see ``common.ledger``.
+Input: the options of the file, its recipe, training flags. Output: that of ``sbatch``; or exit code
+78 and all problems with their remedies. If the project's environment is installed, ``rlpost check``
+validates all settings; otherwise only the existence of the recipe's files is checked. Options of
+sbatch come from its own variables (SBATCH_ACCOUNT, SBATCH_PARTITION). Python 3.6.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Dict, List, Mapping, Sequence
+
+from common.exit_codes import EXIT_CONFIG
+from slurm.batch.options import Options, expand, needed_variables
+from slurm.container_choice import choose
+from slurm.errors import SpecError
+from slurm.late_flags import late_flags
+from slurm.variables import submission_environment
 
 HOME = Path(__file__).resolve().parents[1]
-# a script finds slurm/ there, whose queue.py hides that of the standard library
-sys.path[0] = str(HOME)
-
-from common.exit_codes import EXIT_CONFIG  # noqa: E402
-
 MAGIC = b"hsqs"  # of squashfs
 FILE_KEYS = ("hf_checkpoint", "ref_load", "prompt_data")
 """Recipe settings that name required files; found without tomllib, which Python 3.8 lacks."""
@@ -40,7 +39,7 @@ def image_problem(image: str) -> str:
     return ""
 
 
-def recipe_files(text: str, flags: list[str]) -> dict[str, str]:
+def recipe_files(text: str, flags: Sequence[str]) -> Dict[str, str]:
     """Paths in a recipe that no flag overrides, by flag and path."""
     found = {}
     for key in FILE_KEYS:
@@ -63,128 +62,106 @@ def file_problem(name: str, path: str) -> str:
     return f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
 
 
-def container(options: argparse.Namespace) -> subprocess.CompletedProcess[str]:
-    """Run ``container.sh`` on this host; enroot may be installed on the compute nodes only."""
-    words = ["bash", str(HOME / "slurm/container.sh"), options.container, options.image]
-    words += [
-        name for name in options.needs if name != "RLPOST_IMAGE" or options.container == "auto"
-    ]
-    return subprocess.run(words, capture_output=True, text=True)
+def settings_error(python: str, recipe: Sequence[str], container: str) -> str:
+    """What ``rlpost check`` says against the settings; empty if nothing.
 
-
-def checked_in_full(recipe: list[str], chosen: str) -> str:
-    """Problems found by ``rlpost check``, or empty.
-
-    Raises FileNotFoundError if it cannot run here.
+    Args:
+        python: interpreter of the project's environment.
+        recipe: the recipe and all flags.
+        container: what a job would get, see ``container_choice``.
     """
-    python = str(HOME / ".venv/bin/python")
-    if subprocess.run([python, "-c", "import pydantic"], stderr=subprocess.DEVNULL).returncode != 0:
-        raise FileNotFoundError(python)
-    environ = {
-        **os.environ,
-        "RLPOST_HOME": str(HOME),
-        "PYTHONPATH": str(HOME),
-        "RLPOST_CONTAINER": chosen,
-    }
+    variables = {"RLPOST_HOME": str(HOME), "PYTHONPATH": str(HOME), "RLPOST_CONTAINER": container}
     done = subprocess.run(
         [python, "-m", "rlpost", "check", *recipe],
-        env=environ,
+        env={**os.environ, **variables},
         cwd=str(HOME),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        universal_newlines=True,
     )
     return done.stderr.strip() if done.returncode != 0 else ""
 
 
-def problems(options: argparse.Namespace) -> list[str]:
-    """All problems: one line each, or the output of the program that found them."""
-    late = subprocess.run(
-        ["bash", str(HOME / "slurm/cluster_flags.sh"), *options.flags],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    found = [late.stderr.strip()] if late.returncode != 0 else []
-    chosen = "none"
-    if options.container == "none":
-        found += [
-            f"{name} is not set; export {name}=..."
-            for name in options.needs
-            if not os.environ.get(name)
-        ]
-    else:
-        done = container(options)
-        chosen = done.stdout.strip()
-        if done.returncode != 0:
-            found.append(done.stderr.strip())
-        else:
-            print(done.stderr.strip(), file=sys.stderr)
-    if chosen != "none" and options.image:
-        found.append(image_problem(options.image))
-    if found := [text for text in found if text]:
-        return found  # checking the settings would only report consequences of these
-    return [text for text in settings_problems(options, chosen) if text]
-
-
-def settings_problems(options: argparse.Namespace, chosen: str) -> list[str]:
-    """Problems in the recipe with its flags, else in the files that the script reads."""
-    if not options.recipe:
-        return [file_problem("this script reads", path) for path in options.reads]
-    flags = [*options.recipe[1:], *options.flags]
+def has_pydantic(python: str) -> bool:
+    """Whether this interpreter can read settings."""
     try:
-        return [checked_in_full([options.recipe[0], *flags], chosen)]
-    except FileNotFoundError as error:
-        print(
-            f"note: {error.filename or error} cannot import pydantic; the job checks the settings",
-            file=sys.stderr,
-        )
-    text = (HOME / options.recipe[0]).read_text()
+        return subprocess.call([python, "-c", "import pydantic"], stderr=subprocess.DEVNULL) == 0
+    except OSError:
+        return False
+
+
+def settings_problems(
+    options: Options, recipe: Sequence[str], flags: Sequence[str], container: str
+) -> List[str]:
+    """Problems in the recipe with its flags, else in the files that the batch file reads."""
+    if not recipe:
+        return [file_problem("this script reads", path) for path in options.reads]
+    flags = [*recipe[1:], *flags]
+    python = str(HOME / ".venv/bin/python")
+    if has_pydantic(python):
+        return [settings_error(python, [recipe[0], *flags], container)]
+    print(f"note: {python} cannot import pydantic; the job checks the settings", file=sys.stderr)
+    text = (HOME / recipe[0]).read_text()
     return [file_problem(name, path) for name, path in recipe_files(text, flags).items()]
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Parse RENDERED... FILE -- RECIPE... -- FLAGS..."""
-    rendered, rest = words[: words.index("--")], words[words.index("--") + 1 :]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--container", default="none")
-    parser.add_argument("--image", default="")
-    parser.add_argument("--needs", action="append", default=[])
-    parser.add_argument("--reads", action="append", default=[])
-    parser.add_argument("file")
-    options = parser.parse_args(rendered)
-    end = rest.index("--")
-    options.recipe, options.flags = rest[:end], rest[end + 1 :]
-    return options
+def problems(
+    options: Options, agent: Sequence[str], recipe: Sequence[str], flags: Sequence[str]
+) -> List[str]:
+    """All problems that this host can see; those of the settings if there are no others."""
+    found = late_flags(flags)
+    image, container = expand(options.image, os.environ), "none"
+    needed = needed_variables(options, agent)
+    if options.container == "none":
+        missing = [name for name in needed if not os.environ.get(name)]
+        found += [f"{name} is not set; export {name}=..." for name in missing]
+    else:
+        try:
+            container, why = choose(options.container, image, needed)
+            print(f"container: {why}", file=sys.stderr)
+        except SpecError as error:
+            found += str(error).splitlines()
+    if container != "none" and image and image_problem(image):
+        found.append(image_problem(image))
+    if found:
+        return found  # checking the settings would only report consequences of these
+    return [text for text in settings_problems(options, recipe, flags, container) if text]
 
 
-def main() -> int:
-    """The command line."""
-    options = parse(sys.argv[1:])
+def submit(
+    options: Options, agent: Sequence[str], recipe: Sequence[str], *, flags: Sequence[str]
+) -> int:
+    """Check the batch file ``options.script``, then submit it; return the exit code."""
     os.environ.setdefault("RLPOST_HOME", str(HOME))
-    script = [options.file, *options.flags]
+    script = [options.script, *flags]
+    found = problems(options, agent, recipe, flags)
+    if found:
+        print("\n".join(found) + f"\nnot submitted: {options.script}", file=sys.stderr)
+        return EXIT_CONFIG
+    environ = submission_environment(os.environ)
     try:
-        found = problems(options)
-        if found:
-            print("\n".join(found) + f"\nnot submitted: {options.file}", file=sys.stderr)
-            return EXIT_CONFIG
-        asked = subprocess.run(
-            ["sbatch", "--test-only", *script], stderr=subprocess.PIPE, text=True
-        )
+        return _sbatch(script, environ)
     except FileNotFoundError as error:
         print(
-            f"{error.filename} is not on the PATH of this host; run {options.file} on a login node",
+            f"{error.filename} is not on the PATH of this host; run {options.script} on a login "
+            "node",
             file=sys.stderr,
         )
         return EXIT_CONFIG
-    if asked.returncode != 0:
-        remedy = f"set SBATCH_ACCOUNT, SBATCH_PARTITION etc., or run sbatch OPTIONS {options.file}"
-        print(
-            f"sbatch --test-only rejected {options.file}:\n{asked.stderr.strip()}\n{remedy}",
-            file=sys.stderr,
-        )
-        return EXIT_CONFIG
-    return subprocess.run(["sbatch", *script]).returncode
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _sbatch(script: Sequence[str], environ: Mapping[str, str]) -> int:
+    asked = subprocess.run(
+        ["sbatch", "--test-only", *script],
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        env=dict(environ),
+    )
+    if asked.returncode == 0:
+        return subprocess.call(["sbatch", *script], env=dict(environ))
+    remedy = f"set SBATCH_ACCOUNT, SBATCH_PARTITION etc., or run sbatch OPTIONS {script[0]}"
+    print(
+        f"sbatch --test-only rejected {script[0]}:\n{asked.stderr.strip()}\n{remedy}",
+        file=sys.stderr,
+    )
+    return EXIT_CONFIG

@@ -114,6 +114,8 @@ class JobSpec:
             raise SpecError(
                 "agent_args: '--' ends the agent's arguments; use driver_args for the driver's"
             )
+        if "--" in self.driver_args:
+            raise SpecError("driver_args: '--' ends them in the batch file; leave it out")
 
     def _check_text(self) -> None:
         for field in fields(self):

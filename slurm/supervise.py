@@ -1,30 +1,19 @@
 """Decide after an attempt whether to requeue, and which hosts to exclude. Runs on the batch host.
 
-    python -m slurm.supervise start --run-folder RUN --attempt K --job JOB --nodes LIST
-                                    [--image FILE]
-    python -m slurm.supervise end   --run-folder RUN --attempt K --code SRUN_EXIT ...
-    python -m slurm.supervise chained --run-folder RUN --attempt K --job JOB
-
-Input: the ledger, the files of the attempt, the budgets. Output: a line in the ledger and, from
-``end``, one line for the batch script: ``again [HOST,...]`` (hosts to exclude) or the exit code of
-the job. Reasons go to the log. If the agents wrote no verdict, this module derives one from what
+Input: the ledger, the files of the attempt, the budgets. Output: lines in the ledger and the
+decision. Reasons go to the log. If the agents wrote no verdict, this module derives one from what
 they left (``evidence``) and writes it.
 
-``decide`` is pure. Only the standard library of Python 3.8 and later, because batch hosts run the
-system's Python. Without any Python the batch script applies a simpler rule.
+``decide`` is pure. Only the standard library of Python 3.6, because batch hosts run the system's
+Python.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
-import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence  # noqa: UP035
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from common.attempt import EXCLUDE_FILE, VERDICT_FILE, VERDICT_JSON
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
@@ -40,8 +29,7 @@ MAX_CAUSE_CHARS = 2000
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-@dataclass(frozen=True)
-class Budgets:
+class Budgets(NamedTuple):
     """Limits on automatic restarts of a run, counted since it was submitted."""
 
     max_preemptions: int
@@ -49,8 +37,7 @@ class Budgets:
     max_stalled_attempts: int
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How an attempt ended.
 
     ``verdict`` is the agents' verdict or ``none``, ``code`` srun's exit code.
@@ -62,12 +49,13 @@ class Ending:
     may_restart: bool = True  # False for the requeue policy 'never'
 
 
-@dataclass(frozen=True)
-class RestartDecision:
-    """The decision for the batch script: exit with ``code``, or requeue if ``code`` is None."""
+class RestartDecision(NamedTuple):
+    """What follows an attempt: exit with ``code``, or requeue if ``code`` is None."""
 
-    code: int | None
+    code: Optional[int]
     reason: str
+    exclude: Sequence[str] = ()
+    """Hosts to exclude from a restart, with those that the job excludes anyway."""
 
 
 def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> RestartDecision:
@@ -159,7 +147,7 @@ def _reached(entry: Entry) -> int:
     return step if is_safe and isinstance(step, int) else -1
 
 
-def bad_hosts(run_folder: Path) -> list[str]:
+def bad_hosts(run_folder: Path) -> List[str]:
     """Sorted hosts from the ``exclude`` files (one host per line) of all attempts."""
     hosts = set()
     for path in run_folder.glob(f"attempts/*/{EXCLUDE_FILE}"):
@@ -171,83 +159,86 @@ def bad_hosts(run_folder: Path) -> list[str]:
     return sorted(hosts)
 
 
-def start(options: argparse.Namespace) -> int:
-    """Record a new attempt; return EXIT_PREEMPTED if its job was cancelled.
+def record_start(
+    run_folder: Path, attempt: int, job: str, image: str, environ: Mapping[str, str]
+) -> bool:
+    """Record a new attempt; return False if its job was cancelled, and must not start.
 
-    Slurm lets a script requeue a job while the job is being cancelled. Only a cancellation of this
-    job counts: the job of a new submission may start before its ``submitted`` line is written.
+    Slurm lets a batch script requeue a job while the job is being cancelled. Only a cancellation of
+    this job counts: the job of a new submission may start before its ``submitted`` line is written.
     """
-    run_folder: Path = options.run_folder
     ledger = Ledger(run_folder / "ledger.jsonl")
-    image = describe(Path(options.image)) if options.image else None
-    details = {
-        "attempt": options.attempt,
-        "job_id": options.job,
-        "nodes": options.nodes,
-        "image": image,
+    details: Dict[str, Any] = {
+        "attempt": attempt,
+        "job_id": job,
+        "nodes": environ.get("SLURM_JOB_NODELIST", ""),
+        "image": describe(Path(image)) if image else None,
     }
-    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    num_nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     if num_nodes.isdecimal():
         details["num_nodes"] = int(num_nodes)
-    details["home"] = os.environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
+    details["home"] = environ.get("RLPOST_HOME")  # for steps that `rlpost exec` adds to the job
     empty_targets(run_folder)  # of an attempt whose hosts died; nothing of this one serves yet
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
-    if any(
-        entry.get("event") == "cancelled" and entry.get("job_id") == options.job
-        for entry in ledger.read()
-    ):
-        print(
-            f"job {options.job} was cancelled (rlpost cancel); not starting again", file=sys.stderr
-        )
-        return EXIT_PREEMPTED
-    return 0
+    return not any(
+        entry.get("event") == "cancelled" and entry.get("job_id") == job for entry in ledger.read()
+    )
 
 
-def chained(options: argparse.Namespace) -> int:
+def record_chained(run_folder: Path, attempt: int, job: str) -> None:
     """Record the job that resumes the run in place of a requeue; ``rlpost cancel`` needs its id.
 
     Both sides write to the ledger before they read it, so at least one of them sees the other.
     """
-    ledger = Ledger(options.run_folder / "ledger.jsonl")
-    ledger.append("chained", attempt=options.attempt, job_id=options.job)
+    ledger = Ledger(run_folder / "ledger.jsonl")
+    ledger.append("chained", attempt=attempt, job_id=job)
     if was_cancelled(ledger.read()):
         print(
-            f"the run was cancelled while the job was submitted: cancelling job {options.job}",
+            f"the run was cancelled while the job was submitted: cancelling job {job}",
             file=sys.stderr,
         )
-        return subprocess.run(["scancel", options.job]).returncode
-    return 0
+        subprocess.call(["scancel", job])
 
 
-def end(options: argparse.Namespace) -> int:
-    """Decide, record the verdict in the ledger, print the answer."""
-    run_folder: Path = options.run_folder
-    attempt_dir = run_folder / "attempts" / str(options.attempt)
+def record_end(
+    run_folder: Path,
+    attempt: int,
+    ending: Ending,
+    budgets: Budgets,
+    *,
+    static: Sequence[str],
+    environ: Mapping[str, str],
+) -> RestartDecision:
+    """Decide what follows an attempt and record it with its verdict.
+
+    Args:
+        ending: how the attempt ended; its verdict is replaced by what the attempt's files say.
+        static: host lists that the job excludes anyway; Slurm's list is replaced, not added to.
+    """
+    attempt_dir = run_folder / "attempts" / str(attempt)
     ledger = Ledger(run_folder / "ledger.jsonl")
     verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
     cause = str((_json(attempt_dir / VERDICT_JSON) or {}).get("cause", ""))
     entries = ledger.read()
-    if verdict == "none" and not options.terminated:
-        finding = find_cause(run_folder, attempt_dir, nodes_of(entries, options.attempt))
+    if verdict == "none" and not ending.terminated:
+        finding = find_cause(run_folder, attempt_dir, nodes_of(entries, attempt))
         verdict, cause = finding.verdict, finding.cause
         leave_verdict(attempt_dir, finding)
-    is_newest = (run_folder / "attempts/latest").resolve().name == str(options.attempt)
+    is_newest = (run_folder / "attempts/latest").resolve().name == str(attempt)
     # The driver does so unless it was killed. A newer attempt may serve already.
     for path in empty_targets(run_folder) if is_newest else ():
         print(f"{path} was not emptied; Prometheus reports its targets as down", file=sys.stderr)
     cause = mask(run_folder, attempt_dir, cause)[:MAX_CAUSE_CHARS]
-    budgets = Budgets(options.max_preemptions, options.max_failures, options.max_stalled_attempts)
-    ending = Ending(verdict, options.code, options.terminated, not options.never)
+    ending = ending._replace(verdict=verdict)
     answer = decide(ending, entries, budgets)
     excluded = bad_hosts(run_folder)
-    static = [options.exclude] if options.exclude else []  # Slurm's list is replaced, not added to
     if answer.code is None and excluded:
-        problem = why_too_few([*static, *excluded], os.environ)
+        problem = why_too_few([*static, *excluded], environ)
         if problem:
             answer = RestartDecision(exit_code(ending), f"not requeued: {problem}")
     ledger.append(
         "verdict",
-        attempt=options.attempt,
+        attempt=attempt,
         verdict=verdict,
         cause=cause,
         answer="again" if answer.code is None else answer.code,
@@ -258,9 +249,7 @@ def end(options: argparse.Namespace) -> int:
         print(f"cause: {cause}", file=sys.stderr)
     outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
     print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
-    again = f"again {','.join([*static, *excluded])}".strip()
-    print(again if answer.code is None else answer.code)
-    return 0
+    return answer._replace(exclude=(*static, *excluded))
 
 
 def nodes_of(entries: Sequence[Entry], attempt: int) -> str:
@@ -271,37 +260,9 @@ def nodes_of(entries: Sequence[Entry], attempt: int) -> str:
     return ""
 
 
-def _json(path: Path) -> dict[str, object] | None:
+def _json(path: Path) -> Optional[Dict[str, Any]]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm.supervise", description="Decide whether to requeue a job."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    starting, ending, chaining = (verbs.add_parser(name) for name in ("start", "end", "chained"))
-    chaining.add_argument("--job", required=True)
-    for verb in (starting, ending, chaining):
-        verb.add_argument("--run-folder", type=Path, required=True)
-        verb.add_argument("--attempt", type=int, required=True)
-    for name in ("--job", "--nodes", "--image"):
-        starting.add_argument(name, default="")
-    for name in ("--code", "--max-preemptions", "--max-failures", "--max-stalled-attempts"):
-        ending.add_argument(name, type=int, required=True)
-    ending.add_argument("--exclude", default="", help="hosts that the job excludes anyway")
-    ending.add_argument("--terminated", action="store_true", help="the batch shell got TERM")
-    ending.add_argument(
-        "--never", action="store_true", help="requeue policy 'never': no second attempt"
-    )
-    options = parser.parse_args()
-    return {"start": start, "end": end, "chained": chained}[options.verb](options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
 """Write jobs/NAME.sbatch from each recipe: ``python -m tools.make_jobs [--check]``.
 
 Also writes jobs/convert_NAME.sbatch for weights that recipes name as NAME_torch_dist (one per
-conversion), and slurm/cluster_flags.sh, with which the scripts reject settings of [cluster]. The
-only dependency is pydantic.
+conversion). The only dependency is pydantic.
 
 The scripts are for ``sbatch`` on a login node without Python. They contain the layout of ``JOBS``
 and the site's profile (``jobs/clusters/site.toml``, except for tiny); everything else stays in the
@@ -23,14 +22,11 @@ from rlpost.cli.job import job_spec
 from rlpost.config.flags import flag
 from rlpost.config.load import SITE, files_of, load, read_toml
 from rlpost.config.tree import Config
-from slurm.render import render_sbatch
-from slurm.render_once import render_conversion
+from slurm.render import render_conversion, render_sbatch
 from slurm.spec import JobSpec
-from tools.late_flags import refusing_script
 
 PROJECT = Path(__file__).parents[1]
 JOBS = {"tiny": {"nodes": 2}}  # settings of [cluster] that override the recipe
-LATE_FLAGS = PROJECT / "slurm/cluster_flags.sh"
 VARIABLES = ("RLPOST_ASSETS", "RLPOST_IMAGE", "RLPOST_CONTAINER", "RLPOST_IMAGE_CACHE")
 
 
@@ -98,7 +94,7 @@ def main() -> int:
         os.environ.pop(name, None)
     stale = 0
     texts = {PROJECT / "jobs" / f"{name}.sbatch": text for name, text in scripts().items()}
-    for path, text in {**texts, LATE_FLAGS: refusing_script()}.items():
+    for path, text in texts.items():
         if check:
             stale += not path.exists() or path.read_text() != text
         else:

@@ -22,7 +22,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, with_values
 from rlpost.errors import ConfigError
 from slurm.errors import SlurmError
-from slurm.render_once import render_conversion
+from slurm.render import render_conversion
 from slurm.spec import JobSpec
 
 CONVERTED = "_torch_dist"

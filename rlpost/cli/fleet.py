@@ -30,7 +30,7 @@ from rlpost.errors import ConfigError
 from rlpost.fleet.fleet_folder import FleetFolder
 from slurm.client import cancel, is_available
 from slurm.errors import JobError, SlurmError
-from slurm.render_fleet import render_fleet
+from slurm.render import render_fleet
 from slurm.states import JobState
 
 

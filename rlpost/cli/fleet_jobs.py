@@ -22,10 +22,10 @@ from rlpost.config.load import absolute_paths
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.fleet.fleet_folder import FleetFolder
+from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
 from slurm.executor import submit_fleet
 from slurm.queue import queue
-from slurm.render_fleet import FleetSpec, task_name
 
 PROJECT = Path(__file__).parents[2]
 PLACES = ("partition", "account", "qos", "reservation", "constraint", "time")

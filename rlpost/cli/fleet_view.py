@@ -13,8 +13,8 @@ from common.ledger import Entry
 from rlpost.cli.terminal import aligned
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, Orders
 from rlpost.report.fleet_use import used_of
+from slurm.arrays import job_and_task
 from slurm.queue import QueueEntry
-from slurm.render_fleet import job_and_task
 from slurm.states import JobState
 
 HEADINGS = ("engine", "job", "agent", "driver", "host", "served")

@@ -26,7 +26,7 @@ from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.environment import for_script
 from slurm.errors import SlurmError
-from slurm.render_once import render_look
+from slurm.render import render_look
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ from rlpost.cli.fleet_jobs import code_of
 from rlpost.cli.job import job_spec
 from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
+from slurm.arrays import SandboxSpec
 from slurm.executor import submit_sandboxes
-from slurm.render_sandbox import SandboxSpec
 
 SPARE_MIB = 2048  # of a server, besides its sandboxes
 

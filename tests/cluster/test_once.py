@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from slurm.render_once import render_conversion
+from slurm.render import render_conversion
 from slurm.spec import JobSpec
 from slurm.states import JobState
 from tests.cluster.jobs import job_info, sbatch, until

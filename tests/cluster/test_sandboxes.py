@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.agents.sandbox.registry import Registry
-from slurm.render_sandbox import SandboxSpec, render_sandbox
+from slurm.arrays import SandboxSpec
+from slurm.render import render_sandbox
 from slurm.spec import JobSpec
 from tests.cluster.jobs import sbatch, until
 from tests.cluster.lab import Lab

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slurm.arrays import FleetSpec
 from slurm.container import Container
-from slurm.render_fleet import FleetSpec, render_fleet
+from slurm.render import render_fleet
 from slurm.spec import JobSpec
+from tests.golden.test_batch_scripts import check_bash
 
 SPECS = {
     "fleet.sbatch": FleetSpec(
@@ -81,11 +81,4 @@ def test_a_script_of_engine_jobs_is_the_one_that_was_reviewed(
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_script_of_engine_jobs_is_short_and_shellcheck_passes_it(name: str) -> None:
-    script = Path(__file__).with_name(name)
-    assert len(script.read_text().splitlines()) <= 80
-    subprocess.run(["bash", "-n", script], check=True)
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed; on Debian: apt-get install shellcheck")
-    exclude = ["--exclude=SC2016,SC2089,SC2090"] if "hostile" in name else []
-    checked = subprocess.run(["shellcheck", *exclude, script], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
+    check_bash(Path(__file__).with_name(name))

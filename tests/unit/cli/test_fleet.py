@@ -62,7 +62,7 @@ def test_engine_jobs_take_the_runs_settings_and_the_flags(run, capsys):
     assert "#SBATCH --array=0-2\n" in script and "--job-name=rl-fleet" in script
     assert "--partition=spot" in script and "--time=60 " in script and "--gres=gpu:4" in script
     assert "--exclusive" not in script  # another engine fits on the node
-    assert f"run_folder={run.root}\n" in script and "--num-gpus 4" in script
+    assert f"--run-folder={run.root} " in script and "--num-gpus 4" in script
     assert not (run.root / "fleet").exists()
 
 

@@ -30,8 +30,7 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2 ")
     assert (
         "#SBATCH --partition=low" in script
-        and "bootstrap.agent" in script
-        and "rlpost.train" in script
+        and "slurm.batch run --name=test" in script
     )
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not (project / "runs").exists()
@@ -214,12 +213,12 @@ def test_a_dry_run_needs_no_files_and_notes_what_is_missing(tmp_path, monkeypatc
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     assert main(["qwen3_4b", "--dry-run"]) == 0
     unset = capsys.readouterr()
-    assert "$RLPOST_ASSETS is not set" in unset.err and '"$RLPOST_ASSETS:' in unset.out
+    assert "$RLPOST_ASSETS is not set" in unset.err and '--mount=$RLPOST_ASSETS' in unset.out
     monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
     assert main(["qwen3_4b", "--dry-run"]) == 0
     missing = capsys.readouterr()
     assert "not downloaded yet; run: rlpost fetch qwen3_4b" in missing.err
-    assert "run: rlpost convert" not in missing.out and f'"{tmp_path}:' in missing.out
+    assert "run: rlpost convert" not in missing.out and f"--mount={tmp_path} " in missing.out
     assert subprocess.run(["bash", "-n"], input=missing.out, text=True).returncode == 0
     assert main(["qwen3_4b", "--dry-run", "--tensor-model-parallel-size", "3"]) == 2
     assert "--tensor-model-parallel-size 3" in capsys.readouterr().err

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.late_flags import BY_RENDERING, BY_SBATCH, BY_VARIABLE, refusing_script
 
 from rlpost.cli.job import job_spec
 from rlpost.config.flags import flag
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.load import JOBS, load
 from slurm.render import render_sbatch
-from tools.late_flags import BY_RENDERING, BY_SBATCH, BY_VARIABLE, refusing_script
 
 SCRIPT = JOBS.parent / "slurm/cluster_flags.sh"
 LATE = {*BY_SBATCH, *BY_VARIABLE, *BY_RENDERING}

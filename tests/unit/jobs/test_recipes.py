@@ -21,6 +21,7 @@ from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from slurm.batch.options import Options, needed_variables
 from slurm.container import Container
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
@@ -150,8 +151,8 @@ def test_the_batch_script_of_a_recipe_fits_a_page_and_passes_bash(name):
     ],
 )
 def test_a_job_names_its_sites_missing_variables_and_is_not_requeued(given, missing, tmp_path):
-    (tmp_path / "bootstrap").mkdir()
-    (tmp_path / "slurm").symlink_to(JOBS.parent / "slurm")
+    for name in ("slurm", "common"):
+        (tmp_path / name).symlink_to(JOBS.parent / name)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/enroot").touch(0o755)
     environ = {
@@ -167,7 +168,7 @@ def test_a_job_names_its_sites_missing_variables_and_is_not_requeued(given, miss
         text=True,
     )
     assert done.returncode == 78
-    assert f"not set: {missing};" in done.stderr
+    assert f"not set: {missing};" in done.stdout
 
 
 def test_a_complete_profile_leaves_no_variable(assets, monkeypatch, tmp_path):
@@ -182,7 +183,7 @@ def test_a_complete_profile_leaves_no_variable(assets, monkeypatch, tmp_path):
     check(config)
     text = render_sbatch(job_spec(config))
     assert "RLPOST_ASSETS" not in text and "not set" not in text
-    assert "--account=rl" in text and f",{assets}:{assets}" in text and "image=/i/x.sqsh" in text
+    assert "--account=rl" in text and f"--mount={assets} " in text and "--image=/i/x.sqsh" in text
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -354,7 +355,8 @@ def test_variables_of_a_container_are_named_once():
     made = Container(
         "enroot", "$RLPOST_IMAGE", ("$RLPOST_ASSETS/models:/models:ro", "$RLPOST_ASSETS", "/data")
     )
-    assert made.variables == ("RLPOST_IMAGE", "RLPOST_ASSETS")
+    options = Options(container=made.backend, image=made.image, mount=made.mounts)
+    assert needed_variables(options) == ["RLPOST_IMAGE", "RLPOST_ASSETS"]
     assert made.targets == ("/models", "$RLPOST_ASSETS", "/data")
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from slurm.arrays import FleetSpec, job_and_task, task_name
 from slurm.errors import SpecError
-from slurm.render_fleet import FleetSpec, job_and_task, render_fleet, task_name
+from slurm.render import render_fleet
 from slurm.spec import JobSpec
 
 ROOT = Path(__file__).parents[3]
 SQUEUE = """
 case "$*" in *%T*) say=RUNNING;; *) say=1999999999;; esac
-case "$*" in *"-j 11_1 "*) echo $say;; *"-j 11 "*) printf '%s\\n' $say $say;; *) exit 1;; esac"""
+case "$*" in *"--jobs=11_1 "*) echo $say;; *"--jobs=11 "*) printf '%s\\n' $say $say;; *) exit 1;; esac"""
 """As Slurm does: the number of an array means all its tasks, with a line for each."""
 
 
@@ -42,7 +43,7 @@ def start(job, tmp_path, agent):
     for name, text in {
         "srun": agent,
         "squeue": SQUEUE,
-        "scontrol": f'echo "$@" >>{tmp_path}/requeued',
+        "scontrol": f'[ "$1" != requeue ] || echo "$@" >>{tmp_path}/requeued',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -115,7 +116,7 @@ until [ -e {stop} ]; do sleep 0.05; done; cat {stop} >{tmp_path}/seen; exit 75""
         script.send_signal(signal.SIGUSR2)
         script.wait()
     assert "USR2" in (tmp_path / "seen").read_text()
-    assert '"deadline": "1999999999"' in (tmp_path / "seen").read_text()
+    assert '"deadline": 1999999999.0' in (tmp_path / "seen").read_text()
     assert not stop.exists() and requeued(tmp_path) == ["requeue 11_1"]
 
 

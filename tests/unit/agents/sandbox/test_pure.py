@@ -435,7 +435,7 @@ def test_settings_that_cannot_work_fail_on_the_login_node(given, message):
 def test_a_submitted_run_gets_its_sandbox_servers(tmp_path):
     from common.run_folder import RunFolder
     from rlpost.cli.sandboxes import sandbox_spec, wants_servers
-    from slurm.render_sandbox import render_sandbox
+    from slurm.render import render_sandbox
 
     config = Config()
     assert not wants_servers(config)

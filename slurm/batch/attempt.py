@@ -1,0 +1,72 @@
+"""The folder of one start of a run, and what the batch host writes into it. Python 3.6."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Mapping, Optional, Tuple
+
+from common.attempt import LAUNCH_LOG, SECRET_FILE, STOP_FILE
+from common.stop_file import StopMessage, write_stop
+
+SECRET_BYTES = 32
+USR2 = "signal USR2 to the batch script: preemption, or the time limit is near"
+
+
+def create_attempt(run_folder: Path, environ: Mapping[str, str]) -> Tuple[int, Path]:
+    """Create the folder of this start and its secret; each start gets an unused number.
+
+    Raises:
+        OSError: the run folder cannot be written.
+    """
+    attempts = run_folder / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    number = int(environ.get("SLURM_RESTART_COUNT", "") or 0)
+    while True:
+        folder = attempts / str(number)
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+    latest = attempts / f".latest-{number}"
+    latest.symlink_to(str(number))
+    os.replace(str(latest), str(attempts / "latest"))
+    (folder / SECRET_FILE).write_text(secrets.token_hex(SECRET_BYTES))
+    return number, folder
+
+
+def request_stop(attempt_dir: Path, end_time: Optional[float], signal_lead_s: int) -> None:
+    """Write the STOP file, unless there is one. ``end_time``: end of the job, if Slurm says it."""
+    now = int(time.time())
+    deadline = now + signal_lead_s if end_time is None else end_time
+    write_stop(attempt_dir / STOP_FILE, StopMessage(USR2, now, deadline))
+
+
+def get_image(image: str, cache: str, log: Path) -> Tuple[int, str]:
+    """Import an image unless it is a file; return the exit code of ``slurm.image`` and the path.
+
+    What the import says goes to the batch log and to ``log``.
+    """
+    if image.startswith("/"):
+        return 0, image
+    command = [sys.executable, "-m", "slurm.image", image, "--cache", cache]
+    importing = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert importing.stdout is not None and importing.stderr is not None
+    with log.open("ab") as file:
+        for line in importing.stderr:  # the path on standard output is one line, after all others
+            file.write(line)
+            file.flush()
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
+    path = importing.stdout.read().decode().strip()
+    return importing.wait(), path
+
+
+def launch_log(attempt_dir: Path) -> Path:
+    """Output of srun, preceded by that of the image import."""
+    return attempt_dir / LAUNCH_LOG

@@ -1,0 +1,119 @@
+"""A task of a fleet: one engine on its own node, restarted independently. Python 3.6.
+
+- The engine's name is that of its task, ``ARRAY_TASK``, also after a requeue. SLURM_JOB_ID is
+  another number for each task, so containers of two tasks on a node have different names.
+- USR2 (the time limit, or a preemption where the site sends it) reaches this process alone, which
+  announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
+- The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
+  ended, or the user drained it). 75: it was preempted and is requeued. Anything else is a failure,
+  after which ``max_failures`` bounds the restarts.
+"""
+
+import time
+from pathlib import Path
+from typing import List, Sequence
+
+from common.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.files import text_or_empty, write_atomic
+from common.stop_file import StopMessage, stop_text
+from slurm.batch.attempt import USR2
+from slurm.batch.host import End, Host
+from slurm.batch.options import Options, expand
+from slurm.batch.place import Place
+from slurm.batch.signals import ignore_term
+from slurm.batch.steps import (
+    KEEP_OTHER_TASKS,
+    ONE_TASK_PER_NODE,
+    in_container,
+    output_pattern,
+    prepared,
+)
+
+
+def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
+    """Run one start of the engine and decide what follows it.
+
+    Raises:
+        SpecError: a variable or a program is missing.
+        OSError: the run folder cannot be written.
+    """
+    name = host.job.name
+    place = host.find_place(options, agent, options.run_folder)
+    fleet = Path(place.run_folder) / "fleet"
+    logs, state, stop_file = fleet / "logs", fleet / f"logs/{name}.d", fleet / "stop" / name
+    state.mkdir(parents=True, exist_ok=True)
+    if stop_file.exists():
+        stop_file.unlink()  # of an earlier start
+    host.log_start()
+    (state / "container").write_text(place.container + "\n")
+    launch, code = logs / f"{name}.launch", EXIT_FAILED
+    with_image = host.import_image(options, place, launch)
+    if with_image is not None:
+        words = [expand(word, host.environ) for word in agent]
+        argv = engine_step(options, with_image, name, logs=str(logs), stop_file=str(stop_file))
+        step = host.start_step([*argv, *words], launch)
+        code = host.wait_for(step, lambda: _announce(host, options, stop_file))
+    host.log(f"the agent ended (srun exit {code})")
+    host.remove_container(place)
+    if stop_file.exists():
+        stop_file.unlink()
+    return restart_task(host, options, code, state / "failures")
+
+
+def engine_step(
+    options: Options, place: Place, name: str, *, logs: str, stop_file: str
+) -> List[str]:
+    """The step of the engine's agent, to which the agent's words are added. Pure."""
+    return [
+        *["srun", *ONE_TASK_PER_NODE, *KEEP_OTHER_TASKS],
+        output_pattern(logs, f"{name}.log"),
+        "--open-mode=append",
+        *in_container(place),
+        *prepared(options.environment, options.setup_command, place.home),
+        *[place.python, "-u", "-m", "rlpost.fleet.agent", "--run-folder", place.run_folder],
+        *["--engine", name, "--stop-file", stop_file],
+    ]
+
+
+def restart_task(host: Host, options: Options, code: int, failures: Path) -> End:
+    """Requeue a task of an array after a preemption or a failure.
+
+    Args:
+        code: exit code of the agent; 0: not needed any more, 75: preempted.
+        failures: file with the number of failures so far.
+    """
+    if code == EXIT_DONE:
+        return End(EXIT_DONE)
+    if options.requeue == "never":
+        host.log(f"not requeued{' after TERM' if host.signals.terminated else ''}: --requeue never")
+        return End(code)
+    if code != EXIT_PREEMPTED:
+        count = int(text_or_empty(failures) or 0) + 1
+        write_atomic(failures, f"{count}\n")
+        if count > options.max_failures:
+            host.log(f"not requeued: {count} failures")
+            return End(code)
+    state = host.job.state()
+    if state != "RUNNING":
+        host.log(f"not requeued: job state is {state or 'unknown'}")
+        return End(code, is_final=False)
+    if host.signals.terminated:
+        host.log("not requeued: the batch script got TERM")
+        return End(code, is_final=False)
+    host.log(f"requeue: task {host.job.name}")
+    ignore_term()
+    return End(EXIT_DONE if host.job.requeue() else code, is_final=False)
+
+
+def _announce(host: Host, options: Options, stop_file: Path) -> bool:
+    """Announce the end of this start to the agent and to the run; whether it is written."""
+    host.log("USR2: preemption, or the time limit is near; the engine leaves")
+    now, end = time.time(), host.job.end_time()
+    deadline = now + options.signal_lead_s if end is None else end
+    try:
+        stop_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(stop_file, stop_text(StopMessage(USR2, now, deadline)))
+    except OSError as error:
+        host.log(f"{stop_file} cannot be written, trying again: {error}")
+        return False
+    return True

@@ -1,0 +1,130 @@
+"""What the jobs of this package share on their batch host: log, bounded commands, srun.
+
+Python 3.6.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence
+
+from slurm.batch.attempt import get_image
+from slurm.batch.options import Options
+from slurm.batch.place import Place, find_place
+from slurm.batch.signals import Signals
+from slurm.batch.slurm_job import SlurmJob
+from slurm.batch.steps import removal_step
+
+POLL_S = 1.0
+REMOVAL_S = 60
+KILL_AFTER_S = 1.0
+
+
+class End(NamedTuple):
+    """How a job ends: with ``code``; ``is_final`` forbids Slurm to start it again."""
+
+    code: int
+    is_final: bool = True
+
+
+class Host:
+    """This batch host and its job.
+
+    Attributes:
+        who: prefix of the log's lines.
+        environ: the environment of steps and of Slurm's commands.
+    """
+
+    def __init__(self, who: str, environ: Mapping[str, str], signals: Signals) -> None:
+        self.who = who
+        self.environ = dict(environ)
+        self.signals = signals
+        self.job = SlurmJob(environ)
+        self._term_is_logged = False
+
+    def log(self, text: str) -> None:
+        """Write a line into the batch log."""
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.who}: {text}", flush=True)
+
+    def find_place(self, options: Options, words: Sequence[str], run_folder: str) -> Place:
+        """``place.find_place``; logs the choice of the container. Raises SpecError."""
+        place, why = find_place(options, words, run_folder, self.environ)
+        if why:
+            self.log(f"container: {why}")
+        return place
+
+    def import_image(self, options: Options, place: Place, log: Path) -> Optional[Place]:
+        """Import the image unless it is a file; None if that fails. ``log``: of the import."""
+        if place.container == "none":
+            return place
+        default = self.environ.get("RLPOST_IMAGE_CACHE") or f"{place.home}/runs/images"
+        code, path = get_image(place.image, options.image_cache or default, log)
+        if code:
+            self.log("no image; see above")
+            return None
+        return place._replace(image=path)
+
+    def log_start(self) -> None:
+        """Log where a task of an array starts."""
+        start = self.environ.get("SLURM_RESTART_COUNT") or "0"
+        nodes = self.environ.get("SLURM_JOB_NODELIST", "")
+        self.log(f"job {self.environ['SLURM_JOB_ID']}, start {start} on {nodes}")
+
+    def start_step(self, argv: Sequence[str], errors: Path) -> "subprocess.Popen[bytes]":
+        """Start srun; its messages about the tasks are appended to ``errors``."""
+        with errors.open("ab") as file:
+            return self._popen(argv, file)
+
+    def wait(self) -> None:
+        """Wait for POLL_S, a signal, or the end of a child; log TERM once."""
+        self.signals.wait(POLL_S)
+        if self.signals.terminated and not self._term_is_logged:
+            self._term_is_logged = True
+            self.log("TERM: cancelled, or grace time over")
+
+    def wait_for(self, step: "subprocess.Popen[bytes]", on_stop: Callable[[], bool]) -> int:
+        """Wait for a step; return its exit code as a shell reports it.
+
+        ``on_stop`` is called after USR2 until it returns True.
+        """
+        is_stopped = False
+        while step.poll() is None:
+            if self.signals.stopped and not is_stopped:
+                is_stopped = on_stop()
+            self.wait()
+        return shell_code(step.returncode)
+
+    def remove_container(self, place: Place) -> None:
+        """Remove the container of this start from every node, within the time of the job."""
+        if place.container == "none":
+            return
+        if not self.run_bounded(removal_step(place), self.job.seconds_within(REMOVAL_S)):
+            self.log("a container may be left on a node; the next run there removes it")
+
+    def run_bounded(self, argv: Sequence[str], seconds: float) -> bool:
+        """Run a command; after ``seconds`` end it with TERM, then KILL. Whether it succeeded."""
+        try:
+            running = self._popen(argv, None)
+        except OSError:
+            return False
+        deadline = time.monotonic() + seconds
+        while running.poll() is None and time.monotonic() < deadline:
+            self.signals.wait(deadline - time.monotonic())
+        if running.poll() is not None:
+            return running.returncode == 0
+        running.terminate()  # srun passes it on as KILL
+        try:
+            running.wait(KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
+        return False
+
+    def _popen(self, argv: Sequence[str], errors: Optional[IO[bytes]]) -> "subprocess.Popen[bytes]":
+        sys.stdout.flush()
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=errors, env=self.environ)
+
+
+def shell_code(code: int) -> int:
+    """Exit code of a process as a shell reports it: 128 + N after signal N."""
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,115 @@
+"""Where a job runs: code, run folder, interpreter, container. Found before anything waits for nodes.
+
+Input: the options of the batch file, the environment. Output: a ``Place``, or an error that names
+every missing variable and wrong value. Python 3.6.
+"""
+
+import os
+import shutil
+import socket
+from typing import Mapping, NamedTuple, Sequence, Tuple
+
+from slurm.batch.options import Options, expand, expand_mount, needed_variables
+from slurm.batch.slurm_job import job_name
+from slurm.container_choice import choose
+from slurm.errors import SpecError
+
+
+class Place(NamedTuple):
+    """The folders and programs of a job.
+
+    Attributes:
+        home: folder of the code.
+        run_folder: absolute; one for each task of an array.
+        python: interpreter of the agents, in their container if any.
+        container: none, pyxis or enroot.
+        image: path or name of the image; empty without a container.
+        container_name: name of this start's container on every node.
+        mounts: SOURCE:TARGET[:MODE] beside the run folder and the code.
+    """
+
+    home: str
+    run_folder: str
+    python: str
+    container: str
+    image: str
+    container_name: str
+    mounts: Tuple[str, ...]
+
+
+def find_place(
+    options: Options, agent: Sequence[str], run_folder: str, environ: Mapping[str, str]
+) -> Tuple[Place, str]:
+    """The place of this job, and a line about its container; empty without a choice.
+
+    ``agent``: the words of the agent, which may name variables.
+
+    Raises:
+        SpecError: something is missing; with the remedy.
+    """
+    home = environ["RLPOST_HOME"]
+    image = expand(options.image, environ)
+    needed = needed_variables(options, agent)
+    if options.container == "none":
+        container, why = "none", ""
+        missing = [name for name in needed if not environ.get(name)]
+        if missing:
+            raise SpecError(f"not set: {' '.join(missing)}; export before sbatch")
+    else:
+        container, why = choose(options.container, image, needed, environ)
+    if container == "none":
+        python = _python_of_the_node(options, environ)
+    else:
+        python = options.python or environ.get("RLPOST_PYTHON", "") or "python3"
+    place = Place(
+        home=home,
+        run_folder=run_folder,
+        python=python,
+        container=container,
+        image="" if container == "none" else image,
+        container_name=container_name(
+            environ["SLURM_JOB_ID"], environ.get("SLURM_RESTART_COUNT") or "0"
+        ),
+        mounts=tuple(expand_mount(mount, environ) for mount in options.mount),
+    )
+    return place, why
+
+
+def container_name(job_id: str, num_restarts: str) -> str:
+    """Name of the container of one start of a job, because a named one may outlive its step.
+
+    Raw enroot appends the node, because nodes may share the data folder; pyxis prepends ``pyxis_``
+    (scope "global") or ``pyxis_JOB_`` (scope "job").
+    """
+    return f"rlpost_{job_id}_{num_restarts}"
+
+
+def _python_of_the_node(options: Options, environ: Mapping[str, str]) -> str:
+    given = options.python or options.node_python or environ.get("RLPOST_PYTHON", "")
+    python = given or f"{environ['RLPOST_HOME']}/.venv/bin/python"
+    if shutil.which(python) is None:
+        raise SpecError(
+            f"no {python} on {socket.gethostname()}; make install there, or export RLPOST_PYTHON"
+        )
+    return python
+
+
+def find_run_folder(options: Options, environ: Mapping[str, str]) -> str:
+    """The run folder of this job, absolute. Pure.
+
+    Raises:
+        SpecError: the tasks of an array would share one.
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    if options.run_folder:
+        if task:
+            raise SpecError(
+                f"--array: all tasks would write to {options.run_folder}, the run folder of this "
+                "file; submit jobs/NAME.sbatch with --array, which gives each task a folder"
+            )
+        return options.run_folder
+    home = environ["RLPOST_HOME"]
+    given = environ.get("RLPOST_RUN_FOLDER", "")
+    if not given:
+        return f"{home}/runs/{options.name}-{job_name(environ)}"
+    return os.path.join(home, f"{given}-{task}" if task else given)

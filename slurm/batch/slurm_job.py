@@ -1,0 +1,98 @@
+"""Slurm's commands about the job that this process belongs to. Python 3.6.
+
+Every command is bounded in time. A controller that does not answer gives None or False; nothing
+here raises.
+"""
+
+import subprocess
+import time
+from typing import Mapping, Optional, Sequence
+
+ANSWER_S = 10.0
+STATE_TRIES, STATE_PAUSE_S = 30, 2.0
+UPDATE_TRIES, UPDATE_PAUSE_S = 10, 0.5
+MARGIN_S = 5
+"""Time before the end of the job that is left for the requeue itself."""
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """The id of this job for Slurm's commands: ``ARRAY_TASK`` for a task of an array.
+
+    >>> job_name({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
+    '7_3'
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    if not task:
+        return environ.get("SLURM_JOB_ID", "")
+    return f"{environ.get('SLURM_ARRAY_JOB_ID', '')}_{task}"
+
+
+class SlurmJob:
+    """This job.
+
+    Attributes:
+        name: its id, see ``job_name``.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.name = job_name(environ)
+        self._environ = dict(environ)
+
+    def end_time(self) -> Optional[float]:
+        """When Slurm ends the job, in seconds since 1970; None if it does not say."""
+        answer = self._squeue("%e")
+        return float(answer) if answer.isdigit() and int(answer) > 0 else None
+
+    def seconds_within(self, seconds: int) -> int:
+        """``seconds``, or less if the job ends sooner; at least 1."""
+        end = self.end_time()
+        if end is None:
+            return seconds
+        left = int(end - time.time()) - MARGIN_S
+        return max(1, min(seconds, left))
+
+    def state(self) -> str:
+        """The job's state in Slurm's words; empty if the controller stays silent."""
+        for attempt in range(STATE_TRIES):
+            if attempt:
+                time.sleep(STATE_PAUSE_S)
+            answer = self._squeue("%T")
+            if answer:
+                return answer
+        return ""
+
+    def requeue(self) -> bool:
+        """Requeue the job; whether Slurm accepted. Slurm then sends TERM to this process."""
+        return self._run(["scontrol", "requeue", self.name]) is not None
+
+    def update(self, *values: str) -> bool:
+        """Change values KEY=VALUE of the job, which a requeue has just made pending."""
+        for attempt in range(UPDATE_TRIES):
+            if attempt:
+                time.sleep(UPDATE_PAUSE_S)
+            if self._run(["scontrol", "update", f"JobId={self.name}", *values]) is not None:
+                return True
+        return False
+
+    def forbid_requeue(self) -> None:
+        """Make the job's end final, see ``slurm.batch``."""
+        self._run(["scontrol", "update", f"JobId={self.name}", "Requeue=0"])
+
+    def _squeue(self, format_: str) -> str:
+        argv = ["squeue", "--noheader", f"--jobs={self.name}", f"--format={format_}"]
+        return (self._run(argv, SLURM_TIME_FORMAT="%s") or "").strip()
+
+    def _run(self, argv: Sequence[str], **variables: str) -> Optional[str]:
+        """Output of a command; None if it failed, is missing or does not answer in time."""
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                universal_newlines=True,
+                timeout=ANSWER_S,
+                env={**self._environ, **variables},
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,114 @@
+"""The ``srun`` commands of a job. Pure.
+
+Input: the options of the batch file, the place of the job. Output: argument lists. For what pyxis
+and enroot need see ``slurm.container``. Python 3.6.
+"""
+
+from typing import List, Sequence
+
+from slurm.batch.options import Options
+from slurm.batch.place import Place
+
+HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
+"""Host variables that override the image's."""
+ONE_TASK_PER_NODE = ("--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none")
+KEEP_OTHER_TASKS = ("--kill-on-bad-exit=0", "--wait=0")
+
+
+def output_pattern(folder: str, name: str) -> str:
+    """The value of srun's ``--output``, which expands ``%`` in the name alone."""
+    return f"--output={folder.replace('%', '%%')}/{name}"
+
+
+def in_container(place: Place) -> List[str]:
+    """Words of the srun command that enter the container; empty for the node itself."""
+    if place.container == "none":
+        return []
+    always = [f"{path}:{path}" for path in (place.run_folder, place.home)]
+    mounts = [*always, *map(_both_ends, place.mounts)]
+    if place.container == "pyxis":
+        return [
+            f"--container-image={place.image}",
+            f"--container-name={place.container_name}",
+            "--container-writable",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={place.home}",
+            "--no-container-mount-home",
+            "--no-container-entrypoint",
+            f"--container-env={','.join(HOST_VARIABLES)}",
+        ]
+    start = ["bash", f"{place.home}/slurm/enroot_start.sh", place.image, place.container_name]
+    return [*start, *map(_enroot_mount, mounts), "--"]
+
+
+def prepared(environment: Sequence[str], setup_commands: Sequence[str], home: str) -> List[str]:
+    """Words before a node's command: set variables, then run the setup commands."""
+    words = ["env", *environment] if environment else []
+    if setup_commands:
+        words += ["bash", f"{home}/slurm/prepare.sh", *setup_commands, "--"]
+    return words
+
+
+def agents_step(
+    options: Options,
+    place: Place,
+    attempt_dir: str,
+    *,
+    agent: Sequence[str],
+    driver: Sequence[str],
+) -> List[str]:
+    """The step of the agents: one on each node, with the driver's command."""
+    srun = ["srun", *ONE_TASK_PER_NODE, *KEEP_OTHER_TASKS]
+    sizes: List[str] = []
+    if options.spare_nodes:
+        srun.append("--no-kill")
+        sizes = ["--num-nodes", str(options.nodes), "--spare-nodes", str(options.spare_nodes)]
+    python = [place.python, "-u", "-m"]
+    return [
+        *srun,
+        output_pattern(attempt_dir, "agent-%N.log"),
+        *in_container(place),
+        *prepared(options.environment, options.setup_command, place.home),
+        *[*python, "bootstrap.agent", "--attempt-dir", attempt_dir],
+        *["--num-gpus", str(options.gpus), *sizes, *agent, "--"],
+        *[*python, "rlpost.train", *driver],
+    ]
+
+
+def watch_step(options: Options, attempt_dir: str) -> List[str]:
+    """The step that restarts the job if the batch host is lost; with spare nodes only.
+
+    It runs on as many other nodes as can be lost, and one.
+    """
+    num_nodes = options.nodes + options.spare_nodes
+    watching = min(options.spare_nodes + 1, num_nodes - 1)
+    policy = "requeue" if options.requeue == "requeue" else "cancel"
+    return [
+        *["srun", "--no-kill", "--overlap", "--relative=1", f"--nodes={watching}"],
+        *ONE_TASK_PER_NODE,
+        output_pattern(attempt_dir, "watch-%N.log"),
+        *["python3", "-m", "slurm.batch", "watch", policy, str(num_nodes)],
+    ]
+
+
+def removal_step(place: Place) -> List[str]:
+    """The step in which each node removes its extracted image.
+
+    Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
+    effort there.
+    """
+    script = ["bash", f"{place.home}/slurm/enroot_remove.sh", place.container]
+    return ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", *script, place.container_name]
+
+
+def _both_ends(mount: str) -> str:
+    """SOURCE:TARGET[:ro] of a mount with or without a target; ``rw`` is the default."""
+    source, *rest = mount.split(":")
+    mode = rest.pop() if rest and rest[-1] in ("ro", "rw") else ""
+    target = rest[0] if rest else source
+    return ":".join([source, target, "ro"] if mode == "ro" else [source, target])
+
+
+def _enroot_mount(mount: str) -> str:
+    source, target, *mode = mount.split(":")
+    return f"{source}:{target}:x-create=auto,rbind" + (",ro" if mode else "")

@@ -1,0 +1,70 @@
+"""Restart a job whose batch host is lost. Runs in a step on other nodes. Python 3.6.
+
+Slurm neither requeues nor ends a job with --no-kill when its batch host goes DOWN: it takes the
+node out of the job, and the job stays RUNNING without a batch script to its time limit (seen with
+Slurm 22.05). Then BatchHost is not among the job's nodes any more. Slurm would start the job again
+with one node less than it asked for, so the number is set again.
+"""
+
+import os
+import subprocess
+import time
+from typing import Mapping, Sequence
+
+from common.host_lists import HostListError, expand
+from slurm.batch.signals import ignore_term
+from slurm.batch.slurm_job import SlurmJob, job_name
+
+POLL_S = 30.0
+ANSWER_S = 20.0
+
+
+def watch(policy: str, num_nodes: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Wait until the batch host is lost; then requeue or cancel the job.
+
+    Args:
+        policy: requeue or cancel.
+        num_nodes: nodes that the job asked for.
+    """
+    job, poll_s = SlurmJob(environ), float(environ.get("RLPOST_WATCH_S", "") or POLL_S)
+    while True:
+        time.sleep(poll_s)
+        answer = _ask(["squeue", "-h", "-j", job_name(environ), "-t", "RUNNING", "-o", "%B %N"])
+        if not has_lost_its_host(answer):
+            continue
+        ignore_term()  # the requeue sends it
+        print(f"the batch host {answer.split()[0]} is lost: {policy}", flush=True)
+        if policy != "requeue":
+            subprocess.call(["scancel", job.name])
+        elif job.requeue():
+            job.update(f"NumNodes={num_nodes}")
+        return
+
+
+def has_lost_its_host(answer: str) -> bool:
+    """Whether squeue's ``BATCHHOST NODELIST`` shows a job without its batch host. Pure.
+
+    In doubt it does not.
+    """
+    words = answer.split()
+    if len(words) != 2:
+        return False
+    try:
+        hosts = expand(words[1])
+    except HostListError:
+        return False
+    return bool(hosts) and words[0] not in hosts
+
+
+def _ask(argv: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            universal_newlines=True,
+            timeout=ANSWER_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
