@@ -12,7 +12,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterable  # noqa: UP035
+from typing import Iterable
 
 REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
 """Errors of file systems without fsync of a folder (CIFS, some FUSE file systems)."""

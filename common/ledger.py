@@ -48,7 +48,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Mapping  # noqa: UP035
+from typing import Any, Mapping
 
 Entry = Mapping[str, Any]
 """A line of the ledger: ``time``, ``event`` and the JSON values of that event (above)."""
@@ -67,7 +67,7 @@ class Ledger:
 
     def append(self, event: str, **details: object) -> None:
         """Append a line and fsync it. ``details`` must be JSON values. Raises OSError."""
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "event": event, **details}).encode()
         for _ in range(TRIES):
             size = self._write(line)

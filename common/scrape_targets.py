@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import Mapping, Sequence
 
 from common.files import write_atomic
 

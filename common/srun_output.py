@@ -6,7 +6,7 @@ The agent of the first node reads it while others are still missing, the batch h
 from __future__ import annotations
 
 import re
-from typing import Sequence  # noqa: UP035
+from typing import Sequence
 
 from common.host_lists import HostListError, expand
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Mapping, NamedTuple, Sequence  # noqa: UP035
+from typing import Mapping, NamedTuple, Sequence
 
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8

@@ -13,7 +13,7 @@ enroot 4.1, and the consequences:
   enroot, the node, because nodes may share ENROOT_DATA_PATH.
 - An entrypoint may print, fork or change the directory: disable it.
 - A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the
-  image first (``enroot_start.sh``).
+  image first (``enroot.py``).
 
 With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTAINER is set.
 """
@@ -127,6 +127,7 @@ def container_name(job_id: str, num_restarts: int | str) -> str:
 
 
 # In the batch script.
+_ENROOT = 'python3 -I "$RLPOST_HOME/slurm/enroot.py"'
 _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
 
@@ -147,12 +148,12 @@ def enroot_command(container: Container) -> str:
         for parts in _mounts(container)
     )
     return f"""\
-  bash "$RLPOST_HOME/slurm/enroot_start.sh" "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
+  {_ENROOT} start "$image" {_NAME} {" ".join(f'"{option}"' for option in options)} -- \\
 """
 
 
 def container_removal(backend: str, seconds: str = "60") -> str:
-    """Line after the agents' end: each node removes its extracted image (``enroot_remove.sh``).
+    """Line after the agents' end: each node removes its extracted image (``enroot.py``).
 
     Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
     effort there.
@@ -162,7 +163,7 @@ def container_removal(backend: str, seconds: str = "60") -> str:
         seconds: timeout, as shell text.
     """
     step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
-    script = f'bash "$RLPOST_HOME/slurm/enroot_remove.sh" {backend} {_NAME}'
+    script = f"{_ENROOT} remove {backend} {_NAME}"
     return f'{step} {script} || log "a container may be left on a node; the next run there removes it"\n'
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import Mapping, Sequence
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import tail_or_empty, text_or_empty, write_atomic

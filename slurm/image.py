@@ -34,7 +34,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Iterator  # noqa: UP035
+from typing import Iterator
 
 _CHUNK_BYTES = 1 << 24
 _DIGEST_NAME = re.compile(r"sha256-([0-9a-f]{64})\.sqsh")

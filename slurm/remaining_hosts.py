@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import Mapping, Sequence
 
 from common.host_lists import HostListError, expand
 
