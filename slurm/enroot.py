@@ -129,7 +129,6 @@ def _output(command: Sequence[str], timeout: Optional[float] = None) -> Optional
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            universal_newlines=True,
             start_new_session=True,
         )
     except OSError:
@@ -141,7 +140,7 @@ def _output(command: Sequence[str], timeout: Optional[float] = None) -> Optional
             # A wrapper's children as well: they keep the pipe open.
             os.killpg(process.pid, signal.SIGKILL)
             return None
-    return answer if process.returncode == 0 else None
+    return answer.decode(errors="replace") if process.returncode == 0 else None
 
 
 def remove_stale(backend: str) -> None:
