@@ -1,4 +1,4 @@
-"""Names of the files of an attempt. Python 3.8 and later, because batch hosts use them.
+"""Names of the files of an attempt. Python 3.6 and later, because batch hosts use them.
 
 An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unused number from the
 Slurm restart count upwards.
@@ -17,8 +17,6 @@ Slurm restart count upwards.
     lost_nodes.json, replaceable    see ``common.lost_nodes``; only with spare nodes
     agent-HOST.log, driver.log
 """
-
-from __future__ import annotations
 
 DRIVER_RESTARTS = 3
 """Default maximum number of restarts of a crashed driver in an attempt."""

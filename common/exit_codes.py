@@ -1,6 +1,4 @@
-"""Exit codes of the driver and of a job. Python 3.8 and later."""
-
-from __future__ import annotations
+"""Exit codes of the driver and of a job. Python 3.6 and later."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

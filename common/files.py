@@ -1,10 +1,8 @@
 """Atomic and durable writes, and reads of files that another host writes.
 
 Invariant: a reader on any node sees no file, the old file or the complete new one, also after a
-crash. Python 3.8 and later, because batch hosts use it.
+crash. Python 3.6 and later, because batch hosts use it.
 """
-
-from __future__ import annotations
 
 import errno
 import os
@@ -12,7 +10,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterable  # noqa: UP035
+from typing import Iterable, Optional, Union
 
 REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
 """Errors of file systems without fsync of a folder (CIFS, some FUSE file systems)."""
@@ -41,7 +39,11 @@ def sync_names(folder: int) -> None:
 
 
 def write_atomic(
-    path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None
+    path: Path,
+    text: Union[str, Iterable[str]],
+    *,
+    mode: int = 0o600,
+    through: Optional[Path] = None,
 ) -> None:
     """Replace ``path`` with a text, or the parts of one: write, fsync, rename, fsync the folder.
 
@@ -155,7 +157,11 @@ def text_or_empty(path: Path) -> str:
 
 
 def _write_beside(
-    path: Path, text: str | Iterable[str], *, mode: int = 0o600, through: Path | None = None
+    path: Path,
+    text: Union[str, Iterable[str]],
+    *,
+    mode: int = 0o600,
+    through: Optional[Path] = None,
 ) -> Path:
     """Write and fsync a temporary file; return its path. Removes the file on errors."""
     beside = through or path.with_name(f".{path.name}.{secrets.token_hex(6)}")

@@ -3,10 +3,9 @@
 Pure; same result as ``scontrol show hostnames``.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
+from typing import List, Tuple
 
 MAX_HOSTS = 65536  # a longer list is a typing error and would exhaust memory
 
@@ -18,7 +17,7 @@ class HostListError(ValueError):
     """A host list cannot be read."""
 
 
-def expand(text: str) -> tuple[str, ...]:
+def expand(text: str) -> Tuple[str, ...]:
     """Host names in Slurm's order: ``n[01-03,07],gpu-a1`` is n01 n02 n03 n07 gpu-a1.
 
     Duplicates are kept. Numbers are padded to the width of the first number of their range. If a
@@ -27,7 +26,7 @@ def expand(text: str) -> tuple[str, ...]:
     Raises:
         HostListError: shows the list and the invalid part.
     """
-    hosts: list[str] = []
+    hosts: List[str] = []
     position = 0
     while position < len(text):
         match = _ITEM.match(text, position)
@@ -48,7 +47,7 @@ def expand(text: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _expand_item(item: str, text: str) -> list[str]:
+def _expand_item(item: str, text: str) -> List[str]:
     parts = re.split(r"\[([^\]]*)\]", item)  # literal, ranges, literal, ...
     choices = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
     # several brackets multiply: one host more than the limit is enough for the error
@@ -56,8 +55,8 @@ def _expand_item(item: str, text: str) -> list[str]:
     return ["".join(words) for words in found]
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers: list[str] = []
+def _numbers(ranges: str, text: str) -> List[str]:
+    numbers: List[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:

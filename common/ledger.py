@@ -35,20 +35,18 @@ Invariants: a line is durable when ``append`` returns; a truncated or damaged li
 other lines. The login node, the batch host and the driver append from different hosts, and appends
 of several NFS clients are not atomic: each line is written under a lock if the file system has
 locks, read back, and written again if another line replaced it. Batch hosts may have an old Python:
-what runs there needs only the standard library of 3.8 and later.
+what runs there needs only the standard library of 3.6 and later.
 """
-
-from __future__ import annotations
 
 import errno
 import fcntl
 import json
 import os
+import re
 import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Mapping  # noqa: UP035
+from typing import Any, Dict, List, Mapping, Optional
 
 Entry = Mapping[str, Any]
 """A line of the ledger: ``time``, ``event`` and the JSON values of that event (above)."""
@@ -57,17 +55,20 @@ LOCK_S, LOCK_POLL_S = 2.0, 0.02
 LOOK_BACK_BYTES = 65536
 """Range before the end to search: with a stale size an NFS client writes at an earlier offset."""
 LONGEST_SHOWN = 60
+_TIME = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.\d+)?(?:Z|[+-][01]\d:[0-5]\d)", re.ASCII
+)
 
 
-@dataclass(frozen=True)
 class Ledger:
-    """The file; each line has ``time`` (UTC, ISO 8601) and ``event``."""
+    """The file ``path``; each line has ``time`` (UTC, ISO 8601) and ``event``."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def append(self, event: str, **details: object) -> None:
         """Append a line and fsync it. ``details`` must be JSON values. Raises OSError."""
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "event": event, **details}).encode()
         for _ in range(TRIES):
             size = self._write(line)
@@ -79,11 +80,11 @@ class Ledger:
             str(self.path),
         )
 
-    def read(self) -> list[dict[str, object]]:
+    def read(self) -> List[Dict[str, object]]:
         """All entries in order, without damaged lines; empty if there is no file."""
         return [entry for entry in map(_entry, self._lines()) if entry is not None]
 
-    def damage(self) -> list[str]:
+    def damage(self) -> List[str]:
         """A message for each damaged line, which ``read`` omits."""
         messages = []
         for number, line in enumerate(self._lines(), start=1):
@@ -92,7 +93,7 @@ class Ledger:
                 messages.append(f"line {number} is damaged or half written: {shown!r}")
         return messages
 
-    def _lines(self) -> list[bytes]:
+    def _lines(self) -> List[bytes]:
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -122,17 +123,29 @@ class Ledger:
             return line in file.read().split(b"\n")
 
 
-def _entry(line: bytes) -> dict[str, object] | None:
+def _entry(line: bytes) -> Optional[Dict[str, object]]:
     """The entry of a line; None if the line is damaged."""
     try:
         entry = json.loads(line.decode())
         if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
             return None
-        if "time" in entry and datetime.fromisoformat(entry["time"]).tzinfo is None:
-            return None  # it cannot be compared with the others
+        if "time" in entry:
+            _check_time(entry["time"])
     except (ValueError, TypeError, RecursionError):
         return None
     return entry
+
+
+def _check_time(text: str) -> None:
+    """Raise ValueError or TypeError unless this is a time that can be compared with the others.
+
+    datetime.fromisoformat needs Python 3.7.
+    """
+    parts = _TIME.fullmatch(text)
+    if parts is None:
+        raise ValueError(text)
+    year, month, day, hour, minute, second = (int(part) for part in parts.groups())
+    datetime(year, month, day, hour, minute, second)
 
 
 def _lock(descriptor: int) -> None:

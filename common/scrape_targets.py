@@ -5,14 +5,12 @@ driver) and ``RUN/engines.json`` (SGLang's servers).
 
 Invariants: a reader sees an old or a new list, never a part of one; a file holds targets only while
 an attempt runs. The process that writes them empties them; if it was killed, the batch host, the
-next attempt or ``rlpost status`` does. Standard library of Python 3.8, for batch hosts.
+next attempt or ``rlpost status`` does. Standard library of Python 3.6, for batch hosts.
 """
-
-from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import List, Mapping, Sequence, Tuple
 
 from common.files import write_atomic
 
@@ -20,7 +18,7 @@ DRIVER_TARGETS, ENGINE_TARGETS = "prometheus.json", "engines.json"
 NONE = "[]"
 
 
-def targets_text(targets: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+def targets_text(targets: Sequence[Tuple[str, Mapping[str, str]]]) -> str:
     """Return the file for addresses ``HOST:PORT``, each with its labels.
 
     >>> targets_text([("10.0.0.1:30000", {"run": "a", "engine": "0"})])
@@ -29,7 +27,7 @@ def targets_text(targets: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     return json.dumps([{"targets": [one], "labels": dict(labels)} for one, labels in targets])
 
 
-def empty_targets(run_folder: Path) -> list[Path]:
+def empty_targets(run_folder: Path) -> List[Path]:
     """Empty the files that still name targets; return those that cannot be written."""
     failed = []
     for name in (DRIVER_TARGETS, ENGINE_TARGETS):

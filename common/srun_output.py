@@ -1,12 +1,10 @@
-"""Parse srun's messages about failed tasks. Pure; only the standard library of Python 3.8.
+"""Parse srun's messages about failed tasks. Pure; only the standard library of Python 3.6.
 
 The agent of the first node reads it while others are still missing, the batch host after the end.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Sequence  # noqa: UP035
+from typing import Dict, Sequence
 
 from common.host_lists import HostListError, expand
 
@@ -20,7 +18,7 @@ _OF_HOSTS = (
 _OF_TASK = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
 
 
-def failed_tasks(launch: str, hosts: Sequence[str]) -> dict[str, str]:
+def failed_tasks(launch: str, hosts: Sequence[str]) -> Dict[str, str]:
     """Hosts whose task has failed, each with srun's message.
 
     srun lists only failed tasks, not those that exited with 0.

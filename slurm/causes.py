@@ -6,14 +6,11 @@ launch output (``launch.log``, from srun or from the image import). Output: a ``
 A failure is permanent only if the last lines of every host match a known permanent pattern and
 every task exited without a signal: a preemption during the setup commands is not permanent.
 Patterns of registry, network and disk failures take precedence, and unknown text counts as
-transient. Only the standard library of Python 3.8 and later, see ``supervise``.
+transient. Only the standard library of Python 3.6 and later, see ``supervise``.
 """
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
-from typing import Mapping, NamedTuple, Sequence  # noqa: UP035
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
@@ -153,8 +150,7 @@ _SECRETS = (
 )
 
 
-@dataclass(frozen=True)
-class HostEnd:
+class HostEnd(NamedTuple):
     """Evidence about the end of one host's task.
 
     ``how``: srun's message about its task, empty if there is none; ``words``: the last part of its
@@ -176,8 +172,7 @@ class HostEnd:
         return _AGENT_LINE.search(self.words) is not None
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Verdict (``config``: a restart cannot help, else ``failed``), cause, bad hosts."""
 
     verdict: str
@@ -185,7 +180,7 @@ class Finding:
     exclude: Sequence[str] = ()
 
 
-def explain(ends: Mapping[str, HostEnd], launch: str) -> Finding | None:
+def explain(ends: Mapping[str, HostEnd], launch: str) -> Optional[Finding]:
     """Explain why the agents of an attempt without a verdict did not start; None if they did.
 
     Args:
@@ -240,7 +235,7 @@ class _Known(NamedTuple):
     remedy: str = ""
 
 
-def _sign(text: str) -> _Known | None:
+def _sign(text: str) -> Optional[_Known]:
     transient = _TRANSIENT.search(text)
     if transient:
         return _Known(transient[0])
@@ -260,7 +255,7 @@ def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _never_launched(launch: str) -> Finding | None:
+def _never_launched(launch: str) -> Optional[Finding]:
     """Finding if nothing started: the image import failed, or srun refused."""
     words, sign = last_words(launch), _sign(launch)
     if not words:
@@ -275,16 +270,16 @@ def _never_launched(launch: str) -> Finding | None:
 
 
 def _alike(
-    hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, _Known | None]
+    hosts: Sequence[str], ends: Mapping[str, HostEnd], signs: Mapping[str, Optional[_Known]]
 ) -> Sequence[Sequence[str]]:
     """Group hosts that failed in the same way."""
-    groups: dict[object, list[str]] = {}
+    groups: Dict[object, List[str]] = {}
     for host in hosts:
         groups.setdefault((signs[host], ends[host].how), []).append(host)
     return list(groups.values())
 
 
-def _paragraph(hosts: Sequence[str], end: HostEnd, sign: _Known | None) -> str:
+def _paragraph(hosts: Sequence[str], end: HostEnd, sign: Optional[_Known]) -> str:
     more = len(hosts) - MAX_HOSTS_NAMED
     named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
     what = sign.what if sign else "the task ended before its agent started"

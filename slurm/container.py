@@ -13,7 +13,7 @@ enroot 4.1, and the consequences:
   enroot, the node, because nodes may share ENROOT_DATA_PATH.
 - An entrypoint may print, fork or change the directory: disable it.
 - A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the
-  image first (``enroot_start.sh``).
+  image first (``enroot.py``).
 
 With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTAINER is set.
 """

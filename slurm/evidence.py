@@ -3,17 +3,14 @@
 Input: ``launch.log`` and ``agent-HOST.log`` of the attempt; secrets, checkpoints and journal of the
 run.
 Output: a ``causes.Finding``; the files ``exclude``, ``verdict.json`` and ``verdict``. Reading never
-fails: a file that is missing or unreadable is ignored. Only the standard library of Python 3.8 and
+fails: a file that is missing or unreadable is ignored. Only the standard library of Python 3.6 and
 later, see ``supervise``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import Mapping, Sequence
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import tail_or_empty, text_or_empty, write_atomic
@@ -47,7 +44,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     if finding is None:
         said = last_words(launch)
         finding = Finding("none", f"the agents left no verdict; srun said:\n{said}" if said else "")
-    return replace(finding, cause=mask(run_folder, attempt_dir, finding.cause))
+    return finding._replace(cause=mask(run_folder, attempt_dir, finding.cause))
 
 
 def leave_verdict(attempt_dir: Path, finding: Finding) -> None:

@@ -15,10 +15,8 @@ per node.
 Invariants: an image appears atomically; of several jobs that need the same name, one imports and
 the others wait. Users who can read the cache folder can use its images, and users who can write to
 it can import: the files get the folder's permissions, whatever the umask. Only the standard library
-of Python 3.8 and later, see ``common.ledger``.
+of Python 3.6 and later, see ``common.ledger``.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -34,7 +32,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Iterator  # noqa: UP035
+from typing import Dict, Iterator, Optional
 
 _CHUNK_BYTES = 1 << 24
 _DIGEST_NAME = re.compile(r"sha256-([0-9a-f]{64})\.sqsh")
@@ -76,7 +74,7 @@ def key(image: str) -> str:
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
-def describe(path: Path) -> dict[str, object]:
+def describe(path: Path) -> Dict[str, object]:
     """Ledger entry of an image: its digest if cached, else path, size and mtime."""
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
@@ -120,7 +118,7 @@ def ensure(image: str, cache: Path) -> Path:
         return path
 
 
-def _known(entry: Path) -> Path | None:
+def _known(entry: Path) -> Optional[Path]:
     """File of a cached image, or None.
 
     Raises ImageError if it exists but this user cannot read it.
@@ -180,11 +178,10 @@ def _import(image: str, cache: Path) -> Path:
     beside = cache / f".{key(image)}.{uuid.uuid4().hex}.sqsh"
     command = [program, "import", "--output", str(beside), "--", uri(image)]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode != 0 or not beside.exists():
-            raise ImageError(
-                f"enroot import {uri(image)} failed (exit {done.returncode}):\n{done.stdout[-2000:]}"
-            )
+            said = done.stdout[-2000:].decode(errors="replace")
+            raise ImageError(f"enroot import {uri(image)} failed (exit {done.returncode}):\n{said}")
         digest = hashlib.sha256()
         with beside.open("rb") as file:
             for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):

@@ -5,7 +5,7 @@ Input: job, nodes, command, and the agents' container. Output: an argv.
 A pyxis container is entered by name, with all its mounts. pyxis joins the running container and
 ignores the mounts; if it does not find the running one (its data on a bind mount), it starts a
 second one on the same files, which needs the mounts, and reports that. An enroot container is
-entered by the pid of a process in it (``enroot_exec.sh``).
+entered by the pid of a process in it (``enroot.py``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def step_argv(
         return [*argv, f"--chdir={inside.home}", *command]
     name = container_name(job_id, str(inside.num_restarts))
     if container.backend == "enroot":
-        return [*argv, "bash", f"{inside.home}/slurm/enroot_exec.sh", name, *command]
+        return [*argv, "python3", "-I", f"{inside.home}/slurm/enroot.py", "exec", name, *command]
     mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]
     mounts += map(_both_ends, container.mounts)
     argv += [f"--container-name={name}", f"--container-mounts={','.join(mounts)}"]

@@ -3,21 +3,19 @@
 A job that requests more nodes than its partition has left stays pending with BadConstraints. Input:
 the job from scontrol, its partition from sinfo. Output: a sentence, or None, also if Slurm does not
 answer within ANSWER_S. Nodes that are down count, because they may return. Only the standard
-library of Python 3.8 and later.
+library of Python 3.6 and later.
 """
-
-from __future__ import annotations
 
 import re
 import subprocess
-from typing import Mapping, Sequence  # noqa: UP035
+from typing import Mapping, Optional, Sequence
 
 from common.host_lists import HostListError, expand
 
 ANSWER_S = 10.0
 
 
-def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | None:
+def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> Optional[str]:
     """Why this job cannot run without these hosts, with the remedy; None if it can.
 
     ``excluded`` holds compact host lists.
@@ -35,7 +33,7 @@ def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> str | No
     return describe_shortage(shown, listed, excluded)
 
 
-def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> str | None:
+def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> Optional[str]:
     """Message about too few remaining nodes; None if there are enough. Pure.
 
     Args:
@@ -80,10 +78,11 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
             timeout=ANSWER_S,
             env=plain,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.decode(errors="replace")

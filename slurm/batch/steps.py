@@ -37,8 +37,13 @@ def in_container(place: Place) -> List[str]:
             "--no-container-entrypoint",
             f"--container-env={','.join(HOST_VARIABLES)}",
         ]
-    start = ["bash", f"{place.home}/slurm/enroot_start.sh", place.image, place.container_name]
+    start = [*enroot_program(place), "start", place.image, place.container_name]
     return [*start, *map(_enroot_mount, mounts), "--"]
+
+
+def enroot_program(place: Place) -> List[str]:
+    """The program that each node runs outside the container, see ``slurm.enroot``."""
+    return ["python3", "-I", f"{place.home}/slurm/enroot.py"]
 
 
 def prepared(environment: Sequence[str], setup_commands: Sequence[str], home: str) -> List[str]:
@@ -97,8 +102,8 @@ def removal_step(place: Place) -> List[str]:
     Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
     effort there.
     """
-    script = ["bash", f"{place.home}/slurm/enroot_remove.sh", place.container]
-    return ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", *script, place.container_name]
+    remove = [*enroot_program(place), "remove", place.container, place.container_name]
+    return ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", *remove]
 
 
 def _both_ends(mount: str) -> str:

@@ -28,10 +28,7 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert main(["recipe.toml", "--dry-run", "--nodes", "2", "--partition", "low"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=test\n#SBATCH --nodes=2 ")
-    assert (
-        "#SBATCH --partition=low" in script
-        and "slurm.batch run --name=test" in script
-    )
+    assert "#SBATCH --partition=low" in script and "slurm.batch run --name=test" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not (project / "runs").exists()
 
@@ -213,7 +210,7 @@ def test_a_dry_run_needs_no_files_and_notes_what_is_missing(tmp_path, monkeypatc
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     assert main(["qwen3_4b", "--dry-run"]) == 0
     unset = capsys.readouterr()
-    assert "$RLPOST_ASSETS is not set" in unset.err and '--mount=$RLPOST_ASSETS' in unset.out
+    assert "$RLPOST_ASSETS is not set" in unset.err and "--mount=$RLPOST_ASSETS" in unset.out
     monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
     assert main(["qwen3_4b", "--dry-run"]) == 0
     missing = capsys.readouterr()

@@ -72,11 +72,7 @@ def step_of(script: Path, site: Path) -> tuple[str, str]:
         return f"exit {done.returncode}", done.stderr
     words = (site / "words").read_text()
     kind = (
-        "pyxis"
-        if "--container-image=" in words
-        else "enroot"
-        if "enroot_start.sh" in words
-        else "none"
+        "pyxis" if "--container-image=" in words else "enroot" if "enroot.py" in words else "none"
     )
     return kind, done.stderr
 

@@ -254,7 +254,7 @@ def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
     ((argv, environ),) = seen
     assert environ["RLPOST_HOME"] == environ["PYTHONPATH"] == str(tmp_path)
     text = " ".join(argv)
-    assert f"{tmp_path}/slurm/enroot_exec.sh" in text or f"--container-workdir={tmp_path} " in text
+    assert f"{tmp_path}/slurm/enroot.py exec" in text or f"--container-workdir={tmp_path} " in text
     assert argv[-2:] == ["ray", "status"] and "HF_HOME=/models" in argv
     assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={attempt}/secret"} <= set(argv)
 

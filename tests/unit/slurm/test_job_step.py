@@ -58,7 +58,8 @@ def test_a_step_has_the_variables_of_the_agents_whatever_the_image_sets(backend)
 
 
 def test_enroot_is_entered_on_the_node_by_the_name_of_this_start():
-    """The script of the run's code adds the node to the name (test_enroot_scripts.py)."""
+    """The script of the run's code adds the node to the name (test_enroot.py)."""
     inside = Inside(RUN, CODE, Container("enroot", "/images/a.sqsh"), 1)
     argv = step_argv("5", ["echo", "a b"], nodes=["n1"], inside=inside)
-    assert argv[-5:] == ["bash", "/runs/a/code/slurm/enroot_exec.sh", "rlpost_5_1", "echo", "a b"]
+    assert argv[-4:] == ["exec", "rlpost_5_1", "echo", "a b"]
+    assert argv[-7:-4] == ["python3", "-I", "/runs/a/code/slurm/enroot.py"]

@@ -1,6 +1,6 @@
-"""Scripts around a node's container: start, a command beside the agent, removal, with a fake
-enroot. It makes a root in a mount namespace, so the tests need root; test_container.py and
-test_job_step.py need none.
+"""A node's container: start, a command beside the agent, removal, with a fake enroot.
+
+The fake makes a root in a mount namespace, so those tests need root.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from slurm import enroot
 from slurm.container import Container
 from slurm.job_step import Inside, step_argv
 
@@ -24,9 +26,10 @@ ROOT = Path(__file__).parents[3]
 FAKES = ROOT / "tests/fakes/bin"
 # Of this process alone: a container's processes are found by its name on the whole machine.
 JOB = str(10_000_000 + os.getpid())
+ENROOT = ["python3", "-I", str(ROOT / "slurm/enroot.py")]
 UNSHARE = ["unshare", "--mount", "--propagation", "private"]
 
-pytestmark = pytest.mark.skipif(
+needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
     reason="needs root and mount namespaces",
 )
@@ -46,7 +49,6 @@ class Node:
         self.image.write_text(
             "hsqs" + json.dumps({"environment": variables, "hides": str(self.shared)})
         )
-        self.command("sleep", "exec /bin/sleep 0.01")
         self.queue(JOB)
 
     def command(self, name: str, text: str) -> None:
@@ -69,12 +71,7 @@ class Node:
 
     def start(self, command: str) -> subprocess.Popen[str]:
         """Start an agent that runs this shell command."""
-        words = [
-            "bash",
-            str(ROOT / "slurm/enroot_start.sh"),
-            str(self.image),
-            f"rlpost_{JOB}_{self.restart}",
-        ]
+        words = [*ENROOT, "start", str(self.image), f"rlpost_{JOB}_{self.restart}"]
         mounts = [f"{self.shared}:{self.shared}:x-create=auto,rbind"]
         process = subprocess.Popen(
             [*words, *mounts, "--", "env", "MARK=of the run", "sh", "-c", command],
@@ -95,8 +92,7 @@ class Node:
     def remove(
         self, backend: str = "enroot", path: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        script = str(ROOT / "slurm/enroot_remove.sh")
-        return self.run("bash", script, backend, f"rlpost_{JOB}_{self.restart}", path=path)
+        return self.run(*ENROOT, "remove", backend, f"rlpost_{JOB}_{self.restart}", path=path)
 
     def step(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run on the node what ``rlpost exec`` passes to srun."""
@@ -108,7 +104,7 @@ class Node:
             (("RAY_AUTH_MODE", "t"),),
         )
         argv = step_argv(JOB, command, nodes=[self.name], inside=inside)
-        return self.run(*argv[argv.index("bash") :])
+        return self.run(*argv[argv.index("python3") :])
 
     def containers(self) -> set[str]:
         return {path.name for path in self.data.iterdir()}
@@ -139,6 +135,7 @@ def until_up(process: subprocess.Popen[str]) -> None:
     raise AssertionError("".join(said))
 
 
+@needs_root
 def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Path) -> None:
     """With one name for both, enroot failed: create_inode: failed to create symlink .../bin,
     because File exists.
@@ -165,6 +162,7 @@ def test_two_nodes_start_where_their_data_folder_is_one(node: Node, tmp_path: Pa
     assert node.containers() == {f"rlpost_{JOB}_0_n02", f"rlpost_{JOB}_1_n01"}
 
 
+@needs_root
 def test_a_command_runs_with_the_environment_of_the_agent_although_the_data_is_a_bind_mount(
     node: Node, tmp_path: Path
 ) -> None:
@@ -197,23 +195,66 @@ OF_OTHERS = (
     "rlpost_4_0_n01_x",
     "pyxis_rlpost_4_0",
 )
+QUEUE = {"3", JOB}
 
 
+@pytest.mark.parametrize(
+    ("backend", "node", "queue", "names"),
+    [
+        ("enroot", "n01", QUEUE, STALE),
+        ("enroot", "n01", None, (f"rlpost_{JOB}_0_n01",)),  # Slurm gave no answer
+        ("enroot", "n01", {JOB, "4", "44"}, (f"rlpost_{JOB}_0_n01", "rlpost_3_0_n01")),
+        ("enroot", "n.1", QUEUE, ()),
+        ("pyxis", "n01", QUEUE, ("pyxis_rlpost_4_0",)),
+        ("pyxis", "n01", None, ()),
+    ],
+)
+def test_stale_are_earlier_starts_and_jobs_that_left_the_queue(backend, node, queue, names) -> None:
+    jobs = enroot.jobs_of([*STALE, *OF_OTHERS], enroot.name_pattern(backend, node))
+    assert set(enroot.stale(jobs, JOB, queue)) == set(names)
+
+
+# of a process in a container whose data folder is a mount, one whose data folder is a bind mount,
+# and one on the node; proc(5) gives the fields
+ROOTS = ("/enroot/data-0/rlpost_5_0_n01", "/rlpost_5_0_n01", "/")
+OTHERS = (
+    "31 30 0:27 / /sys rw - sysfs sysfs rw",
+    "32 30 0:28 /rlpost_5_0_n01 /mnt rw - tmpfs t rw",
+)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_process_is_recognised_by_the_source_of_its_root(root: str) -> None:
+    mountinfo = "\n".join(
+        [OTHERS[0], f"30 24 0:26 {root} / rw,relatime - ext4 /dev/sda1 rw", OTHERS[1]]
+    )
+    assert enroot.is_root_of(mountinfo, "rlpost_5_0_n01") == (root != "/")
+    assert not enroot.is_root_of(mountinfo, "rlpost_5_0_n0.")
+    assert not enroot.is_root_of(mountinfo, "0_n01")
+
+
+def test_the_agent_is_the_oldest_process_whatever_the_pids() -> None:
+    assert enroot.oldest({7: 900, 40_000: 800, 8: 901}) == 40_000
+    assert enroot.oldest({}) is None
+    before = "7 (a) b (c)) S 1 7 7 0 -1 4194560 100 0 0 0 1 2 0 0 20 0 1 0"
+    assert enroot.start_time(f"{before} 4711 8192000 300") == 4711
+    began = enroot.start_time(Path("/proc/self/stat").read_text()) / os.sysconf("SC_CLK_TCK")
+    assert abs(psutil.boot_time() + began - psutil.Process().create_time()) < 1
+
+
+@needs_root
 def test_what_cancelled_jobs_left_goes_at_the_next_start_on_the_node(
     node: Node, tmp_path: Path
 ) -> None:
-    """Containers of this job and of jobs that left the queue are removed, unless they are in use or
-    another node's.
-    """
     node.leave(*STALE, *OF_OTHERS)
-    node.queue("3", JOB)
     late = Node(tmp_path, "n01", data=node.data, restart=1)
-    late.queue("3", JOB)
+    late.queue(*QUEUE)
     until_up(late.start("echo up; exec sleep 60"))
     node.started += late.started
     assert node.containers() == {*OF_OTHERS, f"rlpost_{JOB}_1_n01"}
 
 
+@needs_root
 def test_a_container_in_use_stays_whatever_the_queue_says(node: Node, tmp_path: Path) -> None:
     until_up(node.start("echo up; exec sleep 60"))
     after = Node(tmp_path, "n01", data=node.data, restart=1)
@@ -221,46 +262,68 @@ def test_a_container_in_use_stays_whatever_the_queue_says(node: Node, tmp_path: 
     assert f"rlpost_{JOB}_0_n01" in node.containers()
 
 
-@pytest.mark.parametrize("answer", ["exit 1", "echo 3", ":", "exec /bin/sleep 60"])
-def test_where_slurm_gives_no_answer_only_the_jobs_own_leftovers_go(
-    node: Node, answer: str
+def test_enroot_becomes_the_task_with_the_signals_of_a_shell(node: Node) -> None:
+    """Python ignores SIGPIPE, and setup commands with pipes would inherit that."""
+    node.command("enroot", '[ "$1" != start ] || exec cat /proc/self/status')
+    task = node.start("true")
+    said, _ = task.communicate(timeout=60)
+    status = dict(line.split(":\t", 1) for line in said.splitlines())
+    assert int(status["Pid"]) == task.pid
+    assert int(status["SigIgn"], 16) & (1 << signal.SIGPIPE - 1) == 0
+
+
+@pytest.mark.parametrize(("verb", "code"), [("start", 127), ("remove", 0), ("remove-stale", 0)])
+def test_a_node_without_enroot(node: Node, verb: str, code: int) -> None:
+    words = {"start": ["a.sqsh", "rlpost_1_0", "--", "true"], "remove": ["enroot", "rlpost_1_0"]}
+    done = node.run(*ENROOT, verb, *words.get(verb, ["enroot"]), path="/usr/bin:/bin")
+    assert done.returncode == code and done.stdout == ""
+    assert done.stderr == ("n01: enroot is not on the PATH\n" if code else "")
+
+
+ANSWERS = ["exit 1", "echo 3", ":", "/bin/sleep 60", "echo squeue: not found >&2; exit 127"]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_where_slurm_gives_no_answer_the_queue_is_unknown(
+    node: Node, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """squeue fails, omits this job, or hangs until its timeout."""
-    node.leave(*STALE)
+    """squeue fails, omits this job, hangs (below a wrapper), or is missing."""
     node.command("squeue", answer)
-    node.command("timeout", '[ "$1" -le 10 ] && shift && exec /usr/bin/timeout 0.5 "$@"')
-    late = Node(node.image.parent, "n01", data=node.data, restart=1)
-    for name in ("squeue", "timeout"):
-        (late.bin / name).write_text((node.bin / name).read_text())
-        (late.bin / name).chmod(0o755)
-    assert late.start("true").wait() == 0
-    assert node.containers() == {"rlpost_4_0_n01", "rlpost_44_2_n01", f"rlpost_{JOB}_1_n01"}
+    monkeypatch.setenv("PATH", f"{node.bin}:/usr/bin:/bin")
+    monkeypatch.setattr(enroot, "SQUEUE_S", 0.3)
+    began = time.monotonic()
+    assert enroot.jobs_in_queue({"4"}, JOB) is None
+    assert time.monotonic() - began < 20
+    node.queue("4", JOB)
+    assert enroot.jobs_in_queue({"4", "3"}, JOB) == {"4", JOB}
 
 
-def test_a_node_without_squeue_removes_nothing_of_other_jobs(node: Node) -> None:
-    node.leave("rlpost_4_0_n01")
-    node.command("squeue", "echo squeue: not found >&2; exit 127")
-    assert node.start("true").wait() == 0
-    assert node.containers() == {"rlpost_4_0_n01", f"rlpost_{JOB}_0_n01"}
-
-
+@needs_root
 def test_where_no_container_was_made_none_is_said_to_be_left(node: Node) -> None:
     done = node.remove()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_files_of_a_living_agent_are_not_removed(node: Node) -> None:
+@needs_root
+def test_the_files_of_a_living_agent_are_not_removed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     agent = node.start("echo up; exec sleep 60")
     until_up(agent)
-    done = node.remove()
-    assert done.returncode == 1 and f"still runs in the container rlpost_{JOB}_0_n01" in done.stderr
+    for name, value in node.environ().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(enroot, "ENDING_S", 0.1)
+    monkeypatch.setattr(enroot, "ENDING_POLL_S", 0.05)
+    assert enroot.remove(f"rlpost_{JOB}_0_n01") == 1
+    assert f"still runs in the container rlpost_{JOB}_0_n01" in capfd.readouterr().err
     assert node.containers() == {f"rlpost_{JOB}_0_n01"}
     # it ends while the removal waits
-    node.command("sleep", f"kill -9 {agent.pid}; exec /bin/sleep 0.2")
-    assert node.remove().returncode == 0
+    monkeypatch.setattr(enroot.time, "sleep", lambda _: (agent.kill(), agent.wait()))
+    assert enroot.remove(f"rlpost_{JOB}_0_n01") == 0
     assert node.containers() == set()
 
 
+@needs_root
 def test_what_pyxis_leaves_in_its_global_scope_goes_with_that_of_jobs_that_are_over(
     node: Node,
 ) -> None:
@@ -271,7 +334,7 @@ def test_what_pyxis_leaves_in_its_global_scope_goes_with_that_of_jobs_that_are_o
         "rlpost_4_0_n01",
         "pyxis_mine",
     )
-    node.queue("3", JOB)
+    node.queue(*QUEUE)
     script = node.bin / "enroot"  # pyxis ignores the job's ENROOT_DATA_PATH
     script.write_text(
         f'#!/bin/sh\n[ -z "$ENROOT_DATA_PATH" ] && ENROOT_DATA_PATH={node.data} exec {FAKES}/enroot "$@"\n'
@@ -289,6 +352,7 @@ def test_after_pyxis_nothing_that_enroot_lacks_is_an_error(node: Node, enroot: s
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@needs_root
 def test_a_second_container_on_the_same_files_says_so(tmp_path: Path) -> None:
     """The script that pyxis runs first, in the mount namespace of the agents or in another one."""
     container = Container("pyxis", "/images/a.sqsh")
