@@ -8,7 +8,7 @@ so its reason and deadline apply. Agents and the driver poll the file. Python 3.
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from common.files import text_or_empty, write_first
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from common.run_folder import RunFolder, create_run_folder
-from slurm.container import Container, enroot_command, pyxis_options
+from slurm.batch.place import Place
+from slurm.batch.steps import in_container
+from slurm.container import Container
 from slurm.errors import SpecError, SubmitError
 from slurm.executor import completed, submit
 from slurm.render import render_sbatch
@@ -50,14 +52,21 @@ def test_a_folder_that_no_list_of_mounts_can_hold_is_refused(field: str) -> None
     JobSpec(**{field: "/a b"})
 
 
+def place(backend: str) -> Place:
+    mounts = ("/a", "/b:/c:ro", "/d:/e:rw")
+    return Place("/code", "/run", "python3", backend, IMAGE, "rlpost_7_0", mounts)
+
+
 def test_mounts_are_one_list_for_pyxis_and_one_option_each_for_enroot() -> None:
-    container = Container("pyxis", IMAGE, ("/a", "/b:/c:ro", "/d:/e:rw"))
-    assert pyxis_options(container).count("--container-mounts=") == 1
-    assert ",/a:/a,/b:/c:ro,/d:/e" in pyxis_options(container)
-    assert (
-        '"/a:/a:x-create=auto,rbind" "/b:/c:x-create=auto,rbind,ro" "/d:/e:x-create='
-        in enroot_command(container)
-    )
+    (mounts,) = (word for word in in_container(place("pyxis")) if "-mounts=" in word)
+    assert mounts == "--container-mounts=/run:/run,/code:/code,/a:/a,/b:/c:ro,/d:/e"
+    words = in_container(place("enroot"))
+    assert words[words.index("rlpost_7_0") + 3 :] == [
+        "/a:/a:x-create=auto,rbind",
+        "/b:/c:x-create=auto,rbind,ro",
+        "/d:/e:x-create=auto,rbind",
+        "--",
+    ]
 
 
 def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_systems(
@@ -67,7 +76,7 @@ def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_system
         JobSpec(container=Container("pyxis", IMAGE)), RunFolder(tmp_path), home=tmp_path
     )
     assert spec.python == "python3"
-    assert "supervise() { python3 -m" in render_sbatch(spec)
+    assert "exec python3 -m slurm.batch run " in render_sbatch(spec)
     with pytest.raises(SpecError, match=r"^python: "):
         replace(spec, python="-c 'x'")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slurm.batch.options import OptionError, Options, parse, split_groups, words
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
@@ -98,13 +99,32 @@ def test_hostile_paths_and_arguments_stay_one_word() -> None:
         driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out"
     )
     script = render_sbatch(spec)
-    command = script[script.index("srun --") : script.index("srun_pid=")]
-    words = shlex.split(command.replace("\\\n", " "))
-    after = words.index("rlpost.train") + 1
-    assert tuple(words[after : after + len(arguments)]) == arguments
-    assert words[words.index("--num-gpus") + 2] == HOSTILE
-    home = next(line for line in script.splitlines() if line.startswith("RLPOST_HOME="))
-    assert shlex.split(home) == [f"RLPOST_HOME=/{HOSTILE}"]
+    words = shlex.split(script[script.index("exec python3") :].replace("\\\n", " "))
+    options, agent, driver, _ = split_groups(words[5:], 4)
+    assert tuple(driver) == arguments and agent == [HOSTILE]
+    assert parse(options).name == "rlpost"
+    home = next(line for line in script.splitlines() if line.startswith("home="))
+    assert shlex.split(home) == [f"home=/{HOSTILE}"]
+
+
+def test_the_batch_host_reads_the_options_that_were_rendered() -> None:
+    """``parse`` is the inverse of ``words`` for every option, whatever its characters."""
+    hostile = Options(
+        name="a=b", mount=("/a", "$X/b:/c:ro"), environment=("A=b c=d",), exclude=("n[1-3]", "m")
+    )
+    assert parse(words(hostile)) == hostile and words(Options()) == []
+    every = {name: _other(value) for name, value in Options()._asdict().items()}
+    assert parse(words(Options(**every))) == Options(**every)
+    for wrong in ("--nothing=1", "name=x", "--nodes=two", "--name"):
+        with pytest.raises(OptionError, match=wrong):
+            parse([wrong])
+
+
+def _other(value: Any) -> Any:
+    """A value of the same type that is not the default."""
+    if isinstance(value, tuple):
+        return (HOSTILE, "$(touch x)")
+    return value + 1 if isinstance(value, int) else f"{value}{HOSTILE}"
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,30 @@
-"""Decisions after an attempt: the pure function, then the command line as the batch script calls
-it.
-"""
+"""Decisions after an attempt: the pure function, then what is recorded."""
 
 from __future__ import annotations
 
-import ast
 import os
-import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from common.ledger import Ledger
-from slurm.supervise import Budgets, Ending, RestartDecision, bad_hosts, decide, stalled_attempts
+from slurm.supervise import (
+    Budgets,
+    Ending,
+    RestartDecision,
+    bad_hosts,
+    decide,
+    record_chained,
+    record_end,
+    record_start,
+    stalled_attempts,
+)
 
-ROOT = Path(__file__).parents[3]
 BUDGETS = Budgets(max_preemptions=2, max_failures=1, max_stalled_attempts=3)
+ROOMY = Budgets(max_preemptions=1, max_failures=3, max_stalled_attempts=9)
 SUBMITTED, ATTEMPT = {"event": "submitted"}, {"event": "attempt"}
 PREEMPTED, FAILED = ({"event": "verdict", "verdict": word} for word in ("requeue", "failed"))
 
@@ -54,16 +61,16 @@ def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -
 
 
 def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_before_its_entry(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled between the decision to restart and the entry with the next job."""
     (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $1 >>{tmp_path}/taken\n")
     (tmp_path / "scancel").chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    supervise(tmp_path, "chained", "--job", "8", environ=environ)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    record_chained(tmp_path, 0, "8")
     assert not (tmp_path / "taken").exists()
     Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="8")
-    supervise(tmp_path, "chained", "--job", "9", environ=environ)
+    record_chained(tmp_path, 0, "9")
     assert (tmp_path / "taken").read_text() == "9\n"
 
 
@@ -72,46 +79,16 @@ def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(
 ) -> None:
     """The job of a new submission starts, even if its entry is still missing."""
     Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="7")
-    words = (
-        "-m",
-        "slurm.supervise",
-        "start",
-        "--run-folder",
-        str(tmp_path),
-        "--attempt",
-        "1",
-        "--job",
-    )
-    ended, begun = (
-        subprocess.run([sys.executable, *words, job], cwd=ROOT, capture_output=True) for job in "78"
-    )
-    assert (ended.returncode, begun.returncode) == (75, 0)
-    assert b"job 7 was cancelled" in ended.stderr
+    assert [record_start(tmp_path, 1, job, "", {}) for job in "78"] == [False, True]
 
 
 def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(
     tmp_path: Path,
 ) -> None:
-    for job, number in (("7", {"SLURM_JOB_NUM_NODES": "3"}), ("8", {})):
-        words = (
-            "-m",
-            "slurm.supervise",
-            "start",
-            "--run-folder",
-            str(tmp_path),
-            "--attempt",
-            "1",
-            "--job",
-            job,
-        )
-        environment = {
-            key: value for key, value in os.environ.items() if key != "SLURM_JOB_NUM_NODES"
-        } | number
-        subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
-    assert [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()] == [
-        3,
-        None,
-    ]
+    record_start(tmp_path, 1, "7", "", {"SLURM_JOB_NUM_NODES": "3"})
+    record_start(tmp_path, 1, "8", "", {})
+    numbers = [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()]
+    assert numbers == [3, None]
 
 
 def test_a_failure_never_exits_with_zero() -> None:
@@ -181,25 +158,22 @@ def test_bad_hosts_of_all_attempts_are_collected_and_nonsense_is_left_out(
     assert "'$(touch x)'" in capsys.readouterr().err
 
 
-def supervise(run: Path, *words: str, environ: dict[str, str] | None = None) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "slurm.supervise",
-        *words,
-        "--run-folder",
-        str(run),
-        "--attempt",
-        "0",
-    ]
-    return subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True, env=environ
-    ).stdout
+def what_follows(
+    run: Path,
+    code: int = 1,
+    *,
+    budgets: Budgets = ROOMY,
+    terminated: bool = False,
+    exclude: Sequence[str] = (),
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> int | str | None:
+    """What follows attempt 0: the exit code of the job, or ``again`` with the excluded hosts."""
+    ending = Ending("none", code, terminated)
+    answer = record_end(run, 0, ending, budgets, static=exclude, environ=environ)
+    return answer.code if answer.code is not None else " ".join(["again", *answer.exclude])
 
 
-def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
     """Nodes, image and code at the start; verdict, cause, answer and bad hosts at the end."""
     attempt = tmp_path / "attempts/0"
     attempt.mkdir(parents=True)
@@ -207,14 +181,11 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
     (attempt / "verdict").write_text("failed\n")
     (attempt / "verdict.json").write_text('{"cause": "n02 is gone"}')
     (attempt / "exclude").write_text("n02\n")
-    monkeypatch.setenv("RLPOST_HOME", "/home/me/rlpost")
+    environ = {"RLPOST_HOME": "/home/me/rlpost", "SLURM_JOB_NODELIST": "n[01-02]"}
     image = f"/images/sha256-{'0' * 64}.sqsh"
-    assert supervise(tmp_path, "start", "--job", "7", "--nodes", "n[01-02]", "--image", image) == ""
-    limits = ("--max-preemptions", "1", "--max-failures", "1", "--max-stalled-attempts", "2")
-    assert (
-        supervise(tmp_path, "end", "--code", "1", *limits, "--exclude", "n[07-08]")
-        == "again n[07-08],n02\n"
-    )
+    assert record_start(tmp_path, 0, "7", image, environ)
+    budgets = Budgets(1, 1, 2)
+    assert what_follows(tmp_path, budgets=budgets, exclude=["n[07-08]"]) == "again n[07-08] n02"
     start, end = Ledger(tmp_path / "ledger.jsonl").read()
     del start["time"], end["time"]
     assert start == {
@@ -235,62 +206,33 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
         "reason": "requeue after a failure (1 of 1)",
         "exclude": ["n02"],
     }
-    assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
-
-
-BATCH_HOST_MODULES = (
-    "common.attempt",
-    "common.exit_codes",
-    "common.files",
-    "common.ledger",
-    "common.scrape_targets",
-    "slurm.image",
-    "slurm.supervise",
-    "slurm.causes",
-    "slurm.evidence",
-    "slurm.remaining_hosts",
-    "common.host_lists",
-    "common.srun_output",
-    "slurm.errors",
-    "slurm.login",
-)
-
-
-END = (sys.executable, "-m", "slurm.supervise", "end")
-LIMITS = ("--max-preemptions", "1", "--max-failures", "3", "--max-stalled-attempts", "9")
+    assert what_follows(tmp_path, 9, budgets=budgets) == 9
 
 
 def begun(run: Path, nodes: str, logs: dict[str, str], launch: str) -> Path:
     """Folder of an attempt that started and left these logs."""
     attempt = run / "attempts/0"
     attempt.mkdir(parents=True)
-    supervise(run, "start", "--job", "7", "--nodes", nodes)
+    record_start(run, 0, "7", "", {"SLURM_JOB_NODELIST": nodes})
     for host, text in logs.items():
         (attempt / f"agent-{host}.log").write_text(text)
     (attempt / "launch.log").write_text(launch)
     return attempt
 
 
-def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_what_fails_everywhere_before_the_agents_ends_the_job_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Verdict config, exit 78; ledger, log and files of the attempt contain the cause."""
     image = "[ERROR] Invalid image format: /images/rl.sqsh\n"
     launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
     attempt = begun(tmp_path, "n[01-02]", {"n01": image, "n02": image}, launch)
-    done = subprocess.run(
-        [*END, "--code", "1", *LIMITS, "--run-folder", str(tmp_path), "--attempt", "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "78\n"
-    assert (
-        "cause: n01, n02: the image /images/rl.sqsh is damaged" in done.stderr
-        and "remedy:" in done.stderr
-    )
+    assert what_follows(tmp_path) == 78
+    said = capsys.readouterr().err
+    assert "cause: n01, n02: the image /images/rl.sqsh is damaged" in said and "remedy:" in said
     entry = Ledger(tmp_path / "ledger.jsonl").read()[-1]
-    assert (entry["verdict"], entry["answer"]) == ("config", 78) and "/images/rl.sqsh" in entry[
-        "cause"
-    ]
+    assert (entry["verdict"], entry["answer"]) == ("config", 78)
+    assert "/images/rl.sqsh" in str(entry["cause"])
     assert (attempt / "verdict").read_text() == "config\n"
 
 
@@ -298,7 +240,7 @@ def test_what_may_pass_is_tried_again_and_told_with_where_it_begins(tmp_path: Pa
     full = "Write on output file failed because No space left on device\n"
     launch = "srun: error: n[01-02]: tasks 0-1: Exited with exit code 1\n"
     begun(tmp_path, "n[01-02]", {"n01": full, "n02": full}, launch)
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "again\n"
+    assert what_follows(tmp_path) == "again"
     entry = Ledger(tmp_path / "ledger.jsonl").read()[-1]
     assert entry["verdict"] == "failed" and "No space left on device" in entry["cause"]
 
@@ -306,18 +248,18 @@ def test_what_may_pass_is_tried_again_and_told_with_where_it_begins(tmp_path: Pa
 def test_an_import_that_failed_stands_in_the_ledger(tmp_path: Path) -> None:
     said = "enroot import docker://r.org#rl:9 failed (exit 1):\n[ERROR] URL https://r.org/v2 returned error code: {}\n"
     begun(tmp_path, "n01", {}, said.format("404 Not Found"))
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "78\n"
+    assert what_follows(tmp_path) == 78
     assert "404 Not Found" in Ledger(tmp_path / "ledger.jsonl").read()[-1]["cause"]
     (tmp_path / "attempts/0/verdict").unlink()
     (tmp_path / "attempts/0/launch.log").write_text(said.format("503 Service Unavailable"))
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS) == "again\n"
+    assert what_follows(tmp_path) == "again"
     assert "503" in Ledger(tmp_path / "ledger.jsonl").read()[-1]["cause"]
 
 
 def test_a_cancelled_attempt_is_blamed_on_nobody(tmp_path: Path) -> None:
     launch = "srun: error: n01: task 0: Exited with exit code 1\n"
     begun(tmp_path, "n01", {"n01": "setup command failed: sleep 99\n"}, launch)
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, "--terminated") == "1\n"
+    assert what_follows(tmp_path, terminated=True) == 1
     assert Ledger(tmp_path / "ledger.jsonl").read()[-1]["verdict"] == "none"
 
 
@@ -336,21 +278,11 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "1\n"
+    assert what_follows(tmp_path, environ=environ) == 1
     reason = Ledger(tmp_path / "ledger.jsonl").read()[-1]["reason"]
     assert "without n02" in reason and "1 of the 2 nodes" in reason and "--resume" in reason
     (tmp_path / "sinfo").write_text('#!/bin/sh\nprintf "n01|x\\nn02|x\\nn03|x\\n"\n')
-    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "again n02\n"
-
-
-@pytest.mark.parametrize("name", BATCH_HOST_MODULES)
-def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
-    """Syntax of Python 3.8, and no imports from other packages of the project."""
-    tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(), feature_version=(3, 8))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = {module for module in modules if module and module.startswith(("slurm", "common"))}
-    assert ours <= set(BATCH_HOST_MODULES)
-    assert not {"tomllib", "zoneinfo", "graphlib"} & modules
+    assert what_follows(tmp_path, environ=environ) == "again n02"
 
 
 def test_an_attempt_that_had_time_for_the_journal_alone_counts_by_the_step_it_reached() -> None:
