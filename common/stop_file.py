@@ -56,7 +56,7 @@ def read_deadline(path: Path) -> Optional[float]:
     return parse_stop(text_or_empty(path)).deadline
 
 
-def _seconds(value: float | Optional[str]) -> Optional[float]:
+def _seconds(value: Union[float, str, None]) -> Optional[float]:
     try:
         seconds = math.nan if value is None else float(value)
     except (TypeError, ValueError):

@@ -158,7 +158,7 @@ def test_squeue_variables_of_the_user_do_not_prevent_a_requeue(
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("home", "no rlpost in {}; sbatch there"), ("python", "no {}; make install there")],
+    [("home", "no rlpost in {}; sbatch there"), ("python", "no {} on n01; make install there")],
 )
 def test_a_script_submitted_from_another_folder_names_the_remedy_and_leaves_nothing(
     lab: Lab, submit: Callable[..., Run], missing: str, message: str

@@ -1,5 +1,5 @@
 """What follows an attempt, on real Slurm: budgets, the limit on attempts without progress, excluded
-nodes, chained jobs, hosts without Python.
+nodes, chained jobs.
 
 All scenarios run at the same time, one GPU each, on shared nodes; each test checks one of them.
 """
@@ -7,7 +7,6 @@ All scenarios run at the same time, one GPU each, on shared nodes; each test che
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "exclude": {"driver_args": ("exclude-once",), "exclude": ("n[03-04]",)},
     "chain": {"driver_args": ("requeue-once",), "requeue": "chain", "job_name": "chain-of-its-own"},
     "linger": {"driver_args": ("linger",), "nodes": 2, "teardown_s": 1},
-    "no-python": {"driver_args": ("requeue-once",)},
     "prepared": {
         "driver_args": ("done",),
         "environment": (("MARK", HOSTILE),),
@@ -99,13 +97,6 @@ class Run:
 @pytest.fixture(scope="module")
 def runs(lab: Lab) -> Iterator[dict[str, Run]]:
     """All scenarios, submitted at the same time."""
-    without_supervisor = lab.shared / "home"
-    shutil.copytree(STUB_HOME / "bootstrap", without_supervisor / "bootstrap")
-    (without_supervisor / "slurm").mkdir()
-    (without_supervisor / "slurm/__init__.py").touch()
-    (without_supervisor / "slurm/supervise.py").write_text(
-        "raise SystemExit('as if there were no Python')\n"
-    )
     started = {}
     for name, values in SCENARIOS.items():
         folder = lab.shared / name
@@ -115,7 +106,7 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
                 "num_gpus_per_node": 1,
                 "exclusive": False,
                 "time": "10",
-                "home": str(without_supervisor if name == "no-python" else STUB_HOME),
+                "home": str(STUB_HOME),
                 "python": sys.executable,
                 "run_folder": str(folder),
                 "output": f"{folder}/slurm-%j.out",
@@ -219,16 +210,6 @@ def test_an_srun_that_does_not_end_after_the_verdict_is_not_waited_for(
     assert (info.state, info.exit_code) == (JobState.COMPLETED, 0), run.log
     times = [datetime.fromisoformat(run.events(kind)[0]["time"]) for kind in ("attempt", "verdict")]
     assert (times[1] - times[0]).total_seconds() < 60  # the task would stay for 120 s
-
-
-def test_without_python_on_the_batch_host_a_preempted_run_is_still_requeued(
-    runs: dict[str, Run],
-) -> None:
-    """Without budgets and ledger, as the log says."""
-    run = runs["no-python"]
-    info = run.over()
-    assert (info.state, info.num_restarts, run.ledger) == (JobState.COMPLETED, 1, []), run.log
-    assert "no budgets on this host" in run.log
 
 
 def test_setup_commands_run_before_the_agents(runs: dict[str, Run]) -> None:

@@ -208,3 +208,12 @@ def test_a_container_of_a_run_is_removed_after_its_agents(tmp_path: Path) -> Non
     _, called, log = run(tmp_path, container=Container("enroot", str(tmp_path / "image.sqsh")))
     (removal,) = (line for line in called if "enroot.py remove enroot rlpost_7_0" in line)
     assert called.index(removal) > called.index("srun ended"), log
+
+
+def test_a_batch_host_without_python_says_so_in_one_line(tmp_path: Path) -> None:
+    script = render_sbatch(JobSpec(home=str(ROOT), run_folder=str(tmp_path / "run")))
+    done = subprocess.run(
+        ["/bin/bash"], input=script, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 78 and not done.stderr and not (tmp_path / "run").exists()
+    assert done.stdout == f"no python3 on {os.uname().nodename}; install 3.6 or newer\n"
