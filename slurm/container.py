@@ -1,21 +1,8 @@
-"""The container of the agents: validate it, render pyxis and enroot arguments. Pure.
+"""The container of the agents: its settings and what is wrong with them. Pure.
 
-Input: backend, image, mounts. Output: text for the batch script. The run folder and the code are
-always mounted; everything else that the run reads must be listed. Behaviour of pyxis 0.24 and
-enroot 4.1, and the consequences:
-
-- Of two --container-mounts options the last one silently wins: pass a single list.
-- The image's /etc/environment overrides the host's variables: --container-env lists those that the
-  host must set, and ``env`` sets the settings' variables inside the container.
-- PATH and working directory come from the image: use an interpreter of the image, and pass the
-  working directory.
-- A named container outlives its step: its name contains the job and its restart count and, with raw
-  enroot, the node, because nodes may share ENROOT_DATA_PATH.
-- An entrypoint may print, fork or change the directory: disable it.
-- A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the
-  image first (``enroot.py``).
-
-With ``auto``, ``container.sh`` chooses when the job starts, unless RLPOST_CONTAINER is set.
+Input: backend, image, mounts. Output: a ``Container`` that a batch file can hold. The run folder and
+the code are always mounted; everything else that the run reads must be listed. ``slurm.batch.steps``
+writes the arguments of pyxis and enroot. With ``auto`` the job chooses (``container_choice``).
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from common.job_name import job_name
+
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
@@ -53,7 +55,7 @@ class JobClock:
         """``lead_s``: seconds before its end at which the job must receive a stop request."""
         self.lead_s = lead_s
         self.now = now
-        self._job_id = environ.get("SLURM_JOB_ID", "")
+        self._job_id = job_name(environ)
         self._initial_end = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
 
     async def end(self) -> float | None:

@@ -2,7 +2,7 @@
 
 Input: the run folder, the engine's name, the file that announces the end of the job. Output: a
 server that is paused until the driver admits it, and the engine's record, renewed every BEAT_S; an
-exit code for the batch script (``slurm/render_fleet.py``).
+exit code for the batch script (``slurm/batch/engine.py``).
 
     preflight -> wait for a lease -> start the server, paused -> renew the record until asked to leave
 

@@ -16,12 +16,12 @@ import sys
 from typing import Dict, List, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.job_name import job_name
 from slurm import login
 from slurm.batch import engine, once, run, sandbox
 from slurm.batch.host import End, Host
 from slurm.batch.options import OptionError, Options, parse, split_groups
 from slurm.batch.signals import Signals
-from slurm.batch.slurm_job import job_name
 from slurm.batch.watch import watch
 from slurm.errors import SpecError
 from slurm.late_flags import late_flags

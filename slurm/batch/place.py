@@ -9,8 +9,8 @@ import shutil
 import socket
 from typing import Mapping, NamedTuple, Sequence, Tuple
 
+from common.job_name import job_name
 from slurm.batch.options import Options, expand, expand_mount, needed_variables
-from slurm.batch.slurm_job import job_name
 from slurm.container_choice import choose
 from slurm.errors import SpecError
 

@@ -8,6 +8,8 @@ import subprocess
 import time
 from typing import Mapping, Optional, Sequence
 
+from common.job_name import job_name
+
 ANSWER_S = 10.0
 STATE_TRIES, STATE_PAUSE_S = 30, 2.0
 UPDATE_TRIES, UPDATE_PAUSE_S = 10, 0.5
@@ -15,23 +17,11 @@ MARGIN_S = 5
 """Time before the end of the job that is left for the requeue itself."""
 
 
-def job_name(environ: Mapping[str, str]) -> str:
-    """The id of this job for Slurm's commands: ``ARRAY_TASK`` for a task of an array.
-
-    >>> job_name({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
-    '7_3'
-    """
-    task = environ.get("SLURM_ARRAY_TASK_ID", "")
-    if not task:
-        return environ.get("SLURM_JOB_ID", "")
-    return f"{environ.get('SLURM_ARRAY_JOB_ID', '')}_{task}"
-
-
 class SlurmJob:
     """This job.
 
     Attributes:
-        name: its id, see ``job_name``.
+        name: its id for Slurm's commands, see ``common.job_name``.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:

@@ -1,7 +1,20 @@
 """The ``srun`` commands of a job. Pure.
 
-Input: the options of the batch file, the place of the job. Output: argument lists. For what pyxis
-and enroot need see ``slurm.container``. Python 3.6.
+Input: the options of the batch file, the place of the job. Output: argument lists. Behaviour of pyxis
+0.24 and enroot 4.1, and the consequences:
+
+- Of two --container-mounts options the last one silently wins: pass a single list.
+- The image's /etc/environment overrides the host's variables: --container-env lists those that the
+  host must set, and ``env`` sets the settings' variables inside the container.
+- PATH and working directory come from the image: use an interpreter of the image, and pass the
+  working directory.
+- A named container outlives its step: its name contains the job and its restart count and, with raw
+  enroot, the node, because nodes may share ENROOT_DATA_PATH.
+- An entrypoint may print, fork or change the directory: disable it.
+- A raw .sqsh is mounted by a process of the step, which a signal to the step kills: extract the
+  image first (``enroot.py``).
+
+Python 3.6.
 """
 
 from typing import List, Sequence

@@ -12,8 +12,9 @@ import time
 from typing import Mapping, Sequence
 
 from common.host_lists import HostListError, expand
+from common.job_name import job_name
 from slurm.batch.signals import ignore_term
-from slurm.batch.slurm_job import SlurmJob, job_name
+from slurm.batch.slurm_job import SlurmJob
 
 POLL_S = 30.0
 ANSWER_S = 20.0

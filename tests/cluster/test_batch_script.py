@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.ledger import Ledger
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 from slurm.states import JobState
@@ -278,6 +279,27 @@ def test_shell_syntax_in_paths_and_arguments_is_not_executed(
     assert "verdict: done" in run.log
     places = (lab.shared, home, run.folder, run.attempt(0))
     assert not [place for place in places for letter in "xyz" if (place / letter).exists()]
+
+
+def test_each_task_of_an_array_has_its_own_run_folder_and_requeue(lab: Lab) -> None:
+    """Both tasks are requeued once. The last one has the array's number, which means both."""
+    home = lab.shared / "sweep"
+    shutil.copytree(STUB_HOME, home)
+    (home / ".venv/bin").mkdir(parents=True)
+    (home / ".venv/bin/python").symlink_to(sys.executable)
+    shares = {"exclusive": False, "num_gpus_per_node": 1, "time": "10"}
+    script = render_sbatch(JobSpec(job_name="sweep", driver_args=("requeue-once",), **shares))
+    (home / "sweep.sbatch").write_text(script)
+    words = ["sbatch", "--parsable", "--array=0-1", "sweep.sbatch"]
+    array = lab.run("ctl", words, cwd=home).stdout.strip()
+    for task in (0, 1):
+        run = Run(lab, f"{array}_{task}", home / f"runs/sweep-{array}_{task}")
+        run.until_over(JobState.COMPLETED)
+        assert (run.attempt(1) / "verdict").read_text() == "done\n"
+        assert not (run.folder / "attempts/2").exists()
+        ended = Ledger(run.folder / "ledger.jsonl").read()
+        assert [entry["answer"] for entry in ended if entry["event"] == "verdict"] == ["again", 0]
+        assert {entry["job_id"] for entry in ended if "job_id" in entry} == {run.job}
 
 
 def test_plain_sbatch_in_the_projects_folder_finds_code_interpreter_and_run_folder(
