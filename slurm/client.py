@@ -7,6 +7,7 @@ database.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from slurm.errors import JobError, SubmitError
 from slurm.states import JobInfo, JobState, is_job_id, parse_job
+from slurm.variables import submission_environment
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,14 @@ def _run_checked(
 def run_slurm(
     *argv: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises OSError or TimeoutExpired."""
+    """Run one of Slurm's commands. Raises OSError or TimeoutExpired.
+
+    ``environ``: by default this process's, without variables that the command reads as options.
+    """
     return subprocess.run(
-        argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environ
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        env=submission_environment(os.environ) if environ is None else environ,
     )

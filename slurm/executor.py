@@ -24,11 +24,11 @@ import submitit
 from common.files import write_atomic
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
-from slurm.environment import for_script
 from slurm.errors import SlurmError, SubmitError
 from slurm.local import LocalAttempt
 from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec
+from slurm.variables import submission_environment
 
 Where = Literal["slurm", "local", "debug"]
 
@@ -131,7 +131,7 @@ def submit_script(
     folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
     try:
-        with _environment(for_script(environ, script)):
+        with _environment(submission_environment(environ, script)):
             return RunExecutor(folder, script=script, num_nodes=num_nodes).submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch rejected {path}: {error}") from error

@@ -7,7 +7,6 @@ answer or no longer knows the job (MinJobAge, usually five minutes).
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Collection, Sequence
@@ -82,11 +81,10 @@ def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
 def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
     """Entries of the jobs that the controller knows, and the reason why the others have none."""
     jobs = f"--jobs={','.join(job_ids)}"
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         # --array: one line for each task of an array, also while all of them are pending
         options = ("--noheader", "--array", "--states=all", jobs, f"--format={_FORMAT}")
-        done = run_slurm("squeue", *options, environ=environ)
+        done = run_slurm("squeue", *options)
     except FileNotFoundError:
         return {}, "there is no squeue here"
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -17,8 +17,11 @@ from collections.abc import Iterable, Sequence
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.batch.options import Options, needed_variables, words
 from slurm.spec import JobSpec
+from slurm.variables import OURS
 
 LINE_WIDTH = 96
+ALWAYS_READ = ("RLPOST_HOME", "RLPOST_RUN_FOLDER", "RLPOST_PYTHON")
+FOR_AUTO = ("RLPOST_IMAGE", "RLPOST_IMAGE_CACHE", "RLPOST_CONTAINER")
 
 
 def render_sbatch(spec: JobSpec) -> str:
@@ -176,24 +179,15 @@ def _variables(spec: JobSpec, options: Options, agent: Sequence[str]) -> str:
         "Submit with: sbatch FILE [FLAGS]; or call the file, which checks everything first.",
         "Variables, exported before that:",
     ]
-    for name, meaning in USER_VARIABLES.items():
-        is_read = name in needed or not name.startswith(("RLPOST_IMAGE", "RLPOST_CONT", "RLPOST_A"))
-        is_read |= options.container == "auto" and name != "RLPOST_ASSETS"
-        if is_read:
+    for name, meaning in OURS.items():
+        if (
+            name in needed
+            or name in ALWAYS_READ
+            or (options.container == "auto" and name in FOR_AUTO)
+        ):
             text = meaning.format(name=spec.job_name)
             lines.append(f"  {name:<19} {text}{' (required)' if name in needed else ''}")
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
-
-
-USER_VARIABLES = {
-    "RLPOST_HOME": "folder of rlpost; default: the folder of sbatch",
-    "RLPOST_RUN_FOLDER": "default: $RLPOST_HOME/runs/{name}-JOBID",
-    "RLPOST_ASSETS": "folder of models and data",
-    "RLPOST_IMAGE": "the container: FILE.sqsh or a name in a registry",
-    "RLPOST_IMAGE_CACHE": "folder of imported images; default: $RLPOST_HOME/runs/images",
-    "RLPOST_CONTAINER": "pyxis, enroot or none; default: what the cluster has",
-    "RLPOST_PYTHON": "default: python3 in a container, else $RLPOST_HOME/.venv/bin/python",
-}
 
 
 def _wrapped(arguments: Iterable[str]) -> str:

@@ -1,23 +1,153 @@
-"""placeholder"""
+"""Which environment variables reach Slurm's commands, a job's steps, and rlpost. Pure. Python 3.6.
 
-from collections.abc import Mapping
+Slurm's commands read options from variables, and the shell that submits a job may itself run in
+another job, which sets them. Both functions therefore keep a few of Slurm's variables and drop all
+others, known or not: new versions add some (SLURM_TRES_PER_TASK in 23.11).
+
+Sources: INPUT and OUTPUT ENVIRONMENT VARIABLES in the manual pages of sbatch, srun, salloc,
+scancel, squeue, scontrol, sinfo and sacct.
+"""
+
+import difflib
+import re
+from typing import Dict, List, Mapping, Set
+
+OF_SLURM = (
+    "SLURM_",
+    "SLURMD_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SCANCEL_",
+    "SQUEUE_",
+    "SCONTROL_",
+    "SINFO_",
+    "SACCT_",
+    "SUBMITIT_",
+)
+"""Beginnings of the variables of Slurm and of submitit."""
+
+TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
+"""Configuration, cluster and credential of the commands."""
+
+CHOSEN_BY_THE_USER = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_CLUSTERS": "clusters",
+    "SBATCH_WCKEY": "wckey",
+    "SBATCH_EXPORT": "export",
+    "SBATCH_GET_USER_ENV": "get-user-env",
+}
+"""Where a job runs, for whom, and with whose environment; all else is the batch file's to say.
+
+The value is the option of sbatch, which wins over its variable.
+"""
+
+OF_THIS_JOB = {
+    "SLURM_CLUSTER_NAME",
+    "SLURM_CONF",
+    "SLURM_CPUS_ON_NODE",
+    "SLURM_GTIDS",
+    "SLURM_JOBID",
+    "SLURM_LOCALID",
+    "SLURM_NNODES",
+    "SLURM_NODEID",
+    "SLURM_NODELIST",
+    "SLURM_NODE_ALIASES",
+    "SLURM_PROCID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_SUBMIT_DIR",
+    "SLURM_SUBMIT_HOST",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_TASK_PID",
+    "SLURM_TOPOLOGY_ADDR",
+    "SLURM_TOPOLOGY_ADDR_PATTERN",
+    "SLURM_UMASK",
+    "SLURM_WORKING_CLUSTER",
+    "SLURMD_NODENAME",
+}
+"""Set by Slurm for every job, so no value of another job is left in them."""
+
+OF_EVERY_JOB = re.compile("SLURM_(JOB|ARRAY)_[A-Z_]+")
+
+OURS = {
+    "RLPOST_HOME": "folder of rlpost; default: the folder of sbatch",
+    "RLPOST_RUN_FOLDER": "default: $RLPOST_HOME/runs/{name}-JOBID",
+    "RLPOST_ASSETS": "folder of models and data",
+    "RLPOST_IMAGE": "the container: FILE.sqsh or a name in a registry",
+    "RLPOST_IMAGE_CACHE": "folder of imported images; default: $RLPOST_HOME/runs/images",
+    "RLPOST_CONTAINER": "pyxis, enroot or none; default: what the cluster has",
+    "RLPOST_PYTHON": "default: python3 in a container, else $RLPOST_HOME/.venv/bin/python",
+}
+"""Variables that a user may set before a batch file runs, with their meaning."""
+
+OTHERS_OF_OURS = {
+    "RLPOST_CHAT_TEMPLATES",
+    "RLPOST_CONVERSATIONS",
+    "RLPOST_GPU_TESTS_ON",
+    "RLPOST_JOB_END_TIME",
+    "RLPOST_JOB_ID",
+    "RLPOST_LOG_FORMAT",
+    "RLPOST_NO_KEY",
+    "RLPOST_RESTART_COUNT",
+    "RLPOST_RUNS_DIR",
+    "RLPOST_SGLANG",
+    "RLPOST_TORCH",
+    "RLPOST_WATCH_S",
+}
+"""Variables that other parts of rlpost read or set."""
 
 
-def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return dict(environ)
+def submission_environment(environ: Mapping[str, str], script: str = "") -> Dict[str, str]:
+    """The environment of a command of Slurm that this process starts.
+
+    Args:
+        script: text of the batch file for sbatch. A variable of an option that the file states is
+            dropped, because it would win, and may be a general default of the user.
+    """
+    directives = "".join(re.findall(r"(?m)^#SBATCH .*$", script))
+    stated = set(re.findall(r"(?<= --)[a-z-]+", directives))
+    kept = {name for name, option in CHOSEN_BY_THE_USER.items() if option not in stated}
+    return _keep(environ, TO_REACH_SLURM | kept)
 
 
-def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    drop = ("SLURM_GPU", "SLURM_MEM", "SQUEUE_", "SLURM_TRES")
+def job_environment(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The environment of a job's steps: what Slurm set for this job, nothing that srun reads.
+
+    A credential (SLURM_JWT) that sbatch brought along is dropped too.
+    """
+    in_job = {name for name in environ if OF_EVERY_JOB.fullmatch(name)}
+    return _keep(environ, OF_THIS_JOB | in_job)
+
+
+def without_array(environ: Mapping[str, str]) -> Dict[str, str]:
+    """Drop the variables of an array, in which only the submitting shell ran."""
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_ARRAY_")}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> List[str]:
+    """A line for each variable RLPOST_* that nothing reads, with the nearest known one.
+
+    >>> unknown_variables({"RLPOST_ASSET": "/data"})
+    ['RLPOST_ASSET: no such variable; RLPOST_ASSETS is meant?']
+    """
+    known = sorted({*OURS, *OTHERS_OF_OURS})
+    lines = []
+    for name in sorted(environ):
+        if not name.startswith("RLPOST_") or name in known:
+            continue
+        nearest = difflib.get_close_matches(name, known, n=1)
+        remedy = f"{nearest[0]} is meant?" if nearest else f"known are {', '.join(OURS)}"
+        lines.append(f"{name}: no such variable; {remedy}")
+    return lines
+
+
+def _keep(environ: Mapping[str, str], names: Set[str]) -> Dict[str, str]:
     return {
-        n: v
-        for n, v in environ.items()
-        if not n.startswith(drop)
-        and n
-        not in (
-            "SLURM_CPUS_PER_GPU",
-            "SLURM_NTASKS_PER_GPU",
-            "SLURM_EXPORT_ENV",
-            "SLURM_CPUS_PER_TASK",
-        )
+        name: value
+        for name, value in environ.items()
+        if name in names or not name.startswith(OF_SLURM)
     }

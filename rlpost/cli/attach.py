@@ -32,9 +32,9 @@ from rlpost.cli.runs import (
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
-from slurm.environment import outside_any_job
 from slurm.job_step import Inside, step_argv
 from slurm.states import JobState
+from slurm.variables import submission_environment
 
 DASHBOARD_PORT = 8265  # of the tunnel, on the user's machine
 _DASHBOARD = re.compile(
@@ -226,5 +226,6 @@ def _checked(node: str | None, nodes: Sequence[str]) -> str | None:
 
 def _run(argv: Sequence[str], inside: Inside) -> int:
     home = str(inside.home)
-    environ = {**outside_any_job(without_keys(os.environ)), "RLPOST_HOME": home, "PYTHONPATH": home}
+    environ = submission_environment(without_keys(os.environ))
+    environ |= {"RLPOST_HOME": home, "PYTHONPATH": home}
     return subprocess.run(argv, env=environ).returncode

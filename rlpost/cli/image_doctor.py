@@ -24,9 +24,9 @@ from rlpost.config.load import files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.render import render_look
+from slurm.variables import submission_environment
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _submitted(script: str, folder: Path) -> int:
     command = ["sbatch", "--wait", "--parsable", str(path)]
     try:
         # without keys: sbatch sends its environment to Slurm, which stores it
-        environ = for_script(without_keys(os.environ), script)
+        environ = submission_environment(without_keys(os.environ), script)
         waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     except FileNotFoundError:
         raise ConfigError(
@@ -114,7 +114,7 @@ def _submitted(script: str, folder: Path) -> int:
             code = waiting.wait()
         except KeyboardInterrupt:
             if job:
-                subprocess.run(["scancel", job])
+                subprocess.run(["scancel", job], env=submission_environment(os.environ))
             raise
     return _show(folder, code)
 

@@ -37,7 +37,6 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.environment import for_script
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
 from slurm.queue import queue
@@ -45,6 +44,7 @@ from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec
 from slurm.states import JobState
+from slurm.variables import submission_environment
 
 PROJECT = Path(__file__).parents[2]
 
@@ -236,7 +236,9 @@ def _tested(spec: JobSpec) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(text)
         script.flush()
-        return expected_start(Path(script.name), for_script(without_keys(os.environ), text))
+        return expected_start(
+            Path(script.name), submission_environment(without_keys(os.environ), text)
+        )
 
 
 def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:

@@ -22,10 +22,11 @@ from slurm.batch import engine, once, run, sandbox
 from slurm.batch.host import End, Host
 from slurm.batch.options import OptionError, Options, parse, split_groups
 from slurm.batch.signals import Signals
+from slurm.batch.slurm_job import is_task_of_array
 from slurm.batch.watch import watch
 from slurm.errors import SpecError
 from slurm.late_flags import late_flags
-from slurm.variables import job_environment
+from slurm.variables import job_environment, unknown_variables, without_array
 
 GROUPS = {"run": 3, "convert": 2, "doctor": 1, "engine": 1, "sandbox": 1}
 """Groups of words after the options, by verb."""
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     if verb not in GROUPS:
         print(__doc__, file=sys.stderr)
         return EXIT_CONFIG
+    for line in unknown_variables(os.environ):
+        print(line, file=sys.stderr)
     options_words, *groups = split_groups(arguments[1:], GROUPS[verb] + 1)
     try:
         options = parse(options_words)
@@ -92,6 +95,8 @@ def _act(verb: str, host: Host, options: Options, groups: List[List[str]]) -> En
 def _environment() -> Dict[str, str]:
     """The environment of steps, also of this process, which reads it nowhere else."""
     environ = job_environment(os.environ)
+    if not is_task_of_array(environ):
+        environ = without_array(environ)
     environ["PYTHONPATH"] = environ["RLPOST_HOME"]
     os.environ.clear()
     os.environ.update(environ)

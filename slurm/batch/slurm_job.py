@@ -17,6 +17,18 @@ MARGIN_S = 5
 """Time before the end of the job that is left for the requeue itself."""
 
 
+def is_task_of_array(environ: Mapping[str, str]) -> bool:
+    """Whether this job is a task of an array, and not only submitted from within one.
+
+    Such a job has the variables of that array. Without an answer of squeue they are believed.
+    """
+    job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
+    if not environ.get("SLURM_ARRAY_TASK_ID") or job == array:  # the last task has its number
+        return bool(array)
+    answer = run_command(["squeue", "--noheader", f"--jobs={job}", "--format=%i"], environ) or ""
+    return "_" in answer or not answer.strip()
+
+
 class SlurmJob:
     """This job.
 
@@ -73,16 +85,20 @@ class SlurmJob:
         return (self._run(argv, SLURM_TIME_FORMAT="%s") or "").strip()
 
     def _run(self, argv: Sequence[str], **variables: str) -> Optional[str]:
-        """Output of a command; None if it failed, is missing or does not answer in time."""
-        try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                universal_newlines=True,
-                timeout=ANSWER_S,
-                env={**self._environ, **variables},
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout if done.returncode == 0 else None
+        return run_command(argv, {**self._environ, **variables})
+
+
+def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> Optional[str]:
+    """Output of a command; None if it failed, is missing or does not answer in time."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            universal_newlines=True,
+            timeout=ANSWER_S,
+            env=dict(environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

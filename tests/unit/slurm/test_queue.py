@@ -68,7 +68,7 @@ def test_without_slurm_nothing_is_known_and_nothing_fails(tmp_path, monkeypatch)
 def test_many_jobs_are_one_command_and_what_is_no_id_is_not_asked(tmp_path, monkeypatch):
     commands = []
 
-    def answer(*argv, environ):
+    def answer(*argv):
         commands.append(argv)
         return module.subprocess.CompletedProcess(argv, 0, "1|RUNNING|1:00|N/A|n1|None\n", "")
 

@@ -1,0 +1,104 @@
+"""Slurm's commands and a job's steps get no variable that would override their options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slurm.batch.slurm_job import is_task_of_array
+from slurm.render import render_sbatch
+from slurm.spec import JobSpec
+from slurm.variables import (
+    OTHERS_OF_OURS,
+    OURS,
+    job_environment,
+    submission_environment,
+    unknown_variables,
+)
+
+ROOT = Path(__file__).parents[3]
+USER = {
+    "HOME": "/home/me",
+    "SLURM_CONF": "/etc/slurm.conf",
+    "SBATCH_ACCOUNT": "rl",
+    "SLURMISH": "kept",
+}
+# INPUT ENVIRONMENT VARIABLES of the manual pages of 22.05 to 26.05 that change what is asked for.
+LEAKED = (
+    *("SLURM_JOB_ID", "SLURM_GPUS", "SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_EXACT"),
+    *("SLURM_GRES", "SLURM_TIMELIMIT", "SLURM_HET_SIZE", "SLURM_MEM_PER_CPU", "SLURM_OVERLAP"),
+    *("SLURM_NTASKS_PER_GPU", "SLURM_EXPORT_ENV", "SLURM_WAIT", "SLURM_DEPENDENCY"),
+    *("SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "SBATCH_GPUS_PER_NODE", "SBATCH_TIMELIMIT"),
+    *("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_MEM_PER_NODE", "SALLOC_TIMELIMIT"),
+    *("SCANCEL_INTERACTIVE", "SCANCEL_STATE", "SQUEUE_FORMAT", "SQUEUE_STATES"),
+    *("SCONTROL_FUTURE", "SINFO_FORMAT", "SACCT_LOCAL", "SUBMITIT_EXECUTOR", "SLURM_TIME_FORMAT"),
+)
+PLANTED = dict.fromkeys(LEAKED, "1")
+
+
+def test_commands_get_where_and_for_whom_a_job_runs_and_nothing_else() -> None:
+    assert submission_environment(USER | PLANTED) == USER
+
+
+def test_what_a_batch_file_states_has_no_variable_beside_it() -> None:
+    """A variable of sbatch wins over the file."""
+    script = render_sbatch(JobSpec(nodes=2, partition="low"))
+    chosen = {"SBATCH_PARTITION": "x", "SBATCH_QOS": "y"}
+    assert submission_environment(USER | chosen, script) == USER | {"SBATCH_QOS": "y"}
+
+
+def test_words_of_a_batch_file_that_are_no_options_of_sbatch_hide_nothing() -> None:
+    script = "#!/bin/bash\n#SBATCH --nodes=1\nsrun --partition=low # --account\n"
+    kept = {"SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "y"}
+    assert submission_environment(kept, script) == kept
+
+
+def test_steps_get_what_slurm_sets_for_every_job() -> None:
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": "/home/me",
+        "SLURM_RESTART_COUNT": "1",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_TOPOLOGY_ADDR": "block1.n1",
+    }
+    planted = PLANTED | {"SLURM_JWT": "secret", "SBATCH_ACCOUNT": "rl"} | job
+    assert job_environment(planted | {"PATH": "/bin"}) == job | {"PATH": "/bin"}
+
+
+def test_a_job_that_was_submitted_from_a_task_of_an_array_is_none(
+    tmp_path: Path,
+) -> None:
+    """It has the variables of that array; acting on that task would requeue another's job."""
+    for name, answer in (("plain", "9"), ("task", "7_3"), ("silent", "")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "squeue").write_text(f"#!/bin/sh\necho {answer}\n")
+        (folder / "squeue").chmod(0o755)
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    found = [
+        is_task_of_array({**array, "PATH": f"{tmp_path / name}:/usr/bin:/bin"})
+        for name in ("plain", "task", "silent")
+    ]
+    assert found == [False, True, True]
+    assert is_task_of_array({**array, "SLURM_JOB_ID": "7", "PATH": str(tmp_path / "plain")})
+    assert not is_task_of_array({"SLURM_JOB_ID": "9"})
+
+
+def test_every_variable_of_ours_is_known_and_a_wrong_one_is_named_with_the_nearest() -> None:
+    known = {*OURS, *OTHERS_OF_OURS}
+    assert unknown_variables(dict.fromkeys(known, "x")) == []
+    files = [
+        *(
+            path
+            for name in ("rlpost", "slurm", "bootstrap", "common", "tools")
+            for path in (ROOT / name).rglob("*")
+            if path.suffix in (".py", ".sh")
+        ),
+        *(ROOT / "jobs").rglob("*.toml"),
+    ]
+    read = {name for path in files for name in re.findall(r"\bRLPOST_[A-Z_]+\b", path.read_text())}
+    assert read - {"RLPOST_ASSET"} == known  # that one is an example
+    (line,) = unknown_variables({"RLPOST_RUNFOLDER": "x", "HOME": "/"})
+    assert line == "RLPOST_RUNFOLDER: no such variable; RLPOST_RUN_FOLDER is meant?"
