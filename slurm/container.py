@@ -127,6 +127,7 @@ def container_name(job_id: str, num_restarts: int | str) -> str:
 
 
 # In the batch script.
+_ON_EACH_NODE = "srun --ntasks-per-node=1 --overlap --mpi=none"
 _ENROOT = 'python3 -I "$RLPOST_HOME/slurm/enroot.py"'
 _NAME = f'"{container_name("${SLURM_JOB_ID}", "${SLURM_RESTART_COUNT:-0}")}"'
 
@@ -152,7 +153,16 @@ def enroot_command(container: Container) -> str:
 """
 
 
-def container_removal(backend: str, seconds: str = "60") -> str:
+def stale_removal() -> str:
+    """Command before the agents' start that removes what earlier pyxis containers left on each node.
+
+    Otherwise a disk needs space for two images. Raw enroot does so itself, before it extracts the
+    image.
+    """
+    return f"timeout -k 1 60 {_ON_EACH_NODE} {_ENROOT} remove-stale pyxis"
+
+
+def container_removal(backend: str, seconds: str = "60", folder: str = "") -> str:
     """Line after the agents' end: each node removes its extracted image (``enroot.py``).
 
     Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
@@ -161,9 +171,10 @@ def container_removal(backend: str, seconds: str = "60") -> str:
     Args:
         backend: ``enroot``, ``pyxis`` or shell text that expands to one of these.
         seconds: timeout, as shell text.
+        folder: where nodes leave a file if they freed space of earlier starts, as shell text.
     """
-    step = f"timeout -k 1 {seconds} srun --ntasks-per-node=1 --overlap --mpi=none"
-    script = f"{_ENROOT} remove {backend} {_NAME}"
+    step = f"timeout -k 1 {seconds} {_ON_EACH_NODE}"
+    script = f"{_ENROOT} remove {backend} {_NAME} {folder}".rstrip()
     return f'{step} {script} || log "a container may be left on a node; the next run there removes it"\n'
 
 

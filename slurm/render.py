@@ -53,7 +53,13 @@ from collections.abc import Sequence
 
 from common.attempt import STOP_FILE
 from common.exit_codes import EXIT_PREEMPTED
-from slurm.container import Container, container_removal, enroot_command, pyxis_options
+from slurm.container import (
+    Container,
+    container_removal,
+    enroot_command,
+    pyxis_options,
+    stale_removal,
+)
 from slurm.spec import JobSpec
 
 
@@ -219,11 +225,11 @@ def _get_image(words: str, log: str) -> str:
     """Command that sets image to its file; ``words``: arguments of ``slurm.image``.
 
     The import's output goes to both logs. If the import fails, ``srun`` is replaced by a function
-    that fails at once, so that the failure takes the same path as a failed step.
+    that fails at once with the same code, so that the failure takes the same path as a failed step.
     """
     get = f'python3 -m slurm.image {words} 2>&1 >&3 | tee "{log}" >&2'
     get = f'image=$({{ {get}; exit "${{PIPESTATUS[0]}}"; }} 3>&1)'
-    return get + ' || { log "no image; see above"; srun() { return 1; }; }\n'
+    return get + ' || { no_image=$?; log "no image; see above"; srun() { return "$no_image"; }; }\n'
 
 
 def _needed(variables: Sequence[str]) -> str:
@@ -297,20 +303,26 @@ def chosen_words(spec: JobSpec, folder: str) -> str:
     )
     return f"""\
 inside=(); echo "$RLPOST_CONTAINER" >"{folder}/container"
-[ "$RLPOST_CONTAINER" = pyxis ] && inside=({pyxis})
+[ "$RLPOST_CONTAINER" = pyxis ] && inside=({pyxis}) && {stale_removal()}
 [ "$RLPOST_CONTAINER" = enroot ] && inside=({enroot})
 """
 
 
-def removal(spec: JobSpec, seconds: str = "60") -> str:
-    """Line that removes the container's files; ``seconds``: timeout, as shell text."""
+def removal(spec: JobSpec, seconds: str = "60", folder: str = "") -> str:
+    """Line that removes the container's files; see ``container_removal``."""
     if spec.container is None:
         return ""
     if _is_auto(spec):
         return '[ "$RLPOST_CONTAINER" = none ] || ' + container_removal(
-            '"$RLPOST_CONTAINER"', seconds
+            '"$RLPOST_CONTAINER"', seconds, folder
         )
-    return container_removal(spec.container.backend, seconds)
+    return container_removal(spec.container.backend, seconds, folder)
+
+
+def _before(spec: JobSpec) -> str:
+    """Line that removes what earlier pyxis containers left, before the agents start."""
+    is_pyxis = spec.container is not None and spec.container.backend == "pyxis"
+    return f"{stale_removal()}\n" if is_pyxis else ""
 
 
 def _is_auto(spec: JobSpec) -> bool:
@@ -329,7 +341,7 @@ def _command(spec: JobSpec) -> str:
     driver = "".join(f" {shlex.quote(word)}" for word in spec.driver_args)
     ready = preparation(spec, '"$RLPOST_HOME"')
     return f"""\
-{chosen_words(spec, "$attempt_dir")}\
+{chosen_words(spec, "$attempt_dir")}{_before(spec)}\
 SLURM_SRUN_REDUCE_TASK_EXIT_MSG=0 srun {tasks} --cpu-bind=none --mpi=none \\
   --output="${{attempt_dir//%/%%}}/agent-%N.log" 2>>"$attempt_dir/launch.log" \\
 {inside(spec)}  {ready}"$python" -u -m bootstrap.agent --attempt-dir "$attempt_dir" {agent} -- \\
@@ -376,7 +388,7 @@ def _decide(spec: JobSpec) -> str:
     return f"""\
 verdict=$(cat "$attempt_dir/verdict" 2>/dev/null)
 log "agents ended (srun exit $code), verdict: ${{verdict:-none}}"
-{removal(spec, '"$(patience 60)"')}\
+{removal(spec, '"$(patience 60)"', '"$attempt_dir"')}\
 read -r answer exclude < <(supervise end --code "$code" ${{terminated:+--terminated}} \\
   {shlex.join(words)})
 [ "$answer" ] || case $verdict in # no Python on this host

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -238,24 +237,6 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
     assert supervise(tmp_path, "end", "--code", "9", *limits) == "9\n"
 
 
-BATCH_HOST_MODULES = (
-    "common.attempt",
-    "common.exit_codes",
-    "common.files",
-    "common.ledger",
-    "common.scrape_targets",
-    "slurm.image",
-    "slurm.supervise",
-    "slurm.causes",
-    "slurm.evidence",
-    "slurm.remaining_hosts",
-    "common.host_lists",
-    "common.srun_output",
-    "slurm.errors",
-    "slurm.login",
-)
-
-
 END = (sys.executable, "-m", "slurm.supervise", "end")
 LIMITS = ("--max-preemptions", "1", "--max-failures", "3", "--max-stalled-attempts", "9")
 
@@ -341,16 +322,9 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
     assert "without n02" in reason and "1 of the 2 nodes" in reason and "--resume" in reason
     (tmp_path / "sinfo").write_text('#!/bin/sh\nprintf "n01|x\\nn02|x\\nn03|x\\n"\n')
     assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "again n02\n"
-
-
-@pytest.mark.parametrize("name", BATCH_HOST_MODULES)
-def test_the_batch_hosts_own_python_may_be_old(name: str) -> None:
-    """Syntax of Python 3.8, and no imports from other packages of the project."""
-    tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(), feature_version=(3, 8))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = {module for module in modules if module and module.startswith(("slurm", "common"))}
-    assert ours <= set(BATCH_HOST_MODULES)
-    assert not {"tomllib", "zoneinfo", "graphlib"} & modules
+    (attempt / "agent-n02.log").write_text("Write failed because No space left on device\n")
+    (attempt / "freed-n02").touch()
+    assert supervise(tmp_path, "end", "--code", "1", *LIMITS, environ=environ) == "again\n"
 
 
 def test_an_attempt_that_had_time_for_the_journal_alone_counts_by_the_step_it_reached() -> None:
