@@ -37,9 +37,10 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Dict, Iterator, Optional
+from typing import Dict, Iterator, List, Optional
 
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.files import text_or_empty
 from slurm.causes import is_disk_full
 from slurm.enroot import enroot_folder, free_space
 
@@ -89,15 +90,32 @@ def key(image: str) -> str:
 
 
 def describe(path: Path) -> Dict[str, object]:
-    """Ledger entry of an image: its digest if cached, else path, size and mtime."""
+    """Ledger entry of an image: if cached, its digest and names, else path, size and mtime.
+
+    The digest is that of the squashfs file, which contains the time of the import; a name may
+    contain the registry's digest.
+    """
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
-        return {"path": str(path), "sha256": match.group(1)}
+        return {"path": str(path), "sha256": match.group(1), "names": _names_of(path)}
     try:
         status = path.stat()
     except OSError:
         return {"path": str(path)}  # exists on the compute nodes only
     return {"path": str(path), "size": status.st_size, "mtime": int(status.st_mtime)}
+
+
+def _names_of(path: Path) -> List[str]:
+    """URIs from which a cached image was imported."""
+    names = []
+    for entry in path.parent.glob("*.json"):
+        try:
+            content = json.loads(text_or_empty(entry))
+            if content["file"] == path.name:
+                names.append(str(content["image"]))
+        except (ValueError, KeyError, TypeError):  # of another version, or damaged
+            continue
+    return sorted(names)
 
 
 def ensure(image: str, cache: Path) -> Path:

@@ -159,7 +159,16 @@ def test_an_image_is_described_by_its_digest_or_by_its_file(tmp_path: Path) -> N
     file = tmp_path / "image.sqsh"
     file.write_text("hsqs")
     assert describe(file) == {"path": str(file), "size": 4, "mtime": int(file.stat().st_mtime)}
-    assert describe(tmp_path / f"sha256-{'a' * 64}.sqsh")["sha256"] == "a" * 64
+    cached = tmp_path / f"sha256-{'a' * 64}.sqsh"
+    (tmp_path / "damaged.json").write_text("[")
+    for name, target in (("docker://r#a@sha256:1", cached), ("docker://r#b", file)):
+        entry = {"image": name, "file": target.name}
+        (tmp_path / f"{key(name)}.json").write_text(json.dumps(entry))
+    assert describe(cached) == {
+        "path": str(cached),
+        "sha256": "a" * 64,
+        "names": ["docker://r#a@sha256:1"],
+    }
     assert describe(Path("/local/on/nodes.sqsh")) == {"path": "/local/on/nodes.sqsh"}
 
 

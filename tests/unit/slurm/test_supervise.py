@@ -221,7 +221,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(
         "attempt": 0,
         "job_id": "7",
         "nodes": "n[01-02]",
-        "image": {"path": image, "sha256": "0" * 64},
+        "image": {"path": image, "sha256": "0" * 64, "names": []},
         "home": "/home/me/rlpost",
         "code": {"commit": "abc", "is_dirty": True},
     }
