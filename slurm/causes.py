@@ -95,7 +95,7 @@ _LASTING = (
         "let ENROOT_DATA_PATH be on a file system without noexec (findmnt -T FOLDER shows it)",
     ),
     Sign(
-        rf"{_EXEC}({_SHELL}: No such file or directory)",
+        rf"(?:{_EXEC}|exec: (?:line \d+: )?)({_SHELL}: (?:No such file or directory|not found))",
         "the container has no shell ({})",
         "use an image with /bin/sh and, for --setup-commands, bash",
     ),
@@ -110,7 +110,7 @@ _LASTING = (
         _INTERPRETER_REMEDY,
     ),
     Sign(
-        r"exec: (.+?: (?:not found|cannot execute.*|Permission denied|No such file or directory))",
+        r"exec: (?:line \d+: )?(.+?: (?:not found|cannot execute.*|Permission denied|No such file or directory))",
         "the interpreter cannot be run ({})",
         _INTERPRETER_REMEDY,
     ),
@@ -141,13 +141,14 @@ _LASTING = (
         "mount only what you can read on every node (--container-mounts)",
     ),
     Sign(
-        r"enroot-mount: failed to create (?:file|directory): \S+: "
+        r"enroot-mount: failed to (?:create (?:file|directory)|resolve path): \S+: "
         r"(?:Permission denied|Read-only file system|Not a directory|File exists)",
         "a mount target cannot be created in the container",
         "choose another target in --container-mounts",
     ),
     Sign(
-        r"mkdir: cannot create directory .(\S+).: (?:Permission denied|Read-only file system)",
+        r"mkdir: cannot create directory .(\S+).: "
+        r"(?:Permission denied|Read-only file system|Not a directory)",
         "enroot cannot create {}",
         "the site must set ENROOT_RUNTIME_PATH, ENROOT_DATA_PATH and ENROOT_CACHE_PATH in enroot.conf to folders that "
         "users can create, or create them in Slurm's prolog",

@@ -51,10 +51,12 @@ ENROOT_MOUNT = (
     "No such file or directory\n"
 )
 ENROOT_MOUNT_REFUSED = ENROOT_MOUNT.replace("No such file or directory", "Permission denied")
-ENROOT_MOUNT_TARGET = (  # read in bin/enroot-mount.c
-    "enroot-mount: failed to create directory: /run/enroot/data-0/rlpost_21_0_n01/etc/hosts/x: "
+ENROOT_MOUNT_TARGET = (
+    "enroot-mount: failed to resolve path: /run/enroot/data-0/rlpost_21_0_n01/etc/passwd/x: "
     "Not a directory\n"
 )
+RC_NO_BASH = "/proc/self/fd/3: exec: line 3: bash: not found\n"
+RC_NO_PYTHON = "/proc/self/fd/3: exec: line 3: /opt/python: not found\n"
 NOEXEC = "enroot-switchroot: failed to execute: /bin/sh: Permission denied\n"
 NO_SHELL = "enroot-switchroot: failed to execute: /bin/bash: No such file or directory\n"
 NO_BASH = "slurmstepd-n01: error: execve(): bash: No such file or directory\n"
@@ -160,6 +162,8 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (by_pyxis(NOEXEC), "own shell cannot be run (/bin/sh: Permission denied)", "noexec"),
         (NO_SHELL, "the container has no shell (/bin/bash: No such", "an image with /bin/sh"),
         (NO_BASH, "the container has no shell (bash: No such", "--setup-commands, bash"),
+        (RC_NO_BASH, "the container has no shell (bash: not found)", "--setup-commands, bash"),
+        (RC_NO_PYTHON, "the interpreter cannot be run (/opt/python: not found)", "--python"),
         (OTHER_CPU, "own shell cannot be run (/bin/sh: Exec format", "architecture"),
         (NO_FOLDER, "enroot cannot create /run/user/1234", "enroot.conf"),
         (NO_FOLDER_UTF8, "enroot cannot create /run/enroot", "enroot.conf"),
