@@ -5,6 +5,7 @@ The first word of the driver that is not the batch script's own is the behaviour
 
     done | config | failed      leave this verdict at once
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
+    slow-save                   the same, with four seconds between them
     wait-once                   the same on attempt 0; ``done`` on later ones
     crash                       die without a verdict
     no-package                  die as an agent whose package is not installed
@@ -71,12 +72,14 @@ def main() -> int:
     if behaviour == "crash":
         os._exit(3)
     verdict = behaviour
-    if behaviour in ("wait", "wait-once"):
+    if behaviour in ("wait", "wait-once", "slow-save"):
         verdict = "requeue"
         if behaviour == "wait-once" and attempt_dir.name != "0":
             verdict = "done"
         else:
             wait_for_stop(attempt_dir)
+        if behaviour == "slow-save":
+            time.sleep(4)
     is_first = attempt_dir.name == "0"
     if behaviour == "commit-requeue":
         with (attempt_dir.parents[1] / "ledger.jsonl").open("a") as ledger:
