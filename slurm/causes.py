@@ -164,6 +164,11 @@ _LASTING = (
         "ask the site for the package enroot+caps, or import the image on another host (enroot import --output "
         "FILE.sqsh) and give the file as --container-image",
     ),
+    Sign(
+        r"\[ERROR\] Command not found: (\S+)",
+        "enroot needs the program {}, which is missing",
+        "ask the site to install it on every node, as enroot's documentation lists it",
+    ),
     # With Basic authentication enroot ends without an error (docker::_authenticate in src/docker.sh).
     Sign(
         r"\[INFO\] (Authenticating with user: [^\n]*|Using credentials from file: [^\n]*)\s*\Z",

@@ -269,6 +269,7 @@ def test_agents_that_had_begun_are_no_early_failure() -> None:
             "r.org",
         ),
         (CAPABILITIES, "config", "enroot+caps"),
+        (IMPORT + "[ERROR] Command not found: parallel\n", "config", "the program parallel"),
         (BASIC_NONE, "config", ".credentials"),
         (BASIC_WRONG, "config", ".credentials"),
         (BASIC_WRONG + "curl: (7) Failed to connect to r.org port 443\n", "failed", "curl: (7)"),
