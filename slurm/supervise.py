@@ -67,7 +67,10 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Restar
     is_preempted = ending.verdict == "requeue"
     code = exit_code(ending)
     if ending.terminated:
-        return RestartDecision(code, "not requeued: the batch script got TERM")
+        return RestartDecision(
+            code,
+            "not requeued by the batch script, which got TERM; Slurm itself requeues a preempted job",
+        )
     if was_cancelled(entries):
         return RestartDecision(code, "not requeued: the run was cancelled")
     if not ending.may_restart:

@@ -100,7 +100,7 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
         host.log(f"not requeued: job state is {state or 'unknown'}")
         return End(code, is_final=False)
     if host.signals.terminated:
-        host.log("not requeued: the batch script got TERM")
+        host.log("not requeued by the batch script, which got TERM")
         return End(code, is_final=False)
     host.log(f"requeue: task {host.job.name}")
     ignore_term()

@@ -160,7 +160,7 @@ def _restart(
         host.log(f"not requeued: job state is {state or 'unknown'}")
         return End(EXIT_PREEMPTED, is_final=False)
     if host.signals.terminated:
-        host.log("not requeued: the batch script got TERM")
+        host.log("not requeued by the batch script, which got TERM")
         return End(EXIT_PREEMPTED, is_final=False)
     ignore_term()
     if options.requeue == "chain":

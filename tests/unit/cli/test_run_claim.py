@@ -16,7 +16,7 @@ from tests.unit.slurm.stand_ins import commands
 
 ROOT = Path(__file__).parents[3]
 # Each submission takes a moment and gets another number; squeue knows those that were accepted.
-SBATCH = """[ -e refuses ] && {{ echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }}
+SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
 sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
 echo Submitted batch job $number"""
 SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
@@ -78,7 +78,7 @@ def test_resume_without_a_folder_takes_the_newest_run_of_the_recipe(slurm: Path,
         (slurm / "runs" / name / "run.json").write_text("{}")
         time.sleep(0.02)
     assert main(["recipe.toml", "--resume"]) == 0
-    assert "resuming runs/test-3\n" in capsys.readouterr().out
+    assert "/runs/test-3\n" in capsys.readouterr().out
     assert RunFolder(slurm / "runs/test-3").ledger.read()[-1]["job_id"] == "70"
 
 
