@@ -22,6 +22,7 @@ from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 
 STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
+every_slurm = pytest.mark.every_slurm
 BLOCKER = "#!/bin/bash\n#SBATCH --partition=high --exclusive --nodes={nodes} --output=/dev/null\n"
 
 
@@ -80,6 +81,7 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
     return start
 
 
+@every_slurm
 def test_a_finished_run_completes_and_its_agents_got_their_arguments(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_finished_run_completes_and_its_agents_got_their_arguments(
     assert (run.folder / "attempts/latest").readlink() == Path("0")
 
 
+@every_slurm
 @pytest.mark.parametrize("gpu_request", ["gres", "gpus-per-node"])
 def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked_for(
     lab: Lab, submit: Callable[..., Run], gpu_request: str
@@ -172,6 +175,7 @@ def test_a_script_submitted_from_another_folder_names_the_remedy_and_leaves_noth
     assert not (run.folder / "attempts").exists()
 
 
+@every_slurm
 @pytest.mark.parametrize(("behaviour", "code"), [("config", 78), ("failed", 1), ("crash", 3)])
 def test_what_would_fail_again_is_not_requeued(
     lab: Lab, submit: Callable[..., Run], behaviour: str, code: int
@@ -185,6 +189,7 @@ def test_what_would_fail_again_is_not_requeued(
     assert job_info(lab, run.job).num_restarts == 0
 
 
+@every_slurm
 def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
@@ -204,6 +209,7 @@ def test_usr2_to_the_batch_shell_stops_the_run_and_requeues_it(
     assert (run.folder / "attempts/latest").readlink() == Path("1")
 
 
+@every_slurm
 def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
@@ -217,6 +223,7 @@ def test_preemption_with_user_signal_requeues_a_run_that_stopped_in_time(
     assert (run.attempt(1) / "verdict").read_text() == "done\n"
 
 
+@every_slurm
 def test_preemption_without_user_signal_requeues_the_run_too(
     lab_without_user_signal: Lab, submit: Callable[..., Run]
 ) -> None:
@@ -232,6 +239,7 @@ def test_preemption_without_user_signal_requeues_the_run_too(
     assert (run.attempt(1) / "verdict").read_text() == "done\n"
 
 
+@every_slurm
 @pytest.mark.parametrize("stopped_before", [False, True])
 def test_a_cancelled_run_is_never_requeued(
     lab: Lab, submit: Callable[..., Run], stopped_before: bool
@@ -256,6 +264,7 @@ def test_a_cancelled_run_is_never_requeued(
     assert job_info(lab, run.job).num_restarts == 0
 
 
+@every_slurm
 def test_shell_syntax_in_paths_and_arguments_is_not_executed(
     lab: Lab, submit: Callable[..., Run]
 ) -> None:
