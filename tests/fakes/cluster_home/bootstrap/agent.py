@@ -66,7 +66,9 @@ def main() -> int:
     if behaviour == "no-package":
         import package_that_is_missing  # type: ignore[import-not-found]  # noqa: F401
     names = ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID", "MARK", "IMAGE", "SET_UP")
-    place = {key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES")}
+    place = {
+        key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK")
+    }
     facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}
     write(attempt_dir / f"argv-{host}.json", json.dumps(facts))
     if behaviour == "crash":
