@@ -242,6 +242,7 @@ class Loop:
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
         if self._loop_lag is not None:
             metrics["driver/loop_lag_s"] = self._loop_lag()
+            metrics["driver/num_tasks"] = float(len(asyncio.all_tasks()))
         metrics |= await self._stages.measured(self.state.step, metrics)
         self.state = replace(self.state, pending=metrics)
         return await self._settle()

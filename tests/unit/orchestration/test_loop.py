@@ -513,10 +513,11 @@ def test_every_mode_writes_the_same_metrics(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_every_metrics_line_has_the_lag_of_the_event_loop(tmp_path):
+def test_every_metrics_line_has_the_lag_and_the_tasks_of_the_event_loop(tmp_path):
     lags = iter([0.25, 0.5, 0.125, 1.5, 0.0, 0.75])
     run(tmp_path, FakeStages(), RunState(pending={}), loop_lag=lambda: next(lags))
     lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(1 <= line["driver/num_tasks"] <= 10 for line in lines[1:])
     assert [line.get("driver/loop_lag_s") for line in lines] == [
         None,
         0.25,
