@@ -201,6 +201,8 @@ class Loop:
 
     async def _save_last(self, request: Preempted) -> None:
         logger.warning("%s; saving step %d", request, self.state.step)
+        await self._journal.durable()
+        has_journal = self._journal.is_durable  # the save begins a new segment
         try:
             await self._save(wait=True)
         except Fenced:
@@ -210,7 +212,7 @@ class Loop:
                 "the save of step %d failed, earlier checkpoints are kept: %s",
                 *(self.state.step, error),
             )
-            self._stop.left_with = "journal"
+            self._stop.left_with = "journal" if has_journal else None
 
     async def _step(self) -> Mapping[str, float]:
         """Run one step: generate, train, synchronise weights, evaluate and save if due."""
