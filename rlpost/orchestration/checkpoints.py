@@ -324,14 +324,16 @@ class Checkpoints:
     async def _clean_up(self, error: Exception, started: float) -> None:
         """Delete the files of a save that failed with ``error``, and set the time of its retry.
 
-        It waits for hung storage no longer than DISCARD_S.
+        It waits for hung storage no longer than DISCARD_S. After --save-deadline-s threads and ranks
+        may still write, and even commit: the next save deletes what they leave.
         """
         folder, self._partial = self._partial, None
         if isinstance(error, Fenced):
             return
-        pause_s = self._retries.failed(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        pause_s = self._retries.failed(seconds)
         logger.info("the save is retried after the first step that ends in %.0f s or more", pause_s)
-        if folder is None:
+        if folder is None or seconds >= self._settings.save_deadline_s:
             return
         try:
             async with asyncio.timeout(DISCARD_S):
