@@ -7,10 +7,12 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 FAST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 # As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
 GPU_ARGS ?=
+# trixie or sid, see tests/cluster/slurm_roots.py
+SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system assets quickstart test test-fast test-gpu lint format hooks jobs docs docs-site clean
+.PHONY: help install system assets quickstart test test-fast test-gpu test-slurm lint format hooks jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -32,6 +34,9 @@ test: install system assets  ## every tier: unit, golden, contract, real Slurm, 
 
 test-fast: install  ## unit and golden tests without the slow ones, two to three minutes on two cores
 	$(BIN)/python -m pytest -q $(FAST_ARGS) -m "not slow" tests/unit tests/golden
+
+test-slurm: install system  ## the tests of batch script, preemption, requeue and arrays on another Slurm: SLURM=sid or trixie
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster -m every_slurm --slurm $(SLURM)
 
 test-gpu: install  ## every check that needs a GPU, and one table of the results
 	$(BIN)/python -m tools.gpu_check $(GPU_ARGS)

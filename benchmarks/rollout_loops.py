@@ -72,6 +72,13 @@ class Stages:
         """Nothing is saved."""
         return False
 
+    def save_is_paused(self) -> bool:
+        """No save fails."""
+        return False
+
+    def put_off_save(self, step: int) -> None:
+        """Nothing."""
+
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Nothing."""
 

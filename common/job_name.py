@@ -1,6 +1,6 @@
 """The id of a job for Slurm's commands. Python 3.6."""
 
-from collections.abc import Mapping
+from typing import Mapping
 
 
 def job_name(environ: Mapping[str, str]) -> str:

@@ -19,6 +19,9 @@ from pathlib import Path
 from common.files import write_atomic
 from common.ledger import Ledger
 
+LOCK_FILE = ".submitting"
+"""Held while a job of the run is submitted, so that two submissions do not share a folder."""
+
 
 class RunFolderError(Exception):
     """A run folder is taken or is not one."""
@@ -142,7 +145,7 @@ def _refuse_another_run(folder: RunFolder, run_json: str) -> None:
     try:
         there = json.loads(folder.run_json.read_text())
     except FileNotFoundError:
-        if any(folder.root.iterdir()):
+        if any(path.name != LOCK_FILE for path in folder.root.iterdir()):
             raise RunFolderError(
                 f"run folder {folder.root} is not empty and holds no run.json; choose another with --run-folder, "
                 "or --resume to resume a run whose run.json is lost"

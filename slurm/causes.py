@@ -12,6 +12,8 @@ transient. Only the standard library of Python 3.6 and later, see ``supervise``.
 import re
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
+from common.exit_codes import EXIT_CONFIG
+
 MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
 MAX_CHARS = 1200
@@ -26,16 +28,17 @@ _AGENT_LINE = re.compile(
 
 
 class Sign(NamedTuple):
-    """A known error; ``{}`` in ``what`` stands for the one group of ``pattern``."""
+    """A known permanent error; ``{}`` in ``what`` stands for the one group of ``pattern``."""
 
     pattern: str
     what: str
     remedy: str
 
 
-# Messages of the kernel, curl, enroot, pip and Slurm about networks, registries, disks and memory.
+# Messages of the kernel, curl, enroot, pip and Slurm about disks, networks, registries and memory.
+_DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
 _TRANSIENT = re.compile(
-    r"no space left on device|disk quota exceeded|temporary failure in name resolution|could not resolve host"
+    r"temporary failure in name resolution|could not resolve host"
     r"|connection (?:refused|reset)|network is unreachable|no route to host|timed out"
     r"|(?:read|connect|gateway )time-?out"
     r"|returned error code: (?:000|408|429|5\d\d)|too many requests|stale file handle|input/output error"
@@ -44,11 +47,21 @@ _TRANSIENT = re.compile(
     re.I,
 )
 
+_DISK_REMEDY = (
+    "free space where df -h shows none, or choose others: ENROOT_TEMP_PATH, ENROOT_CACHE_PATH and --image-cache "
+    "on the first node (import), ENROOT_DATA_PATH on each node (extraction), what the setup commands write"
+)
 _IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
 _PYTHON_REMEDY = (
     "install it in the image or environment, or with --setup-commands; "
     "`rlpost doctor --image` lists them all"
 )
+_CREDENTIALS_REMEDY = (
+    "correct --container-image or enroot's credentials (~/.config/enroot/.credentials)"
+)
+# Programs that exec a command: enroot-switchroot, slurmstepd.
+_EXEC = r"(?:failed to execute|execve\(\)): "
+_SHELL = r"(?:\S*/)?(?:ba|da)?sh"
 _INTERPRETER_REMEDY = (
     "set --python to an interpreter that exists and runs on every node; in a container: a path of the "
     "image or a mount"
@@ -77,12 +90,27 @@ _LASTING = (
         "set --python to Python 3.11 or later",
     ),
     Sign(
+        rf"{_EXEC}({_SHELL}: Permission denied)",
+        "the container's own shell cannot be run ({})",
+        "let ENROOT_DATA_PATH be on a file system without noexec (findmnt -T FOLDER shows it)",
+    ),
+    Sign(
+        rf"(?:{_EXEC}|exec: (?:line \d+: )?)({_SHELL}: (?:No such file or directory|not found))",
+        "the container has no shell ({})",
+        "use an image with /bin/sh and, for --setup-commands, bash",
+    ),
+    Sign(
+        rf"{_EXEC}({_SHELL}: Exec format error)",
+        "the container's own shell cannot be run ({})",
+        "use an image of this machine's architecture (uname -m)",
+    ),
+    Sign(
         r"execve\(\): (.+?: (?:No such file or directory|Permission denied|Exec format error))",
         "the interpreter cannot be run ({})",
         _INTERPRETER_REMEDY,
     ),
     Sign(
-        r"exec: (.+?: (?:not found|cannot execute.*|Permission denied|No such file or directory))",
+        r"exec: (?:line \d+: )?(.+?: (?:not found|cannot execute.*|Permission denied|No such file or directory))",
         "the interpreter cannot be run ({})",
         _INTERPRETER_REMEDY,
     ),
@@ -101,6 +129,51 @@ _LASTING = (
         r"--container-mounts: source path does not exist: (.+)",
         "the mount source {} does not exist",
         "correct --container-mounts",
+    ),
+    Sign(
+        r"enroot-mount: failed to mount: (/\S*) at \S+: No such file or directory",
+        "the mount source {} does not exist",
+        "correct --container-mounts",
+    ),
+    Sign(
+        r"enroot-mount: failed to mount: (/\S*) at \S+: Permission denied",
+        "the mount source {} cannot be read (Permission denied)",
+        "mount only what you can read on every node (--container-mounts)",
+    ),
+    Sign(
+        r"enroot-mount: failed to (?:create (?:file|directory)|resolve path): \S+: "
+        r"(?:Permission denied|Read-only file system|Not a directory|File exists)",
+        "a mount target cannot be created in the container",
+        "choose another target in --container-mounts",
+    ),
+    Sign(
+        r"mkdir: cannot create directory .(\S+).: "
+        r"(?:Permission denied|Read-only file system|Not a directory)",
+        "enroot cannot create {}",
+        "the site must set ENROOT_RUNTIME_PATH, ENROOT_DATA_PATH and ENROOT_CACHE_PATH in enroot.conf to folders that "
+        "users can create, or create them in Slurm's prolog",
+    ),
+    Sign(
+        r"pyxis: couldn't mkdir (\S+: (?:Permission denied|Read-only file system|No such file or directory))",
+        "pyxis cannot create its folder ({})",
+        "the site must correct runtime_path of pyxis in plugstack.conf",
+    ),
+    Sign(
+        r"(enroot-\w+: failed to set capabilities): Operation not permitted",
+        "this host's enroot lacks its capabilities ({})",
+        "ask the site for the package enroot+caps, or import the image on another host (enroot import --output "
+        "FILE.sqsh) and give the file as --container-image",
+    ),
+    Sign(
+        r"\[ERROR\] Command not found: (\S+)",
+        "enroot needs the program {}, which is missing",
+        "ask the site to install it on every node, as enroot's documentation lists it",
+    ),
+    # With Basic authentication enroot ends without an error (docker::_authenticate in src/docker.sh).
+    Sign(
+        r"\[INFO\] (Authenticating with user: [^\n]*|Using credentials from file: [^\n]*)\s*\Z",
+        "the registry refused the image to this user ({})",
+        _CREDENTIALS_REMEDY,
     ),
     Sign(r"Invalid image format: (.+)", "the image {} is damaged or unreadable", _IMAGE_REMEDY),
     Sign(
@@ -122,20 +195,23 @@ _LASTING = (
     Sign(
         r"(URL \S+ returned error code: 40[0134][^\n]*)",
         "the image cannot be imported ({})",
-        "correct --container-image or enroot's credentials (~/.config/enroot/.credentials)",
+        _CREDENTIALS_REMEDY,
     ),
     Sign(
         r"(Invalid image reference: .+|Could not parse digest information from .+)",
         "the image cannot be imported ({})",
         "correct --container-image",
     ),
-    Sign(
-        r"(no enroot on this host) to import",
-        "the image cannot be imported ({})",
-        "import it elsewhere (enroot import --output FILE.sqsh) and give the file as --container-image",
-    ),
 )
 _LASTING_PATTERNS = tuple((re.compile(sign.pattern, re.M), sign) for sign in _LASTING)
+
+# What unsquashfs counts, and what pyxis and Slurm report after each failure of a container.
+_NOISE = re.compile(
+    r"^(?:slurmstepd\S*: (?:error: )?(?:pyxis:\s+)?)?"
+    r"(?:created \d+ \w+|Parallel unsquashfs: .*|\d+ inodes \(.*|\[[=|/\\ -]*\] *\d+/\d+ .*"
+    r"|child \d+ failed with error code: \d+|printing enroot log file:|couldn't start container"
+    r"|spank: required plugin .*|Failed to invoke spank plugin stack)$"
+)
 
 _SECRETS = (
     (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
@@ -180,12 +256,13 @@ class Finding(NamedTuple):
     exclude: Sequence[str] = ()
 
 
-def explain(ends: Mapping[str, HostEnd], launch: str) -> Optional[Finding]:
+def explain(ends: Mapping[str, HostEnd], launch: str, code: int = 0) -> Optional[Finding]:
     """Explain why the agents of an attempt without a verdict did not start; None if they did.
 
     Args:
         ends: every host of the job.
         launch: output of srun, or of the image import before it.
+        code: exit code of srun, or of ``slurm.image`` if that failed.
     """
     is_alone = len(ends) == 1
     early = {}
@@ -196,11 +273,11 @@ def explain(ends: Mapping[str, HostEnd], launch: str) -> Optional[Finding]:
     failed = [host for host, end in early.items() if end.how or signs[host]]
     is_everywhere = len(early) == len(ends)
     if not failed:
-        return _never_launched(launch) if is_everywhere else None
+        return _never_launched(launch, code) if is_everywhere else None
     is_lasting = is_everywhere
     for host, end in early.items():
         sign = signs[host]
-        is_lasting = is_lasting and end.ended_by_itself and bool(sign and sign.remedy)
+        is_lasting = is_lasting and end.ended_by_itself and bool(sign and sign.is_lasting)
     parts = [
         _paragraph(hosts, early[hosts[0]], signs[hosts[0]])
         for hosts in _alike(failed, early, signs)
@@ -223,19 +300,29 @@ def without_secrets(text: str, values: Sequence[str] = ()) -> str:
 
 
 def last_words(text: str) -> str:
-    """The last non-empty lines of a text, at most MAX_LINES and MAX_CHARS."""
+    """The last lines of a text, at most MAX_LINES and MAX_CHARS, without those that say nothing."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not _NOISE.search(line)] or lines
     return "\n".join(lines[-MAX_LINES:])[-MAX_CHARS:]
 
 
 class _Known(NamedTuple):
-    """An error found in a text; a transient one has no remedy."""
+    """An error found in a text."""
 
     what: str
     remedy: str = ""
+    is_lasting: bool = False
+
+
+def is_disk_full(text: str) -> bool:
+    """Whether a text reports a full disk."""
+    return _DISK_FULL.search(text) is not None
 
 
 def _sign(text: str) -> Optional[_Known]:
+    full = _DISK_FULL.search(text)
+    if full:
+        return _Known(full[0], _DISK_REMEDY)
     transient = _TRANSIENT.search(text)
     if transient:
         return _Known(transient[0])
@@ -244,7 +331,7 @@ def _sign(text: str) -> Optional[_Known]:
         match = pattern.search(newest)
         if match:
             named = match[1].strip()[:200] if pattern.groups else ""
-            return _Known(sign.what.format(named), sign.remedy)
+            return _Known(sign.what.format(named), sign.remedy, is_lasting=True)
     return None
 
 
@@ -255,18 +342,21 @@ def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _never_launched(launch: str) -> Optional[Finding]:
+def _never_launched(launch: str, code: int) -> Optional[Finding]:
     """Finding if nothing started: the image import failed, or srun refused."""
     words, sign = last_words(launch), _sign(launch)
     if not words:
         return None
-    if sign and sign.remedy:
-        return Finding("config", f"{sign.what}\nremedy: {sign.remedy}\nlast lines:\n{words}")
+    if code == EXIT_CONFIG:  # slurm.image gave the reason
+        return Finding("config", words.splitlines()[-1])
+    remedy = f"\nremedy: {sign.remedy}" if sign and sign.remedy else ""
+    if sign and sign.is_lasting:
+        return Finding("config", f"{sign.what}{remedy}\nlast lines:\n{words}")
     what = "the nodes could not be started"
     if "enroot import" in launch:
         what = "the image could not be imported"
     named = f" ({sign.what})" if sign else ""
-    return Finding("failed", f"{what}{named}\nlast lines:\n{words}")
+    return Finding("failed", f"{what}{named}{remedy}\nlast lines:\n{words}")
 
 
 def _alike(

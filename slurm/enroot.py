@@ -2,12 +2,13 @@
 
     python3 -I slurm/enroot.py start IMAGE NAME MOUNT... -- COMMAND...
     python3 -I slurm/enroot.py exec NAME COMMAND...
-    python3 -I slurm/enroot.py remove pyxis|enroot NAME
+    python3 -I slurm/enroot.py remove pyxis|enroot NAME [FOLDER]
     python3 -I slurm/enroot.py remove-stale pyxis|enroot
 
 ``start`` and ``exec`` are for raw enroot; ``remove`` and ``remove-stale`` also for the containers
 that remain on a node with pyxis' default scope "global". NAME is ``rlpost_JOB_RESTART``; a raw
-enroot container is named NAME_NODE, because nodes may share ENROOT_DATA_PATH.
+enroot container is named NAME_NODE, because nodes may share ENROOT_DATA_PATH. ``remove`` removes
+stale containers as well and, where there were any, leaves the file ``freed-NODE`` in FOLDER.
 
 Only the standard library of Python 3.6 and no module of the project. ``-I``: a script would find
 slurm/ on its path, whose queue.py hides that of the standard library.
@@ -30,6 +31,9 @@ RC = os.path.join(os.path.dirname(os.path.abspath(__file__)), "enroot_rc.sh")
 PASSED = ("SLURM", "NVIDIA_", "CUDA_VISIBLE_", "RLPOST_")
 """Beginnings of the variables that a raw enroot container gets: it gets only those that are named."""
 EXIT_NOT_FOUND = 127  # of a shell
+FREED_FILE = "freed"
+"""Beginning of the name of a file for each node whose disk a removal has freed."""
+MB = 1 << 20
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -143,16 +147,60 @@ def _output(command: Sequence[str], timeout: Optional[float] = None) -> Optional
     return answer.decode(errors="replace") if process.returncode == 0 else None
 
 
-def remove_stale(backend: str) -> None:
-    """Remove this node's stale containers in which no process runs; never fails."""
+def remove_stale(backend: str) -> int:
+    """Remove this node's stale containers in which no process runs; return how many.
+
+    Never fails.
+    """
     own = os.environ.get("SLURM_JOB_ID", "")
     jobs = jobs_of(containers(), name_pattern(backend, node_name(os.environ)))
     others = set(jobs.values()) - {own}
     queue = jobs_in_queue(others, own) if others else None
+    num_removed = 0
     for name in stale(jobs, own, queue):
         if process_of(name) is None:
             _say(f"removing the container {name} of an earlier start")
-            subprocess.call(["enroot", "remove", "--force", "--", name])
+            code = subprocess.call(["enroot", "remove", "--force", "--", name])
+            num_removed += int(code == 0)
+    return num_removed
+
+
+def enroot_folder(variable: str) -> str:
+    """ENROOT_DATA_PATH, ENROOT_CACHE_PATH or ENROOT_TEMP_PATH, as enroot finds it; or empty.
+
+    The environment wins over enroot.conf, whose values are shell text (config::init in enroot.in).
+    """
+    return (_output(["bash", "-c", _READ_CONFIG, "bash", variable]) or "").strip()
+
+
+# With the defaults of enroot.in.
+_READ_CONFIG = r"""
+for file in /etc/enroot/enroot.conf /etc/enroot/enroot.conf.d/*.conf; do
+  [ -e "$file" ] && while IFS=$' \t=' read -r key value; do
+    [ "$key" != "$1" ] || export "$key=${!key:-$(eval echo "$value")}"
+  done <"$file"
+done
+: "${ENROOT_DATA_PATH:=${XDG_DATA_HOME:-$(echo ~)/.local/share}/enroot}"
+: "${ENROOT_CACHE_PATH:=${XDG_CACHE_HOME:-$(echo ~)/.cache}/enroot}"
+: "${ENROOT_TEMP_PATH:=${TMPDIR:-/tmp}}"
+echo "${!1}"
+"""
+
+
+def free_space(name: str, folder: str) -> str:
+    """A phrase such as ``ENROOT_TEMP_PATH /tmp: 12 MB free``.
+
+    A folder that does not exist yet has the space of the nearest one above it.
+    """
+    existing = os.path.abspath(folder)
+    while not os.path.isdir(existing) and existing != "/":
+        existing = os.path.dirname(existing)
+    try:
+        disk = os.statvfs(existing)
+    except OSError as error:
+        return f"{name} {folder}: {error.strerror}"
+    files = ", no file can be created" if disk.f_files and not disk.f_favail else ""
+    return f"{name} {folder}: {disk.f_bavail * disk.f_frsize // MB} MB free{files}"
 
 
 def remove(container: str) -> int:
@@ -182,9 +230,11 @@ def start(words: Sequence[str]) -> NoReturn:
     # Remove the containers of killed starts on this node: a cancelled job cannot start a step for
     # that.
     remove_stale("enroot")
-    created = subprocess.call(["enroot", "create", "--name", container, "--", image])
-    if created != 0:
-        sys.exit(created)
+    _say(f"extracting the image {image}")
+    code = subprocess.call(["enroot", "create", "--name", container, "--", image])
+    if code != 0:
+        space = free_space("ENROOT_DATA_PATH", enroot_folder("ENROOT_DATA_PATH"))
+        sys.exit(_fail(f"enroot create failed (exit {code}); {space}", code))
     options = []
     for mount in mounts:
         options += ["--mount", mount]
@@ -221,34 +271,41 @@ def main() -> int:
             start(words)
         if verb == "exec":
             enter(words[0], words[1:])
-        if words[0] == "pyxis":
-            return after_pyxis(verb, words[1:])
-        if verb == "remove":
-            return remove(f"{words[1]}_{node_name(os.environ)}")
-        if verb == "remove-stale":
-            remove_stale("enroot")
-            return 0
+        if verb in ("remove", "remove-stale"):
+            return remove_all(words[0], *words[1:])
     except FileNotFoundError as error:
         return _fail(f"{error.filename} is not on the PATH", EXIT_NOT_FOUND)
     return _fail(f"no verb {verb}; use start, exec, remove or remove-stale", 2)
 
 
-def after_pyxis(verb: str, names: Sequence[str]) -> int:
-    """Remove what pyxis' scope "global" leaves; never fails, and is silent about errors.
+def remove_all(backend: str, name: str = "", folder: str = "") -> int:
+    """Remove this start's container, if it is named, and stale ones.
 
-    With scope "job" there is no such container, and enroot may not be installed.
+    Returns 1 if a process still runs in the container. With pyxis errors are neither reported nor
+    returned: with scope "job" there is no such container, and enroot may not be installed.
     """
+    is_pyxis = backend == "pyxis"
+    if is_pyxis:
+        use_environment_of_pyxis()
+    if shutil.which("enroot") is None:
+        return 0
+    code = 0
+    if name:
+        own = f"pyxis_{name}" if is_pyxis else f"{name}_{node_name(os.environ)}"
+        code = remove(own)
+    if remove_stale(backend) and folder:
+        with open(f"{folder}/{FREED_FILE}-{node_name(os.environ)}", "w"):
+            pass
+    return 0 if is_pyxis else code
+
+
+def use_environment_of_pyxis() -> None:
+    """pyxis uses neither the job's ENROOT variables nor its PATH; discard standard error."""
     for variable in [name for name in os.environ if name.startswith("ENROOT_")]:
-        del os.environ[variable]  # pyxis does not use the job's
+        del os.environ[variable]
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin"
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
-    if shutil.which("enroot") is None:
-        return 0
-    if verb == "remove":
-        remove("pyxis_" + names[0])
-    remove_stale("pyxis")
-    return 0
 
 
 def _say(text: str) -> None:

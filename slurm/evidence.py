@@ -10,21 +10,23 @@ later, see ``supervise``.
 import json
 import sys
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import List, Mapping, Sequence
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
 from common.srun_output import failed_tasks
-from slurm.causes import Finding, HostEnd, explain, last_words, without_secrets
+from slurm.causes import Finding, HostEnd, explain, is_disk_full, last_words, without_secrets
+from slurm.enroot import FREED_FILE
 
 TAIL_BYTES = 1 << 16
 
 
-def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
+def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str, code: int = 0) -> Finding:
     """Find out why the agents of an attempt wrote no verdict.
 
-    ``nodelist`` is Slurm's compact list of its hosts. The verdict is ``none`` if agents had
+    ``nodelist`` is Slurm's compact list of its hosts, ``code`` the exit code of srun or, if there
+    was no image, of ``slurm.image``. The verdict is ``none`` if agents had
     started, or if there is no evidence. Secrets of the run are masked.
     """
     launch = tail_or_empty(attempt_dir / LAUNCH_LOG, TAIL_BYTES)
@@ -40,7 +42,7 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str) -> Finding:
     for host in hosts:
         log = tail_or_empty(attempt_dir / f"agent-{host}.log", TAIL_BYTES)
         left[host] = HostEnd(ends.get(host, ""), log)
-    finding = explain(left, launch) if left else None
+    finding = explain(left, launch, code) if left else None
     if finding is None:
         said = last_words(launch)
         finding = Finding("none", f"the agents left no verdict; srun said:\n{said}" if said else "")
@@ -61,6 +63,27 @@ def leave_verdict(attempt_dir: Path, finding: Finding) -> None:
         write_atomic(attempt_dir / VERDICT_FILE, finding.verdict + "\n")
     except OSError as error:  # a full disk: the ledger and the log still record the verdict
         print(f"{attempt_dir}: the verdict cannot be written: {error}", file=sys.stderr)
+
+
+def keep_freed_hosts(attempt_dir: Path) -> List[str]:
+    """Do not exclude hosts whose disk was full of what the removal step has freed since.
+
+    Returns those hosts; ``slurm.enroot`` leaves a file for each host where it freed something.
+    """
+    path = attempt_dir / EXCLUDE_FILE
+    excluded = text_or_empty(path).split()
+    launch = tail_or_empty(attempt_dir / LAUNCH_LOG, TAIL_BYTES)
+    freed = []
+    for host in excluded:
+        log = tail_or_empty(attempt_dir / f"agent-{host}.log", TAIL_BYTES)
+        of_host = [line for line in launch.splitlines() if line.startswith(f"slurmstepd-{host}:")]
+        is_freed = (attempt_dir / f"{FREED_FILE}-{host}").exists()
+        if is_freed and is_disk_full("\n".join([log, *of_host])):
+            freed.append(host)
+    if freed:
+        kept = [host for host in excluded if host not in freed]
+        write_atomic(path, "".join(f"{host}\n" for host in kept))
+    return freed
 
 
 def mask(run_folder: Path, attempt_dir: Path, text: str) -> str:

@@ -25,7 +25,7 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.errors import SlurmError, SubmitError
-from slurm.local import LocalAttempt
+from slurm.local import DetachedExecutor, LocalAttempt
 from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec
 from slurm.variables import submission_environment
@@ -161,18 +161,13 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
         with suppress(SlurmError):  # the attempt's folder holds the verdict
             submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
         return job_id
-    # The process must import this package from any working directory. It must also keep the user's
-    # GPUs: submitit sets CUDA_VISIBLE_DEVICES to 0, 1, ...
-    variables = [f"PYTHONPATH={spec.home}"]
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        variables.append(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}")
-    python = shlex.join(["env", *variables, spec.python])
-    executor = submitit.LocalExecutor(folder=run.submitit, python=python)
+    # The process must import this package from any working directory.
+    python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])
+    executor = DetachedExecutor(folder=run.submitit, python=python)
     executor.update_parameters(
         # A fallback: the attempt itself ends at the time limit.
         timeout_min=math.ceil(spec.time_limit_s / 60) + 1,
         signal_delay_s=spec.signal_lead_s + 60,
-        gpus_per_node=spec.num_gpus_per_node,
     )
     job_id = f"local-{executor.submit(LocalAttempt(spec)).job_id}"
     run.ledger.append("submitted", job_id=job_id, nodes=1, host=socket.gethostname())

@@ -8,6 +8,10 @@ Input: the name of an image in a registry (or in the node's Docker or Podman). O
 file in the shared cache, named by the digest of its content. The registry sees one request, not one
 per node.
 
+Exit code: 0; EXIT_CONFIG (78) if this module gives a reason that no retry removes, in the last line
+of standard error; EXIT_FAILED (1) otherwise. What enroot and the registry say about a failed import
+is judged by ``causes``.
+
     CACHE/sha256-HEX.sqsh       an image
     CACHE/NAME-KEY.json         maps a name to its digest; delete it to import the name again
     CACHE/NAME-KEY.lock
@@ -20,6 +24,7 @@ of Python 3.6 and later, see ``common.ledger``.
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,14 +37,24 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Dict, Iterator, Optional
+from typing import Dict, Iterator, List, Optional
 
+from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.files import text_or_empty
+from slurm.causes import is_disk_full
+from slurm.enroot import enroot_folder, free_space
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _CHUNK_BYTES = 1 << 24
 _DIGEST_NAME = re.compile(r"sha256-([0-9a-f]{64})\.sqsh")
 
 
 class ImageError(Exception):
     """An image is not available; the message gives the reason and the remedy."""
+
+
+class UnusableImageError(ImageError):
+    """No retry makes this image available; the message is one line."""
 
 
 def is_file_name(image: str) -> bool:
@@ -75,10 +90,14 @@ def key(image: str) -> str:
 
 
 def describe(path: Path) -> Dict[str, object]:
-    """Ledger entry of an image: its digest if cached, else path, size and mtime."""
+    """Ledger entry of an image: if cached, its digest and names, else path, size and mtime.
+
+    The digest is that of the squashfs file, which contains the time of the import; a name may
+    contain the registry's digest.
+    """
     match = _DIGEST_NAME.fullmatch(path.name)
     if match:
-        return {"path": str(path), "sha256": match.group(1)}
+        return {"path": str(path), "sha256": match.group(1), "names": _names_of(path)}
     try:
         status = path.stat()
     except OSError:
@@ -86,20 +105,41 @@ def describe(path: Path) -> Dict[str, object]:
     return {"path": str(path), "size": status.st_size, "mtime": int(status.st_mtime)}
 
 
+def _names_of(path: Path) -> List[str]:
+    """URIs from which a cached image was imported."""
+    names = []
+    for entry in path.parent.glob("*.json"):
+        try:
+            content = json.loads(text_or_empty(entry))
+            if content["file"] == path.name:
+                names.append(str(content["image"]))
+        except (ValueError, KeyError, TypeError):  # of another version, or damaged
+            continue
+    return sorted(names)
+
+
 def ensure(image: str, cache: Path) -> Path:
     """Return the file of an image; import it if it is not in the cache.
 
-    Raises: ImageError: enroot is missing or failed (with its output), or this user lacks access to
-        the cache.
+    Raises:
+        UnusableImageError: enroot is missing, or this user lacks access to the cache.
+        ImageError: enroot failed (with its output), or a file disappeared.
     """
     entry = cache / f"{key(image)}.json"
     # Before the lock: reading needs no permission to write.
     known = _known(entry)
     if known is not None:
         return known
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise UnusableImageError(
+            f"--image-cache {cache} cannot be created ({error.strerror}); use another folder"
+        ) from None
     if not os.access(cache, os.W_OK | os.X_OK):
-        raise ImageError(
+        raise UnusableImageError(
             f"--image-cache {cache} does not contain {image}, and {_user()} cannot write to it; import the image as "
             f"a user who can (python3 -m slurm.image {image} --cache {cache}), or use another folder"
         )
@@ -121,7 +161,7 @@ def ensure(image: str, cache: Path) -> Path:
 def _known(entry: Path) -> Optional[Path]:
     """File of a cached image, or None.
 
-    Raises ImageError if it exists but this user cannot read it.
+    Raises UnusableImageError if it exists but this user cannot read it.
     """
     try:
         path: Path = entry.parent / json.loads(entry.read_text())["file"]
@@ -139,8 +179,8 @@ def _known(entry: Path) -> Optional[Path]:
     return path
 
 
-def _unreadable(path: Path) -> ImageError:
-    return ImageError(
+def _unreadable(path: Path) -> UnusableImageError:
+    return UnusableImageError(
         f"--image-cache: {path} exists but {_user()} cannot read it; ask its owner to share it "
         f"(chmod g+r,o+r {path}), or use another folder"
     )
@@ -171,7 +211,7 @@ def _share(path: Path) -> None:
 def _import(image: str, cache: Path) -> Path:
     program = shutil.which("enroot")
     if program is None:
-        raise ImageError(
+        raise UnusableImageError(
             f"no enroot on this host to import {image}; import it on a host with enroot (enroot import --output "
             f"FILE.sqsh {uri(image)}) and set --container-image to the path of the file"
         )
@@ -181,7 +221,9 @@ def _import(image: str, cache: Path) -> Path:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode != 0 or not beside.exists():
             said = done.stdout[-2000:].decode(errors="replace")
-            raise ImageError(f"enroot import {uri(image)} failed (exit {done.returncode}):\n{said}")
+            failure = f"enroot import {uri(image)} failed (exit {done.returncode}):\n{said}"
+            space = f"\n{_space(cache)}" if is_disk_full(said) else ""
+            raise ImageError(failure + space)
         digest = hashlib.sha256()
         with beside.open("rb") as file:
             for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
@@ -192,15 +234,28 @@ def _import(image: str, cache: Path) -> Path:
         beside.replace(path)
         return path
     except FileNotFoundError as error:
-        # The program is there, so the file that its first line names is not.
-        missing = f"the interpreter of {program}" if error.filename == program else error.filename
+        if error.filename == program:
+            # The program is there, so the file that its first line names is not.
+            raise UnusableImageError(
+                f"the interpreter of {program} is missing on this host, so {image} was not imported; restore it"
+            ) from None
         raise ImageError(
-            f"{missing} is missing, so {image} was not imported to --image-cache {cache}; restore it, or import the "
-            "image again if another process deleted it"
+            f"{error.filename} is missing, so {image} was not imported to --image-cache {cache}; import the image "
+            "again if another process deleted it"
         ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
+
+
+def _space(cache: Path) -> str:
+    """Free space in every folder that an import writes to."""
+    variables = ("ENROOT_TEMP_PATH", "ENROOT_CACHE_PATH")
+    folders = [(variable, enroot_folder(variable)) for variable in variables]
+    spaces = [
+        free_space(name, folder) for name, folder in (*folders, ("--image-cache", str(cache)))
+    ]
+    return f"on {os.uname().nodename}: " + "; ".join(spaces)
 
 
 @contextlib.contextmanager
@@ -250,9 +305,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         print(ensure(options.image, options.cache))
+    except UnusableImageError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
     except (ImageError, OSError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     return 0
 
 

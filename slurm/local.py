@@ -12,10 +12,15 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import submitit
+from submitit.core.core import R
+from submitit.local.local import LocalJob
 
 from common.attempt import STOP_FILE, VERDICT_FILE
 from common.files import text_or_empty
@@ -28,8 +33,46 @@ from slurm.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
+CONTROLLER_LOG = "controller.log"
+
 _PR_SET_PDEATHSIG = 1
 SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
+
+
+class DetachedExecutor(submitit.LocalExecutor):
+    """submitit's executor for this machine, with a controller that outlives the terminal.
+
+    submitit starts its controller in the terminal's process group, with the output of the caller:
+    at Ctrl-C it kills the task after one second, at a hang-up all end at once, and a pipe that reads
+    the caller's output stays open. Here the controller has a session of its own, and its output is
+    a file of the run. To stop the run, write its STOP file.
+    """
+
+    def _submit_command(self, command: str) -> LocalJob[R]:
+        # What the controller reads (submitit 1.5.4, local/local.py, start_controller).
+        variables = {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters["signal_delay_s"]),
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+        }
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / CONTROLLER_LOG).open("ab") as log:
+            controller = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(folder)],
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalJob(folder=folder, job_id=str(controller.pid), process=controller)
 
 
 @dataclass(frozen=True, slots=True)

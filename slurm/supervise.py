@@ -20,7 +20,7 @@ from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import text_or_empty
 from common.ledger import Entry, Ledger
 from common.scrape_targets import empty_targets
-from slurm.evidence import find_cause, leave_verdict, mask, resume_point
+from slurm.evidence import find_cause, keep_freed_hosts, leave_verdict, mask, resume_point
 from slurm.image import describe
 from slurm.remaining_hosts import why_too_few
 
@@ -67,7 +67,10 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Restar
     is_preempted = ending.verdict == "requeue"
     code = exit_code(ending)
     if ending.terminated:
-        return RestartDecision(code, "not requeued: the batch script got TERM")
+        return RestartDecision(
+            code,
+            "not requeued by the batch script, which got TERM; Slurm itself requeues a preempted job",
+        )
     if was_cancelled(entries):
         return RestartDecision(code, "not requeued: the run was cancelled")
     if not ending.may_restart:
@@ -221,13 +224,16 @@ def record_end(
     cause = str((_json(attempt_dir / VERDICT_JSON) or {}).get("cause", ""))
     entries = ledger.read()
     if verdict == "none" and not ending.terminated:
-        finding = find_cause(run_folder, attempt_dir, nodes_of(entries, attempt))
+        nodes = nodes_of(entries, attempt)
+        finding = find_cause(run_folder, attempt_dir, nodes, ending.code)
         verdict, cause = finding.verdict, finding.cause
         leave_verdict(attempt_dir, finding)
     is_newest = (run_folder / "attempts/latest").resolve().name == str(attempt)
     # The driver does so unless it was killed. A newer attempt may serve already.
     for path in empty_targets(run_folder) if is_newest else ():
         print(f"{path} was not emptied; Prometheus reports its targets as down", file=sys.stderr)
+    for host in keep_freed_hosts(attempt_dir):
+        print(f"{host}: its disk was full and is freed; not excluded", file=sys.stderr)
     cause = mask(run_folder, attempt_dir, cause)[:MAX_CAUSE_CHARS]
     ending = ending._replace(verdict=verdict)
     answer = decide(ending, entries, budgets)

@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the files of tests/golden"
     )
+    parser.addoption(
+        "--slurm", help="Debian release whose Slurm the tests with the marker every_slurm use"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,8 @@
 # Debian packages for the tests on a real Slurm and in a real browser (chromium: 113 MB to download, 414 MB installed).
 # As root on Debian or Ubuntu, install them; otherwise list them.
 set -euo pipefail
-packages=(slurm-wlm munge iproute2 shellcheck bindfs)
-programs=(slurmctld munged ip shellcheck bindfs)
+packages=(slurm-wlm munge iproute2 shellcheck bindfs debootstrap)
+programs=(slurmctld munged ip shellcheck bindfs debootstrap)
 missing=()
 for index in "${!packages[@]}"; do
     command -v "${programs[$index]}" > /dev/null || missing+=("${packages[$index]}")

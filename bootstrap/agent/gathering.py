@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 ReadHost = Callable[[Facts, Options], Coroutine[Any, Any, HostFacts]]
 
+REPORT_S = 30.0
+MAX_NAMED = 8
 _CANARY_S = 5.0
 _CANARY_POLL_S = 0.05
 
@@ -131,6 +133,17 @@ class Gathering:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    async def report_missing(self) -> None:
+        """Log which nodes are awaited, every REPORT_S until none is."""
+        await asyncio.sleep(REPORT_S)
+        while not self.used and (missing := self._reception.missing()):
+            num_hosts = len(self._facts.hosts)
+            more = len(missing) - MAX_NAMED
+            named = ", ".join(missing[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+            joined = num_hosts - len(missing)
+            logger.info("waiting for %s (%d of %d joined)", named, joined, num_hosts)
+            await asyncio.sleep(REPORT_S)
 
     async def _wait_for_the_rest(self) -> None:
         """Wait until every host has joined or is known to be lost."""

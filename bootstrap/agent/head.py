@@ -116,6 +116,7 @@ class HeadAgent:
         started_at = loop.time()
         bringup = asyncio.create_task(self._bring_up())
         launching = asyncio.create_task(self._watch_launch())
+        reporting = asyncio.create_task(self._gathering.report_missing())
         driver = await DriverProcess.start(
             self._options, self._environ, is_ending=self._is_attempt_ending
         )
@@ -141,6 +142,7 @@ class HeadAgent:
         finally:
             self._ending = True
             launching.cancel()
+            reporting.cancel()
             bringup.cancel()
             await asyncio.wait([bringup])
         await self._tear_down(driver, keep_logs=verdict.verdict == "failed")

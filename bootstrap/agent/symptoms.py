@@ -21,7 +21,22 @@ _CAUSES = (
         r"\[error\] no such file|invalid image format|superblock|uncompress failed",
         "its image is missing or damaged",
     ),
-    (r"source path does not exist", "a folder of --container-mounts is missing there"),
+    (
+        r"source path does not exist|enroot-mount: failed to mount: \S+ at \S+: no such file",
+        "a folder of --container-mounts is missing there",
+    ),
+    (
+        r"enroot-mount: failed to mount: \S+ at \S+: permission denied",
+        "a folder of --container-mounts cannot be read there",
+    ),
+    (
+        r"mkdir: cannot create directory|pyxis: couldn't mkdir",
+        "enroot or pyxis cannot create its folder there",
+    ),
+    (
+        r"failed to execute: /bin/(ba|da)?sh: permission denied",
+        "ENROOT_DATA_PATH is on a file system mounted noexec there",
+    ),
     (
         r"execve\(\): |exec: .*(not found|cannot execute)|failed to execute",
         "the interpreter is missing there",

@@ -135,6 +135,20 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
     return final
 
 
+def discard(writing: Path) -> None:
+    """Delete what a failed save has written to ``writing``, a folder from ``begin``.
+
+    This frees its disk space before the next save. A save that failed after the rename is deleted
+    too, unless it is marked as committed. Raises OSError; the next ``begin`` deletes the rest.
+    """
+    lane = writing.parent if writing.parent.name.startswith(WRITING) else None
+    folder = writing.parent if lane is None else lane.parent
+    _delete(writing, lane)
+    renamed = folder / writing.name.removeprefix(WRITING)
+    if (renamed / MANIFEST).exists() and not os.path.lexists(renamed / COMMITTED):
+        _delete(renamed, lane)
+
+
 def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | None:
     """Free the name ``final``; returns the new path of a complete checkpoint."""
     if not final.exists():

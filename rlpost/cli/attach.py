@@ -11,6 +11,8 @@ import argparse
 import os
 import re
 import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,9 @@ from slurm.states import JobState
 from slurm.variables import submission_environment
 
 DASHBOARD_PORT = 8265  # of the tunnel, on the user's machine
+_IGNORED_MOUNTS = re.compile(
+    rb"^.*pyxis: ignoring --container-mounts when attaching to a running container\n", re.M
+)
 _DASHBOARD = re.compile(
     r"view the dashboard at [^\n]*\n[^\n]*?(?:http://)?(?P<address>\[[0-9a-fA-F:]+\]|[\w.-]+):(?P<port>\d+)[ \t]*$",
     re.M,
@@ -228,4 +233,26 @@ def _run(argv: Sequence[str], inside: Inside) -> int:
     home = str(inside.home)
     environ = submission_environment(without_keys(os.environ))
     environ |= {"RLPOST_HOME": home, "PYTHONPATH": home}
-    return subprocess.run(argv, env=environ).returncode
+    container = inside.container
+    if container is None or container.backend != "pyxis" or "--pty" in argv:
+        return subprocess.run(argv, env=environ).returncode
+    read_end, write_end = os.pipe()
+    copying = threading.Thread(target=_copy_errors, args=(read_end,))
+    copying.start()
+    try:
+        return subprocess.run(argv, env=environ, stderr=write_end).returncode
+    finally:
+        os.close(write_end)
+        copying.join()
+
+
+def _copy_errors(read_end: int) -> None:
+    """Copy srun's standard error without the line that pyxis prints for each node.
+
+    The mounts are given in case pyxis does not find the running container, see ``slurm.job_step``.
+    """
+    with os.fdopen(read_end, "rb", buffering=0) as source:
+        # srun writes whole lines; a progress bar without an end of line must not be held back
+        while chunk := source.read(1 << 16):
+            sys.stderr.buffer.write(_IGNORED_MOUNTS.sub(b"", chunk))
+            sys.stderr.buffer.flush()

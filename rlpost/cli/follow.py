@@ -18,6 +18,7 @@ from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_secon
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
+from slurm.local import request_stop
 from slurm.queue import queue
 
 LOG_POLL_S = 0.5
@@ -37,16 +38,17 @@ def follow(
 
     With ``since``, only records from that second of local time on.
 
-    Ctrl-C detaches and the run continues. A local run that this process has started
-    (``started_it``) receives the same Ctrl-C from the terminal and stops at its next checkpoint; a
-    second Ctrl-C detaches immediately.
+    Ctrl-C detaches and the run continues. At a local run that this process has started
+    (``started_it``) the first Ctrl-C requests a stop at the next checkpoint, and the second detaches.
     """
     is_over = _watched_end(run, job_id)
     log = _LogTail(run.attempts, wanted or LogSelection(), since)
-    interrupted = False
+    interrupted = asked = False
     while True:
         try:
             over = is_over()
+            if interrupted and not asked:
+                asked = _request_stop(run)
             log.print_new()
             if over:
                 break
@@ -55,8 +57,17 @@ def follow(
             if interrupted or not started_it:
                 raise
             interrupted = True
-            print("stopping; the run commits a checkpoint first (Ctrl-C again: leave now)")
+            print("stopping at the next checkpoint (Ctrl-C again: leave now)", flush=True)
     return conclude(run)
+
+
+def _request_stop(run: RunFolder) -> bool:
+    """Write the STOP file of the attempt that this job has started; whether there is one yet."""
+    latest = run.attempts / "latest"
+    if not latest.exists() or (latest / VERDICT_FILE).exists():
+        return False
+    request_stop(latest.resolve(), "Ctrl-C")
+    return True
 
 
 class _LogTail:

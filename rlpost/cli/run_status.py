@@ -16,9 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
+from common.counting import counted
 from common.error_lines import error_line
 from common.files import tail_or_empty, text_or_empty
+from common.host_lists import HostListError, expand
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
@@ -28,6 +30,7 @@ from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from rlpost.report.goodput import Goodput, GpuLayout, end_of, goodput
 from rlpost.report.panels import mean_phases
+from slurm.causes import MAX_HOSTS_NAMED, HostEnd
 from slurm.queue import QueueEntry
 from slurm.states import JobState
 
@@ -37,6 +40,9 @@ LOG_TAIL = 1 << 16  # bytes
 _WARNING = re.compile(
     r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(?:\.\d+)? \S* ?(WARNING|ERROR|CRITICAL)\b"
 )
+_JOINED = re.compile(r"([\w.-]+) joined from ")
+# A line that neither slurm.enroot nor enroot writes before the container runs.
+_AFTER_EXTRACTION = re.compile(r"^(?!.*[Ee]xtracting |Parallel unsquashfs|\d+ inodes|\s*$)", re.M)
 STATE_COLOURS = {
     "RUNNING": "green",
     "COMPLETED": "green",
@@ -131,7 +137,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         folder=str(run.root),
         job_id=job_id,
         state=str(entry.state),
-        reason=entry.reason,
+        reason=entry.reason or _startup(run, attempt, entry, events),
         expected_start=entry.expected_start if entry.state is JobState.PENDING else "",
         nodelist=entry.nodelist,
         time_left_s=entry.time_left_s,
@@ -157,6 +163,46 @@ def newest_attempt(run: RunFolder) -> str | None:
     """The name of the newest attempt's folder; None before the first."""
     latest = run.attempts / "latest"
     return latest.resolve().name if latest.exists() else None
+
+
+def _startup(
+    run: RunFolder, attempt: str | None, entry: QueueEntry, events: Sequence[Entry]
+) -> str:
+    """Progress of the newest attempt until its cluster is up; empty if it does not start now."""
+    if entry.state is not JobState.RUNNING or attempt is None or last(events, "done"):
+        return ""
+    folder = run.attempts / attempt
+    known = [event for event in events if str(event.get("attempt")) == attempt]
+    if not last(known, "attempt"):
+        return "starting: importing the image" if (folder / LAUNCH_LOG).exists() else ""
+    if last(known, "started") or last(known, "verdict"):
+        return ""
+    try:
+        hosts = expand(str(last(known, "attempt").get("nodes", "")))
+    except HostListError:
+        return ""
+    return startup_line(folder, hosts)
+
+
+def startup_line(attempt_dir: Path, hosts: Sequence[str]) -> str:
+    """``starting: 1 of 2 nodes joined; extracting the image on n02``.
+
+    The head logs each node that joins. Until its container runs, a node's log holds at most what
+    enroot says about the extraction.
+    """
+    if not hosts:
+        return ""
+    logs = {host: tail_or_empty(attempt_dir / f"agent-{host}.log", LOG_TAIL) for host in hosts[:1]}
+    joined = set(_JOINED.findall(logs[hosts[0]])) & set(hosts)
+    if HostEnd(words=logs[hosts[0]]).agent_began:
+        joined.add(hosts[0])
+    line = f"starting: {len(joined)} of {counted(len(hosts), 'node')} joined"
+    missing = [host for host in hosts if host not in joined][:MAX_HOSTS_NAMED]
+    if text_or_empty(attempt_dir / "container") not in ("pyxis", "enroot"):
+        return line
+    logs |= {host: tail_or_empty(attempt_dir / f"agent-{host}.log", LOG_TAIL) for host in missing}
+    extracting = [host for host in missing if not _AFTER_EXTRACTION.search(logs[host])]
+    return f"{line}; extracting the image on {', '.join(extracting)}" if extracting else line
 
 
 def _refusal(run: RunFolder, attempt: str | None, state: JobState) -> str:

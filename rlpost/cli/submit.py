@@ -11,11 +11,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
-from datetime import datetime
 from pathlib import Path
 
 from common.counting import counted
-from common.run_folder import RunFolder, RunFolderError, claim_folder, create_run_folder
+from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from rlpost.arguments import add_switch
 from rlpost.check import absent, check, notes
 from rlpost.cli.command_line import no_recipe, parser, settings
@@ -25,7 +24,7 @@ from rlpost.cli.follow import conclude, follow
 from rlpost.cli.job import as_the_job_would, job_spec
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearsed, text
-from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
+from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import submit_servers, wants_servers
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, store_keys
@@ -39,11 +38,9 @@ from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
-from slurm.queue import queue
 from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec
-from slurm.states import JobState
 from slurm.variables import submission_environment, unknown_variables
 
 PROJECT = Path(__file__).parents[2]
@@ -62,7 +59,9 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise no_recipe("rlpost submit tiny")
-    root = options.run_folder or _new_run_folder(loaded.config)
+    root = choose_folder(options.run_folder, loaded.config, resume=options.resume)
+    if options.resume and options.run_folder is None:
+        print(f"resuming {root}")
     config, local, said = checked(options, loaded, root)
     planned = RunFolder(root.absolute())
     print_notes(said, told)
@@ -82,17 +81,14 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             print(_tested(completed(spec, planned, home=PROJECT)))
             return 0
         _check_wandb_key(config, planned)
-        if options.resume:
-            _check_it_has_ended(planned)
-        if options.run_folder is None:  # another submission may have taken the name since
-            root = claim_folder(root)
-        run = create_run_folder(root, dump(config), resume=options.resume)
-        snapshot_code(PROJECT, run.code)
-        store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
         where: Where = "local" if local else "slurm"
         if options.debug:
             where = "debug"
-        job_id = submit(spec, run, home=run.code, where=where)
+        with claim(root, is_given=options.resume or options.run_folder is not None) as root:
+            run = create_run_folder(root, dump(config), resume=options.resume)
+            snapshot_code(PROJECT, run.code)
+            store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
+            job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
             print(f"sandbox servers {submit_servers(run, config, job_id)}")
     except (SlurmError, RunFolderError) as error:
@@ -201,21 +197,6 @@ def _of_the_fleet(number: int) -> str:
     return f"{counted(number, 'engine job')} of its fleet"
 
 
-def _check_it_has_ended(run: RunFolder) -> None:
-    """Raise ConfigError if a job of the run still exists: two would fence each other off."""
-    if (job_id := newest_job(run)) is None:
-        return
-    if job_id.startswith(LOCAL):
-        state = JobState.RUNNING if local_is_alive(job_id) else JobState.UNKNOWN
-    else:
-        state = queue([job_id])[job_id].state
-    if state in (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED):
-        raise ConfigError(
-            f"--resume: job {job_id} of {run.root.name} is {state} and restarts automatically; to change its settings, "
-            f"rlpost cancel {run.root.name} first"
-        )
-
-
 def _check_wandb_key(config: Config, run: RunFolder) -> None:
     if (
         config.wandb.is_on
@@ -273,11 +254,6 @@ def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
         help="follow the run to its end and exit with its result (default with --local)",
     )
     return made
-
-
-def _new_run_folder(config: Config) -> Path:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path(config.cluster.runs_dir) / f"{config.cluster.job_name}-{stamp}"
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ _ROWS = (
     ("checkpoint/written_bytes", "bytes", "size of all its files"),
     ("driver/loop_lag_s", "s",
      "longest delay of the driver's event loop since the previous line (docs/scale.md)"),
+    ("driver/num_tasks", "", "tasks of the driver's event loop at the end of the step"),
     ("memory/driver_gb", "GB", "resident memory of the driver, with its graders and the router"),
     ("memory/actor_gb", "GB", "resident memory of an actor"),
     ("memory/actor_gpu_peak_gb", "GB",

@@ -5,7 +5,10 @@ Input: the settings and the run's folder. Output: the newest committed checkpoin
 
 Only the driver commits; the actors write files into the folder that the driver has created. A
 commit that fails, or that is deferred because the previous one is still being written, is owed: the
-loop retries it after its next step. Only a newer attempt that claims the folder ends the run.
+loop retries it after a later step. The partial files of a failed save are deleted at once, because
+on a full disk they take the space of journal, metrics and logs; retries follow after growing
+pauses, because each blocks training for as long as a save takes. Only a newer attempt that claims
+the folder ends the run.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from rlpost.checkpoint.commit import (
     begin,
     commit,
+    discard,
     newest_committed,
     prune,
     recoverable,
@@ -40,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "run_state.json"
 LONGEST_PAUSE_S = 2.0
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 2.0, 1800.0
+"""Bounds of the pause between a failed save and its retry."""
+DISCARD_S = 20.0
 Write = Callable[[Path], Awaitable[object]]
 
 
@@ -51,6 +58,30 @@ class SaveTimes:
     blocking_s: float
     total_s: float
     num_bytes: int
+
+
+class Retries:
+    """Pauses between retries of a save: twice as long as it took, doubled with each failure."""
+
+    def __init__(self) -> None:
+        self._num_failed, self._next_at = 0, 0.0
+
+    def failed(self, seconds: float) -> float:
+        """Record that a save failed after ``seconds``; return the seconds until its retry."""
+        self._num_failed += 1
+        pause_s = max(SHORTEST_RETRY_S, 2.0 * seconds) * 2.0 ** (self._num_failed - 1)
+        pause_s = min(pause_s, LONGEST_RETRY_S)
+        self._next_at = time.monotonic() + pause_s
+        return pause_s
+
+    def succeeded(self) -> None:
+        """Record a commit."""
+        self._num_failed, self._next_at = 0, 0.0
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether the next retry is not due yet."""
+        return time.monotonic() < self._next_at
 
 
 class Checkpoints:
@@ -81,16 +112,28 @@ class Checkpoints:
         self._background: asyncio.Task[None] | None = None
         self._started = 0.0  # when the newest checkpoint began to be written
         self._owed: int | None = None  # the newest step whose commit was due and is missing
+        self._partial: Path | None = None  # the folder of the save in progress
         self._newest: Path | None = None  # the newest checkpoint committed by this attempt
         self._resumed: Path | None = None  # the one that this attempt started from
         # the ranks' part of a background save
         self._finishing: asyncio.Future[object] | None = None
+        self._retries = Retries()
         self.last: SaveTimes | None = None
 
     @property
     def is_owed(self) -> bool:
         """Whether a commit failed or was deferred, and none has succeeded since."""
         return self._owed is not None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last save failed, and its retry is not due yet."""
+        return self._retries.is_pause
+
+    def put_off(self, step: int) -> None:
+        """Record that the commit of ``step`` is due, and retry it after the next pause."""
+        self._owed = step
+        self._retries.failed(0.0)
 
     @property
     def has_committed(self) -> bool:
@@ -196,9 +239,13 @@ class Checkpoints:
                 f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under "
                 f"{self.save_folder} hangs"
             )
-        async with self._deadline(state):
-            folder = await self._written(state, write)
-            await self._commit(state, folder, started, blocking_s=None)
+        try:
+            async with self._deadline(state):
+                folder = await self._written(state, write)
+                await self._commit(state, folder, started, blocking_s=None)
+        except (RlpostError, OSError) as error:
+            await self._clean_up(error, started)
+            raise
         await self._report_and_prune(state.step)
         return True
 
@@ -220,8 +267,12 @@ class Checkpoints:
             )
             return False
         self._started = time.monotonic()
-        async with self._deadline(state):
-            folder = await self._written(state, write)
+        try:
+            async with self._deadline(state):
+                folder = await self._written(state, write)
+        except (RlpostError, OSError) as error:
+            await self._clean_up(error, self._started)
+            raise
         blocking_s = time.monotonic() - self._started
         logger.info(
             "checkpoint of step %d started in %.2f s; training continues", state.step, blocking_s
@@ -263,11 +314,35 @@ class Checkpoints:
         lane = None if self._claim is None else self._claim.lane
         try:
             folder = await in_daemon(partial(begin, self.save_folder, state.step, lane=lane))
+            self._partial = folder
             await write(folder)
         except (RlpostError, OSError):
             await in_daemon(self.check_owner)
             raise
         return folder
+
+    async def _clean_up(self, error: Exception, started: float) -> None:
+        """Delete the files of a save that failed with ``error``, and set the time of its retry.
+
+        It waits for hung storage no longer than DISCARD_S. After --save-deadline-s threads and ranks
+        may still write, and even commit: the next save deletes what they leave.
+        """
+        folder, self._partial = self._partial, None
+        if isinstance(error, Fenced):
+            return
+        seconds = time.monotonic() - started
+        pause_s = self._retries.failed(seconds)
+        logger.info("the save is retried after the first step that ends in %.0f s or more", pause_s)
+        if folder is None or seconds >= self._settings.save_deadline_s:
+            return
+        try:
+            async with asyncio.timeout(DISCARD_S):
+                await in_daemon(partial(discard, folder))
+        except (OSError, TimeoutError) as problem:
+            logger.warning(
+                "the files of the failed save in %s are not deleted yet: %s",
+                *(folder, problem or f"the storage has not answered within {DISCARD_S:.0f} s"),
+            )
 
     async def _finish(
         self,
@@ -282,10 +357,11 @@ class Checkpoints:
         except Fenced:
             raise
         except (RlpostError, OSError) as error:
+            await in_daemon(self.check_owner)
+            await self._clean_up(error, self._started)
             logger.error(
                 "committing step %d failed, the previous checkpoint is kept: %s", state.step, error
             )
-            await in_daemon(self.check_owner)
             return
         await self._report_and_prune(state.step)
 
@@ -310,7 +386,8 @@ class Checkpoints:
         except (CheckpointError, OSError):
             await in_daemon(self.check_owner)  # a newer attempt may have claimed the folder
             raise
-        self._newest = path
+        self._newest, self._partial = path, None
+        self._retries.succeeded()
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
         self.last = SaveTimes(

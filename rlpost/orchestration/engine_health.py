@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
@@ -35,6 +36,8 @@ Hook = Callable[[], Awaitable[None]]
 NO_ANSWER = "no answer to the health check"
 NODE_LOST = "the node is lost"
 STUCK = "blocked in a broadcast that lost a peer"
+MAX_RESTARTS = 3
+"""Restarts of one engine without a trained batch in between; another one would change nothing."""
 
 
 class EngineHealth:
@@ -74,6 +77,7 @@ class EngineHealth:
         self._weights_onloaded = weights_onloaded
         self._busy = asyncio.Lock()
         self._version = 0  # version of the weights that engines receive
+        self._restarts: Counter[int] = Counter()  # of each engine since the last trained batch
 
     @property
     def num_serving(self) -> int:
@@ -83,6 +87,7 @@ class EngineHealth:
     def trained(self, version: int) -> None:
         """Record the version that the trainer has for the engines; later repairs send it to all."""
         self._version = version
+        self._restarts.clear()
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; restart those that fail or were dismissed.
@@ -238,7 +243,11 @@ class EngineHealth:
     async def _repair(
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
     ) -> None:
-        """Restart engines and update all; repeat if a node is lost before that is done."""
+        """Restart engines and update all; repeat if a node is lost before that is done.
+
+        Raises EngineDied when the restarts of an engine do not help.
+        """
+        self._count_restarts(sick)
         to_restart = set(sick)
         while True:
             to_restart.update(self._nodes.engines)
@@ -254,6 +263,16 @@ class EngineHealth:
                     raise
                 logger.warning("the repair begins again: %s", error)
         await self._nodes.back("engines")
+
+    def _count_restarts(self, sick: Sequence[int]) -> None:
+        self._restarts.update(sick)
+        for index in sick:
+            if self._restarts[index] > MAX_RESTARTS:
+                raise EngineDied(
+                    f"engine {index} died or hung again after {MAX_RESTARTS} restarts, and no batch was trained in "
+                    f"between; see the end of engine-{index}-server.log in the attempt's folder. If a forward pass "
+                    "takes this long, raise --rollout-health-check-timeout or lower --sglang-chunked-prefill-size"
+                )
 
     async def _restart(
         self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rlpost.errors import EngineDied, RolloutError
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.adoption import ANSWER_S, is_adopted
+from rlpost.orchestration.engine_life import EngineLife, check_engine
 from rlpost.orchestration.engine_settings import settings_of_engine
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.worker_groups import EngineWorkers
@@ -76,6 +78,7 @@ class Fleet:
         self._workers: list[EngineWorkers] = []
         self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
+        self._lives: dict[int, EngineLife] = {}
         self.can_retract = False
         """True if every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
@@ -220,26 +223,34 @@ class Fleet:
         return "retract" if self.can_retract and not must_abort else "abort"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Return engines that do not answer in time, except dismissed ones; concurrency is bounded.
+        """Return dead engines, except dismissed ones; concurrency is bounded.
 
-        ``generating``: the engines are not paused, so the check generates a token.
+        ``generating``: the engines are not paused, so the check generates a token, and one that is
+        busy is not dead (``engine_life``). Otherwise an engine is dead that does not answer.
         """
-        path = "/health_generate" if generating else "/health"
         timeout_s = self._config.sglang.rollout_health_check_timeout
 
-        async def is_healthy(address: EngineAddress) -> bool:
-            try:
-                await EngineClient(address.url, self.api_key, timeout_s=timeout_s).request(
-                    "GET", path, None
-                )
-            except RolloutError as error:
-                logger.warning("%s", error)
-                return False
-            return True
+        async def is_healthy(index: int) -> bool:
+            client = replace(self._client(index), timeout_s=timeout_s)
+            if generating:
+                life = self._lives.setdefault(index, EngineLife(client.url))
+                problem = await check_engine(client, life)
+            else:
+                problem = await self._silence(client)
+            if problem is not None:
+                logger.warning("%s", problem)
+            return problem is None
 
         present = self._present()
-        healthy = await for_each(is_healthy, [self.addresses[index] for index in present])
+        healthy = await for_each(is_healthy, present)
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
+
+    async def _silence(self, client: EngineClient) -> str | None:
+        try:
+            await client.request("GET", "/health", None)
+        except RolloutError as error:
+            return str(error)
+        return None
 
     async def dismiss(self, index: int) -> None:
         """Remove an engine from the router, which retries its requests, and stop its process.
@@ -303,6 +314,8 @@ class Fleet:
         Raises what ``start`` raises.
         """
         begun = self._starting.get(index)
+        if index in self._lives:
+            self._lives[index].restarted()
         try:
             await (self._start_engine(index) if begun is None else begun)
         finally:

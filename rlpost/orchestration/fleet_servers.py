@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlpost.errors import RolloutError
 from rlpost.fleet.records import EngineRecord
+from rlpost.orchestration.engine_life import EngineLife, check_engine
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.server_proof import check_server
 
@@ -56,6 +57,7 @@ class FleetServers:
         """
         self._key, self._deadlines = key, deadlines
         self._load_adapters = load_adapters
+        self._lives: dict[str, tuple[str, EngineLife]] = {}  # by engine, of its newest incarnation
 
     async def update(self, record: EngineRecord, weights: Path, version: int) -> None:
         """Bring a server to a version; it stays paused. Raises RolloutError, TimeoutError."""
@@ -87,14 +89,19 @@ class FleetServers:
         return True
 
     async def check(self, record: EngineRecord) -> str | None:
-        """Let a server generate a token; return the problem, None if it works."""
-        deadline_s = self._deadlines.health_s
+        """Let a server generate a token; return the problem, None if it works or is busy."""
+        deadlines = self._deadlines
+        proof_s = min(deadlines.health_s, deadlines.control_s)
+        incarnation, life = self._lives.get(record.engine, ("", EngineLife(record.url)))
+        if incarnation != record.incarnation:
+            life = EngineLife(record.url)
+        self._lives[record.engine] = record.incarnation, life
         try:
-            async with self._client(record, deadline_s) as client:
-                await client.request("GET", "/health_generate", None)
-        except (RolloutError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            return str(error) or f"health check: no answer within {deadline_s:.0f} s"
-        return None
+            await check_server(record.url, self._key, timeout_s=proof_s)
+            client = EngineClient(record.url, self._key, timeout_s=deadlines.health_s)
+            return await check_engine(client, life)
+        except (RolloutError, OSError, ValueError) as error:
+            return str(error)
 
     @asynccontextmanager
     async def _client(self, record: EngineRecord, deadline_s: float) -> AsyncIterator[EngineClient]:

@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import abstractmethod
@@ -28,7 +29,7 @@ from typing import Protocol
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.errors import Fenced, Preempted, RlpostError
+from rlpost.errors import Fenced, HalfTrained, Preempted, RlpostError
 from rlpost.garbage import between_steps
 from rlpost.metrics.progress import progress_line
 from rlpost.metrics.spans import span
@@ -76,7 +77,15 @@ class Stages(Protocol):
 
     @abstractmethod
     def save_is_owed(self) -> bool:
-        """Whether a save failed or was deferred; it is retried after the next step."""
+        """Whether a save failed or was deferred; it is retried after a later step."""
+
+    @abstractmethod
+    def save_is_paused(self) -> bool:
+        """Whether the last save failed, and its retry is not due yet."""
+
+    @abstractmethod
+    def put_off_save(self, step: int) -> None:
+        """Record that a save of ``step`` is owed, as after a failure."""
 
     @abstractmethod
     async def settle_saves(self) -> bool:
@@ -165,27 +174,45 @@ class Loop:
         A save that fails does not turn the preemption into a failure.
         """
         await self._rollouts.stop()
-        if self._stop.leave_with(request) == "checkpoint":
-            logger.warning("%s; saving step %d", request, self.state.step)
-            try:
-                await self._save(wait=True)
-            except Fenced:
-                raise
-            except (RlpostError, OSError) as error:  # Slurm may kill an actor before the driver
-                logger.error(
-                    "the save of step %d failed, earlier checkpoints are kept: %s",
-                    self.state.step,
-                    error,
-                )
-                self._stop.left_with = "journal"
+        if await self._is_saved(request):
+            self._stop.left_with = "checkpoint"
+            logger.warning("%s; a checkpoint holds step %d already", request, self.state.step)
+        elif self._stop.leave_with(request) == "checkpoint":
+            await self._save_last(request)
         else:
             logger.warning(
                 "%s; step %d is not saved as a checkpoint, the next attempt replays the journal",
                 *(request, self.state.step),
             )
         await self._journal.durable()
-        if self._stop.left_with == "journal" and not self._journal.is_written:
+        if self._stop.left_with == "journal" and not self._journal.is_durable:
             self._stop.left_with = None  # the storage of the journal failed too
+
+    async def _is_saved(self, request: Preempted) -> bool:
+        """Whether a checkpoint holds the state, or the save in progress commits it in time."""
+        holds_all = self.state.holding(*self._rollouts.pending()) == self._saved
+        if isinstance(request, HalfTrained) or not holds_all:
+            return False
+        try:
+            async with asyncio.timeout(self._stop.time_to_save_s()):
+                return await self._stages.settle_saves()
+        except TimeoutError:
+            return False
+
+    async def _save_last(self, request: Preempted) -> None:
+        logger.warning("%s; saving step %d", request, self.state.step)
+        await self._journal.durable()
+        has_journal = self._journal.is_durable  # the save begins a new segment
+        try:
+            await self._save(wait=True)
+        except Fenced:
+            raise
+        except (RlpostError, OSError) as error:  # Slurm may kill an actor before the driver
+            logger.error(
+                "the save of step %d failed, earlier checkpoints are kept: %s",
+                *(self.state.step, error),
+            )
+            self._stop.left_with = "journal" if has_journal else None
 
     async def _step(self) -> Mapping[str, float]:
         """Run one step: generate, train, synchronise weights, evaluate and save if due."""
@@ -217,6 +244,7 @@ class Loop:
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
         if self._loop_lag is not None:
             metrics["driver/loop_lag_s"] = self._loop_lag()
+            metrics["driver/num_tasks"] = float(len(asyncio.all_tasks()))
         metrics |= await self._stages.measured(self.state.step, metrics)
         self.state = replace(self.state, pending=metrics)
         return await self._settle()
@@ -244,7 +272,8 @@ class Loop:
         if metrics:
             await self._metrics.put(self.state.step, metrics)
         self.state = self.state.settled()
-        if self._must_save() or self._stages.save_is_owed():
+        is_due = self._must_save() or self._stages.save_is_owed()
+        if is_due and not self._stages.save_is_paused():
             await self._save(wait=False)
         return metrics
 
@@ -266,6 +295,10 @@ class Loop:
 
     async def _save(self, *, wait: bool) -> None:
         await self._journal.durable()
+        if self._journal.lacks_space and not wait:
+            # The journal is on the same disk. A save would fail, and give up the records that wait.
+            self._stages.put_off_save(self.state.step)
+            return
         self.state = self.state.holding(*self._rollouts.pending())
         if self.state != self._saved or (wait and not await self._stages.settle_saves()):
             self.state = replace(self.state, journal=await self._journal.begin(self.state.step))

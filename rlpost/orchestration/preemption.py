@@ -182,6 +182,11 @@ class StopRequest:
         left = self.time_left_s()
         return left is not None and left < EXIT_S
 
+    def time_to_save_s(self) -> float | None:
+        """Seconds left without those of the exit; None without a known deadline."""
+        left = self.time_left_s()
+        return None if left is None else max(0.0, left - EXIT_S)
+
     def leave_with(self, request: Preempted) -> Saved:
         """Decide what the loop saves after ``request``; the ledger records the decision.
 

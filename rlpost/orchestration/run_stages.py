@@ -179,6 +179,17 @@ class RunStages(Stages):
         """Whether a save failed or was deferred."""
         return self.checkpoints.is_owed
 
+    def save_is_paused(self) -> bool:
+        """Whether the last save failed, and its retry is not due yet."""
+        return self.checkpoints.is_paused
+
+    def put_off_save(self, step: int) -> None:
+        """Record that a save of ``step`` is owed, as after a failure."""
+        logger.error(
+            "saving step %d is put off: the disk of %s is full", step, self.checkpoints.save_folder
+        )
+        self.checkpoints.put_off(step)
+
     async def measured(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return metrics of throughput, weight sync, checkpoints and memory."""
         return await self.observation.measured(step, metrics)

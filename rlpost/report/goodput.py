@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 from common.ledger import Entry
 from rlpost.config.tree import Config
 from rlpost.metrics.pace import finite, is_timed
+from rlpost.report.clock import without_jumps_back
 from rlpost.report.fleet_use import FleetUse, fleet_use
 from rlpost.report.timeline import COMES_BACK
 from rlpost.units import duration_text
@@ -165,9 +166,7 @@ def goodput(
     Args: until: the end of what is still running. For a job that is known to be over, the time of
         its last entry.
     """
-    entries = [
-        (datetime.fromisoformat(entry["time"]), entry) for entry in events if "time" in entry
-    ]
+    entries, until = without_jumps_back(events, until)
     attempts = _attempts(entries, until)
     if layout is None or not attempts:
         return None

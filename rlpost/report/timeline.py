@@ -13,6 +13,7 @@ from typing import Literal
 
 from common.error_lines import error_line
 from common.ledger import Entry
+from rlpost.report.clock import without_jumps_back
 
 Doing = Literal["waiting", "starting", "training", "ending"]
 _NEXT: dict[str, Doing] = {
@@ -86,7 +87,7 @@ class Timeline:
 
 def timeline(events: Sequence[Entry], until: datetime) -> Timeline | None:
     """Return the history; None for an empty ledger."""
-    entries = [(datetime.fromisoformat(entry["time"]), entry) for entry in events]
+    entries, until = without_jumps_back(events, until)
     if not entries:
         return None
     begin = entries[0][0]

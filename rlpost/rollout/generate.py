@@ -13,9 +13,11 @@ fewer than two answers left has no baseline and is generated again.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rlpost.bounded import together
@@ -85,7 +87,7 @@ class GroupWriter:
         Raises:
             RolloutError: a request failed permanently, or too many answers in a row were lost; the other requests of
                 the group are cancelled.
-            ConfigError: the function did not return an answer.
+            ConfigError: the function did not return an answer, or one with an ``extra`` that is not JSON.
         """
         prompt = entry.prompt
         async with self._beginning:
@@ -197,7 +199,33 @@ class GroupWriter:
                 f"--custom-generate-function-path: the function returned an answer without a token for prompt "
                 f"{prompt.prompt_id}, which cannot be trained; let it call builder.write() at least once"
             )
-        return list(samples)
+        return [self._as_journaled(each) for each in samples]
+
+    def _as_journaled(self, sample: Sample) -> Sample:
+        """Return the sample with ``extra`` as the journal and checkpoints give it back.
+
+        A resumed run then trains on the same values: JSON has no tuples, and its keys are strings.
+        Raises ConfigError for a value that JSON lacks.
+        """
+        if not sample.extra:
+            return sample
+        kept: dict[str, object] = {}
+        for key, value in sample.extra.items():
+            try:
+                kept |= json.loads(json.dumps({key: value}))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"--custom-generate-function-path or --env: {_name_of(self._function)} put extra[{key!r}] of type "
+                    f"{type(value).__name__} into its answer to prompt {sample.prompt_id}, which is not a JSON value "
+                    f"({error}); convert it, for example with float() or .tolist()"
+                ) from error
+        return replace(sample, extra=kept)
+
+
+def _name_of(function: object) -> str:
+    """The name of a function, or of the class of a callable object."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"  # type: ignore[attr-defined]
 
 
 async def write_all(

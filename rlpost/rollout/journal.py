@@ -48,6 +48,7 @@ from rlpost.rollout.journal_format import (
     GROUP,
     Header,
     Record,
+    Segment,
     batch_content,
     evaluation_content,
     group_content,
@@ -129,6 +130,8 @@ class Journal:
         }
         segment.create(journal._first(), journal.waiting)
         journal._waiting = deque(segment.copies or journal._waiting)
+        if segment.copies is not None:
+            _delete_superseded(there, found.chain, check)
         if found.records:
             kinds = [record.kind for record in found.records]
             logger.info(
@@ -152,6 +155,16 @@ class Journal:
     def is_written(self) -> bool:
         """False when storage failed, until the next ``begin``."""
         return self._segment is not None and self._segment.is_written
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether all records appended so far survive a crash of the machine."""
+        return self._segment is not None and self._segment.is_durable
+
+    @property
+    def lacks_space(self) -> bool:
+        """Whether records wait for space on the disk, where checkpoints are saved too."""
+        return self._segment is not None and self._segment.lacks_space
 
     @property
     def waiting(self) -> Sequence[Record]:
@@ -291,7 +304,7 @@ class Journal:
     async def durable(self) -> None:
         """Return when all records appended so far survive a crash of the machine.
 
-        Returns as well if the journal is no longer written. Raises Fenced when another attempt
+        Returns as well if it cannot be written; see ``is_durable``. Raises Fenced when another attempt
         owns the run.
         """
         if self._segment is not None:
@@ -330,6 +343,29 @@ class Journal:
     def _append(self, content: bytes) -> None:
         if self._segment is not None:
             self._segment.append(content)
+
+
+def _delete_superseded(
+    segments: Iterable[Segment], chain: Sequence[Segment], check: Callable[[], None]
+) -> None:
+    """Delete the segments that a resume from the state of ``chain`` has copied to a new one.
+
+    Otherwise N restarts without a commit would keep N copies. The new segment continues the state
+    before as they did, so checkpoints of earlier states do not need them. Segments of format 1 are
+    chained by number and stay. Raises Fenced when another attempt owns the run.
+    """
+    if not chain:
+        return
+    check()
+    copied = chain[0].header
+    for segment in segments:
+        header = segment.header
+        is_of_state = (header.base, header.step) == (copied.base, copied.step)
+        if is_of_state and header.number <= copied.number and header.format > 1:
+            try:
+                segment.path.unlink(missing_ok=True)
+            except OSError as error:  # the next resume deletes it
+                logger.warning("journal: %s is not needed and not deleted: %s", segment.path, error)
 
 
 async def _reading(folder: Path, act: Callable[[], T], what: str) -> T:

@@ -184,6 +184,13 @@ class Framing:
         self.checksum, self.num_bytes = 0, 0
         self._digest = hashlib.blake2b(digest_size=16)
 
+    def copy(self) -> Framing:
+        """Return the current state, to continue from after later records are cut off."""
+        other = Framing()
+        other.checksum, other.num_bytes = self.checksum, self.num_bytes
+        other._digest = self._digest.copy()
+        return other
+
     def frame(self, content: bytes) -> bytes:
         """Return the next record as the file holds it."""
         checksum = zlib.crc32(content, self.checksum)

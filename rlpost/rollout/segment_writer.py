@@ -5,8 +5,11 @@ no other attempt has: if two attempts of a run are alive on two hosts, exactly o
 the file, on any file system.
 
 Consecutive segments share one queue, so that a segment seals the complete one before it. After a
-storage failure, a missed deadline or too many pending bytes a segment is given up: nothing more is
-written to it, even if the storage answers later, and the next segment has another queue.
+write or fsync that fails, the file is cut back to its last synced record, and the records since
+then, which stay in memory until they are synced, are written again with the next record: a disk
+that was full for a while costs no record. After a missed deadline, too many pending bytes or a file
+that cannot be cut back, a segment is given up: nothing more is written to it, even if the storage
+answers later, and the next segment has another queue.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ MAX_PENDING_BYTES = 4 * 2**30
 """Limit of queued records, whose samples the driver holds anyway; with routes of 89 layers and 8
 experts each, it is reached by 6 million tokens.
 """
+MAX_UNSYNCED_BYTES = 64 * 2**20
+"""Bytes of written records in memory after which the thread syncs without being asked."""
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 RECORD_OVERHEAD_BYTES = 1024  # memory of a pending record besides its content
 MAX_TAKEN = 16
 LOST = "a crash before the next checkpoint would repeat generation"
@@ -77,10 +83,15 @@ class SegmentWriter:
             after._queue if after is not None and after.is_written else _queue(folder)
         )
         self._file: int | None = None
-        self._framing = Framing()
+        # state at the end of the file, and at the last fsync
+        self._framing, self._synced_framing = Framing(), Framing()
         self._problem: str | None = None
+        self._failure: OSError | None = None  # of the last write; the next one retries
+        self._first_records: tuple[Sequence[bytes], Sequence[Record]] | None = None
+        """Arguments of ``create`` while the file could not be created."""
         self._num_copied = 0  # bytes of waiting records
         self._pending: deque[bytes] = deque()
+        self._unsynced: deque[bytes] = deque()  # written since the last fsync
         # Bytes of records: queued (event loop), written and synced (thread). -1: the file is not
         # created.
         self._queued, self._written, self._synced = 0, 0, -1
@@ -89,6 +100,17 @@ class SegmentWriter:
     def is_written(self) -> bool:
         """False once the segment is given up."""
         return self._problem is None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether all queued records are on disk."""
+        return self._problem is None and self._synced == self._queued
+
+    @property
+    def lacks_space(self) -> bool:
+        """Whether records wait for space on the disk."""
+        failure = self._failure
+        return self._problem is None and failure is not None and failure.errno in NO_SPACE
 
     def next(self, step: int | None = None) -> SegmentWriter:
         """Return the next segment, for a state of ``step`` steps or, without, the same state."""
@@ -118,11 +140,11 @@ class SegmentWriter:
         self._queue.soon(self._write_pending)
 
     async def durable(self) -> None:
-        """Return when all queued records are on disk, or the segment is given up.
+        """Return when all queued records are on disk, or a write fails or takes too long.
 
         Raises as ``create`` does.
         """
-        if self._problem is None and self._synced != self._queued:
+        if self._problem is None and not self.is_durable:
             await self._within_deadline(self._queue.soon(self._sync), "an fsync")
 
     def give_up(self, why: str) -> None:
@@ -130,7 +152,9 @@ class SegmentWriter:
         if self._problem is not None:
             return
         self._problem = why
-        self._pending.clear()  # a queue that hangs must not keep them in memory
+        # a queue that hangs must not keep them in memory
+        self._pending.clear()
+        self._unsynced.clear()
         logger.error("journal: %s is no longer written (%s); %s", self._folder, why, LOST)
         self._queue.soon(self._close)
 
@@ -156,6 +180,7 @@ class SegmentWriter:
                 create_file(path, self._first_frames(path, first, waiting, copies))
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
                 self._synced, self.copies = 0, copies
+                self._synced_framing = self._framing.copy()
             except FileExistsError:  # an older attempt that is still alive was faster
                 self._check()
                 if self.header.number == last:
@@ -165,7 +190,12 @@ class SegmentWriter:
                 self._take_next_number()
             except OSError as error:
                 self._check()
-                self.give_up(str(error))
+                if error.errno not in NO_SPACE:
+                    self.give_up(str(error))
+                    return
+                self._first_records = first, waiting
+                self._retry_later(error)
+                return
             except CheckpointError as error:
                 self.give_up(str(error))
                 raise
@@ -173,6 +203,8 @@ class SegmentWriter:
     def _replace(self, before: SegmentWriter) -> None:
         """End the segment ``before``, and seal it if this one begins with a state."""
         before._sync()
+        if before._failure is not None:
+            before.give_up(str(before._failure))
         is_complete = before.is_written
         previous = self.header.previous
         if self._is_base:
@@ -205,6 +237,7 @@ class SegmentWriter:
             yield frame
 
     def _write_pending(self) -> None:
+        self._create_again()
         while self._file is not None and self._problem is None:
             try:
                 content = self._pending[0]
@@ -213,23 +246,71 @@ class SegmentWriter:
             try:
                 write_all(self._file, self._framing.frame(content))
             except OSError as error:
-                self.give_up(str(error))
+                self._cut_back(error)
                 return
             self._written += _cost(content)
+            self._unsynced.append(content)
             with suppress(IndexError):  # the event loop may have given up
                 # after the write: an unexpected error must not skip a record
                 self._pending.popleft()
+            if self._written - max(self._synced, 0) > MAX_UNSYNCED_BYTES:
+                self._sync_written()
+
+    def _create_again(self) -> None:
+        """Create the file if there was no space for it before."""
+        if self._first_records is None or self._problem is not None:
+            return
+        records, self._first_records = self._first_records, None
+        self.create(*records)
 
     def _sync(self) -> None:
         self._write_pending()
-        if self._problem is not None or self._file is None or self._synced == self._written:
+        self._sync_written()
+
+    def _sync_written(self) -> None:
+        if self._problem is not None or self._file is None or self._failure_is_new():
             return
         try:
-            os.fsync(self._file)
+            if self._synced != self._written:
+                os.fsync(self._file)
         except OSError as error:
+            self._cut_back(error)
+            return
+        self._synced, self._synced_framing = self._written, self._framing.copy()
+        self._unsynced.clear()
+        if self._failure is not None:
+            self._failure = None
+            logger.info("journal: %s is written again", self._folder)
+
+    def _failure_is_new(self) -> bool:
+        """Whether the last write failed, so that records wait."""
+        return self._failure is not None and bool(self._pending)
+
+    def _cut_back(self, error: OSError) -> None:
+        """Cut the file back to its last synced record, and queue all later records again.
+
+        After a failed fsync the page cache may lack records that were written: they count as not
+        written.
+        """
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._synced_framing.num_bytes)
+        except OSError:
             self.give_up(str(error))
-        else:
-            self._synced = self._written
+            return
+        self._framing, self._written = self._synced_framing.copy(), self._synced
+        self._pending.extendleft(reversed(self._unsynced))
+        self._unsynced.clear()
+        self._retry_later(error)
+
+    def _retry_later(self, error: OSError) -> None:
+        if self._failure is None:
+            logger.error(
+                "journal: %s cannot be written (%s); its records wait in memory, and each later one retries. "
+                "Make room there; %s",
+                *(self._folder, error, LOST),
+            )
+        self._failure = error
 
     def _close(self) -> None:
         if self._file is not None:

@@ -32,6 +32,7 @@ from rlpost.config.server_arg_values import typed_args
 from rlpost.cpu_affinity import bind_to_gpus
 from rlpost.garbage import paused_for_imports
 from rlpost.rollout.cuda_graphs import graph_settings
+from rlpost.rollout.engine_activity import EngineActivity
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
 from rlpost.rollout.server_args import server_arg_names
@@ -54,7 +55,13 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
     "max_running_requests": 64,
+    # A forward pass on a CPU beside other load may take longer than SGLang's 300 s, after which its
+    # scheduler ends itself.
+    "watchdog_timeout": 1800.0,
 }
+
+LOGGING: Mapping[str, object] = {"log_level_http": "warning"}
+"""Without it the log on the shared file system gets a line for each request: gigabytes in a run."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 ONLY_ON_CUDA: Mapping[str, object] = {
@@ -74,8 +81,8 @@ def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str
     Without CUDA, the given values override CPU defaults, and settings that need CUDA are reset.
     """
     if has_cuda:
-        return dict(given)
-    return {**WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
+        return {**LOGGING, **given}
+    return {**LOGGING, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
 def not_in_children(fd: int) -> None:
@@ -194,6 +201,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
+    app.add_middleware(EngineActivity)
     if server_args.api_key:
         own = host_port(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)

@@ -5,15 +5,15 @@
 - USR2 (the time limit, or a preemption where the site sends it) reaches this process alone, which
   announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
-  ended, or the user drained it). 75: it was preempted and is requeued. Anything else is a failure,
-  after which ``max_failures`` bounds the restarts.
+  ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
+  retry makes the image available. Anything else is a failure, after which ``max_failures`` bounds the restarts.
 """
 
 import time
 from pathlib import Path
 from typing import List, Sequence
 
-from common.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import text_or_empty, write_atomic
 from common.stop_file import StopMessage, stop_text
 from slurm.batch.attempt import USR2
@@ -46,15 +46,16 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
         stop_file.unlink()  # of an earlier start
     host.log_start()
     (state / "container").write_text(place.container + "\n")
-    launch, code = logs / f"{name}.launch", EXIT_FAILED
-    with_image = host.import_image(options, place, launch)
-    if with_image is not None:
+    launch = logs / f"{name}.launch"
+    code, place = host.import_image(options, place, launch)
+    if code == 0:
         words = [expand(word, host.environ) for word in agent]
-        argv = engine_step(options, with_image, name, logs=str(logs), stop_file=str(stop_file))
+        argv = engine_step(options, place, name, logs=str(logs), stop_file=str(stop_file))
+        host.prepare_nodes(place)
         step = host.start_step([*argv, *words], launch)
         code = host.wait_for(step, lambda: _announce(host, options, stop_file))
-    host.log(f"the agent ended (srun exit {code})")
-    host.remove_container(place)
+        host.log(f"the agent ended (srun exit {code})")
+        host.remove_container(place)
     if stop_file.exists():
         stop_file.unlink()
     return restart_task(host, options, code, state / "failures")
@@ -79,11 +80,12 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
     """Requeue a task of an array after a preemption or a failure.
 
     Args:
-        code: exit code of the agent; 0: not needed any more, 75: preempted.
+        code: exit code of the agent; 0: not needed any more, 75: preempted, 78: a restart would fail
+            in the same way.
         failures: file with the number of failures so far.
     """
-    if code == EXIT_DONE:
-        return End(EXIT_DONE)
+    if code in (EXIT_DONE, EXIT_CONFIG):
+        return End(code)
     if options.requeue == "never":
         host.log(f"not requeued{' after TERM' if host.signals.terminated else ''}: --requeue never")
         return End(code)
@@ -98,7 +100,7 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
         host.log(f"not requeued: job state is {state or 'unknown'}")
         return End(code, is_final=False)
     if host.signals.terminated:
-        host.log("not requeued: the batch script got TERM")
+        host.log("not requeued by the batch script, which got TERM")
         return End(code, is_final=False)
     host.log(f"requeue: task {host.job.name}")
     ignore_term()

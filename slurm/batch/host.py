@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence
+from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from slurm.batch.attempt import get_image
 from slurm.batch.options import Options
 from slurm.batch.place import Place, find_place
 from slurm.batch.signals import Signals
 from slurm.batch.slurm_job import SlurmJob
-from slurm.batch.steps import removal_step
+from slurm.batch.steps import removal_step, stale_removal_step
 
 POLL_S = 1.0
 REMOVAL_S = 60
@@ -54,16 +54,18 @@ class Host:
             self.log(f"container: {why}")
         return place
 
-    def import_image(self, options: Options, place: Place, log: Path) -> Optional[Place]:
-        """Import the image unless it is a file; None if that fails. ``log``: of the import."""
+    def import_image(self, options: Options, place: Place, log: Path) -> Tuple[int, Place]:
+        """Import the image unless it is a file; return ``slurm.image``'s exit code and the place.
+
+        ``log``: of the import.
+        """
         if place.container == "none":
-            return place
+            return 0, place
         default = self.environ.get("RLPOST_IMAGE_CACHE") or f"{place.home}/runs/images"
         code, path = get_image(place.image, options.image_cache or default, log)
         if code:
             self.log("no image; see above")
-            return None
-        return place._replace(image=path)
+        return code, place._replace(image=path)
 
     def log_start(self) -> None:
         """Log where a task of an array starts."""
@@ -95,11 +97,20 @@ class Host:
             self.wait()
         return shell_code(step.returncode)
 
-    def remove_container(self, place: Place) -> None:
+    def prepare_nodes(self, place: Place) -> None:
+        """Before the agents' step: free the space of earlier containers, say what follows."""
+        if place.container == "none":
+            return
+        if place.container == "pyxis":
+            self.run_bounded(stale_removal_step(place), self.job.seconds_within(REMOVAL_S))
+        self.log("each node extracts the image, which takes a while")
+
+    def remove_container(self, place: Place, folder: str = "") -> None:
         """Remove the container of this start from every node, within the time of the job."""
         if place.container == "none":
             return
-        if not self.run_bounded(removal_step(place), self.job.seconds_within(REMOVAL_S)):
+        argv = removal_step(place, folder)
+        if not self.run_bounded(argv, self.job.seconds_within(REMOVAL_S)):
             self.log("a container may be left on a node; the next run there removes it")
 
     def run_bounded(self, argv: Sequence[str], seconds: float) -> bool:

@@ -73,15 +73,15 @@ def _place(host: Host, options: Options, words: Sequence[str]) -> Place:
 
 def _run(host: Host, options: Options, place: Place, command: Sequence[str]) -> int:
     """Run a command on every node, in its container; return srun's exit code."""
-    with_image = host.import_image(options, place, Path(place.run_folder) / "launch.log")
-    if with_image is None:
-        return EXIT_FAILED
-    place = with_image
+    code, place = host.import_image(options, place, Path(place.run_folder) / "launch.log")
+    if code:
+        return code
     (Path(place.run_folder) / "container").write_text(place.container + "\n")
     srun = ["srun", *ONE_TASK_PER_NODE, "--kill-on-bad-exit=1"]
     output = output_pattern(place.run_folder, "%N.log")
     before = prepared(options.environment, options.setup_command, place.home)
     argv = [*srun, output, *in_container(place), *before, *command]
+    host.prepare_nodes(place)
     step = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=host.environ)
     code = host.wait_for(step, lambda: True)
     host.remove_container(place)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
 from common.attempt import VERDICT_FILE
-from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import text_or_empty
 from slurm import supervise
 from slurm.batch.attempt import create_attempt, launch_log, request_stop
@@ -53,17 +53,17 @@ def run(host: Host, options: Options, command: Command) -> End:
     attempt = Attempt(number, folder, Path(place.run_folder))
     nodes = host.environ.get("SLURM_JOB_NODELIST", "")
     host.log(f"job {host.job.name} attempt {number} on {nodes}: {folder}")
-    with_image = host.import_image(options, place, launch_log(folder))
-    place = with_image or place
+    code, place = host.import_image(options, place, launch_log(folder))
     if not _record_start(host, place, attempt):
         host.log("the job was cancelled (rlpost cancel); not starting again")
         return End(EXIT_PREEMPTED)
-    code = EXIT_FAILED
-    if with_image is not None:
+    has_steps = code == 0
+    if has_steps:
         code = _run_agents(host, options, command, place, attempt)
     verdict = text_or_empty(folder / VERDICT_FILE)
     host.log(f"agents ended (srun exit {code}), verdict: {verdict or 'none'}")
-    host.remove_container(place)
+    if has_steps:
+        host.remove_container(place, str(folder))
     ending = Ending(verdict or "none", code, host.signals.terminated, options.requeue != "never")
     answer = _decide(host, options, attempt, ending)
     if answer.code is not None:
@@ -99,6 +99,7 @@ def _run_agents(
     agent = [expand(word, host.environ) for word in command.agent]
     driver = [*command.driver, "--cluster-from-stdin", "--run-folder", place.run_folder]
     argv = agents_step(options, place, folder, agent=agent, driver=[*driver, *command.flags])
+    host.prepare_nodes(place)
     step = host.start_step(argv, launch_log(attempt.folder))
     if options.spare_nodes:
         host.start_step(watch_step(options, folder), attempt.folder / "watch.log")
@@ -159,7 +160,7 @@ def _restart(
         host.log(f"not requeued: job state is {state or 'unknown'}")
         return End(EXIT_PREEMPTED, is_final=False)
     if host.signals.terminated:
-        host.log("not requeued: the batch script got TERM")
+        host.log("not requeued by the batch script, which got TERM")
         return End(EXIT_PREEMPTED, is_final=False)
     ignore_term()
     if options.requeue == "chain":

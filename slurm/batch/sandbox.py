@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import List, Sequence
 
-from common.exit_codes import EXIT_CONFIG
 from slurm.batch.engine import restart_task
 from slurm.batch.host import End, Host
 from slurm.batch.options import Options, expand
@@ -41,8 +40,6 @@ def run_sandbox_server(host: Host, options: Options, server: Sequence[str]) -> E
     record = folder / "nodes" / f"{name}.json"
     if record.exists():
         record.unlink()
-    if code == EXIT_CONFIG:
-        return End(code)
     return restart_task(host, options, code, logs / f"{name}.failures")
 
 

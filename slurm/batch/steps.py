@@ -25,6 +25,7 @@ from slurm.batch.place import Place
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 """Host variables that override the image's."""
 ONE_TASK_PER_NODE = ("--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none")
+_ON_EACH_NODE = ("srun", "--ntasks-per-node=1", "--overlap", "--mpi=none")
 KEEP_OTHER_TASKS = ("--kill-on-bad-exit=0", "--wait=0")
 
 
@@ -109,14 +110,23 @@ def watch_step(options: Options, attempt_dir: str) -> List[str]:
     ]
 
 
-def removal_step(place: Place) -> List[str]:
-    """The step in which each node removes its extracted image.
+def stale_removal_step(place: Place) -> List[str]:
+    """The step before the agents that removes what earlier pyxis containers left on each node.
+
+    Otherwise a disk needs space for two images. Raw enroot does so itself, before it extracts the
+    image.
+    """
+    return [*_ON_EACH_NODE, *enroot_program(place), "remove-stale", "pyxis"]
+
+
+def removal_step(place: Place, folder: str) -> List[str]:
+    """The step after the agents in which each node removes its extracted image.
 
     Raw enroot always leaves one. pyxis leaves one with its default scope "global"; removal is best
-    effort there.
+    effort there. In ``folder``, if one is given, nodes note that they freed space of earlier starts.
     """
     remove = [*enroot_program(place), "remove", place.container, place.container_name]
-    return ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", *remove]
+    return [*_ON_EACH_NODE, *remove, *([folder] if folder else [])]
 
 
 def _both_ends(mount: str) -> str:

@@ -1,6 +1,7 @@
 """A real Slurm cluster on one machine: slurmctld, munge and a slurmd for each node, in namespaces.
 
     python -m tests.cluster.lab up 4        start four nodes that stay until `down`
+    python -m tests.cluster.lab up 4 --slurm trixie     with Slurm of this Debian release
     python -m tests.cluster.lab run ctl sinfo
     python -m tests.cluster.lab run n02 ip addr
     python -m tests.cluster.lab status
@@ -31,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import lab_config
+from tests.cluster import lab_config, slurm_roots
 from tests.cluster.lab_config import CONTROLLER, SLURMCTLD_PORT, SLURMD_PORT, LabOptions
 from tests.cluster.lab_host import (
     LabError,
@@ -54,11 +55,8 @@ from tests.cluster.lab_host import (
 ROOT = Path("/var/tmp/rlpost-labs")
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "LANG", "TERM", "SHELL")
-
-
-def visible_folders() -> list[str]:
-    """Folders that every node needs even below its private /tmp: this checkout and the interpreter."""
-    return outermost([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
+# Folders that every node needs even below its private /tmp: this checkout and the interpreter.
+VISIBLE = outermost([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
 
 
 class Lab:
@@ -83,6 +81,7 @@ class Lab:
         self.nodes = lab_config.node_names(num_nodes)
         self._lock: int | None = None
         self._children: list[subprocess.Popen[Any]] = []
+        self._usr_mount: list[str] = []
 
     @classmethod
     def attach(cls, name: str) -> Lab:
@@ -135,6 +134,8 @@ class Lab:
         reason = why_unavailable()
         if reason is not None:
             raise LabError(reason)
+        if self.options.slurm is not None:
+            self._usr_mount = slurm_roots.usr_mount(slurm_roots.find_or_make(self.options.slurm))
         with waiting_lock(ROOT.parent):
             remove_stale()
             if self.base.exists():
@@ -180,8 +181,9 @@ class Lab:
             private_tmp.chmod(0o1777)
         plan = {
             "host": node,
+            "usr": self._usr_mount,
             "private_tmp": str(private_tmp),
-            "visible": visible_folders(),
+            "visible": VISIBLE,
             "cached": [str(self.shared), self.options.shared_cache_s]
             if self.options.shared_cache_s
             else [],
@@ -355,15 +357,9 @@ class Lab:
         )
         if not wait_until((base / "munge.socket").exists, deadline_s=20.0):
             raise LabError(f"munged does not answer\n{self.log_tail()}")
-        name_it = [
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            'hostname "$0" && exec slurmctld -D -i',
-            CONTROLLER,
-        ]
-        self._start(CONTROLLER, ["ip", "netns", "exec", self._netns(CONTROLLER), *name_it])
+        start = 'hostname "$0" && { [ $# = 0 ] || mount "$@"; } && exec slurmctld -D -i'
+        begin = ["unshare", "--uts", "sh", "-c", start, CONTROLLER, *self._usr_mount]
+        self._start(CONTROLLER, ["ip", "netns", "exec", self._netns(CONTROLLER), *begin])
 
     def _start(self, name: str, argv: list[str]) -> None:
         with (self.base / f"log/{name}.out").open("ab") as log:
@@ -464,6 +460,9 @@ def main() -> int:
         help="preemption sends TERM to steps, not the job's signal",
     )
     up.add_argument("--proctrack", choices=("linuxproc", "cgroup"), default="linuxproc")
+    up.add_argument(
+        "--slurm", choices=slurm_roots.RELEASES, help="of a Debian release; default: this machine's"
+    )
     run = verbs.add_parser("run", help="run a command on ctl or a node")
     run.add_argument("where")
     run.add_argument("command", nargs=argparse.REMAINDER)
@@ -472,8 +471,12 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.verb == "up":
-            asked = {"grace_time_s": args.grace_time, "proctrack": args.proctrack}
-            options = LabOptions(**asked, send_user_signal=not args.no_user_signal)
+            options = LabOptions(
+                grace_time_s=args.grace_time,
+                proctrack=args.proctrack,
+                send_user_signal=not args.no_user_signal,
+                slurm=args.slurm,
+            )
             lab = Lab(args.num_nodes, name=args.name, options=options).up(keep=True)
             print(f"up: {', '.join(lab.nodes)}; shared folder {lab.shared}")
         elif args.verb == "down":

@@ -23,6 +23,7 @@ class LabOptions:
             less than 5.
         shared_cache_s: how long each node caches names (missing ones too) and attributes in the
             shared folder, as NFS clients do; with 0 all nodes see the same at all times.
+        slurm: Debian release whose Slurm runs (``slurm_roots.RELEASES``); None: this machine's.
     """
 
     num_gpus_per_node: int = 8
@@ -34,6 +35,7 @@ class LabOptions:
     cred_expire_s: int = 5
     slurmd_timeout_s: int = 20
     shared_cache_s: int = 0
+    slurm: str | None = None
 
 
 def node_names(num_nodes: int) -> tuple[str, ...]:

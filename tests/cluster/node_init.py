@@ -61,6 +61,8 @@ def mount_freezer(group: str) -> None:
 def main() -> int:
     plan = json.loads(sys.argv[1])
     socket.sethostname(plan["host"])
+    if plan["usr"]:
+        mount(*plan["usr"])
     hide_tmp(Path(plan["private_tmp"]), plan["visible"])
     if plan["cached"]:
         cache(*plan["cached"])

@@ -150,9 +150,15 @@ def assert_inside(site: Site, folder: Path, attempt: int = 0) -> None:
 
 
 def test_pyxis_runs_the_agents_of_a_site_local_image(site: Site) -> None:
+    """What a cancelled job left is removed before the image is extracted: the disk may hold one."""
     container = Container("pyxis", str(site.image), (f"{site.data}:{site.lab.shared}/inside:ro",))
+    leftover = "pyxis_rlpost_99999_0"
+    site.lab.run("n02", ["mkdir", "-p", f"{NODES_OWN}/{leftover}"])
     folder = site.run("pyxis", container)
     assert_inside(site, folder)
+    (log,) = (path.read_text() for path in folder.glob("slurm-*.out"))
+    removed = f"n02: removing the container {leftover} of an earlier start"
+    assert removed in log.partition("agents ended")[0] and not list(folder.rglob("freed-*"))
     image = Ledger(folder / "ledger.jsonl").read()[0]["image"]
     assert image == {
         "path": str(site.image),

@@ -52,6 +52,8 @@ def scenarios(lab: Lab) -> dict[str, dict[str, Any]]:
     return {
         "missing": {"container": Container("pyxis", "/nowhere/image.sqsh")},
         "damaged": {"container": Container("enroot", damaged)},
+        "mount": {"container": Container("enroot", image, ("/nonexistent/data:/data:ro",))},
+        "no-enroot": {"container": Container("pyxis", f"{REGISTRY}:1.2", (), cache)},
         "interpreter": {"container": Container("pyxis", image), "python": "/nowhere/python"},
         "rc-interpreter": {"container": Container("enroot", image), "python": "/nowhere/python"},
         "tag": {"container": Container("enroot", f"{REGISTRY}:9.9", (), cache)},
@@ -77,6 +79,10 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
     (registry / "images.json").write_text("{}")
     (registry / "broken").write_text("docker://registry.site.org#rl/train:1.2\n")
     environment = {"PATH": f"{FAKES / 'bin'}:{search_path()}", "STANDIN_REGISTRY": str(registry)}
+    only_pyxis = lab.shared / "only-pyxis"
+    only_pyxis.mkdir()
+    (only_pyxis / "srun").symlink_to(FAKES / "bin/srun")
+    without_enroot = {**environment, "PATH": f"{only_pyxis}:{search_path()}"}
     jobs = {}
     for name, values in scenarios(lab).items():
         folder = lab.shared / name
@@ -90,7 +96,8 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
         }
         places = {"home": str(home), "run_folder": str(folder), "output": f"{folder}/slurm-%j.out"}
         script = render_sbatch(JobSpec(**{**common, **places, **values}))
-        variables = {} if name == "no-pyxis" else environment  # then srun is Slurm's own
+        # where there is no pyxis, srun is Slurm's own
+        variables = {"no-pyxis": {}, "no-enroot": without_enroot}.get(name, environment)
         jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=variables)
     for name, job in jobs.items():
         until(
@@ -108,6 +115,7 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
             "the image {shared}/damaged.sqsh is damaged or unreadable",
             "--container-image",
         ),
+        ("mount", "the mount source /nonexistent/data does not exist", "--container-mounts"),
         (
             "interpreter",
             "the interpreter cannot be run (/nowhere/python: No such file or directory)",
@@ -160,6 +168,17 @@ def test_an_import_that_cannot_succeed_ends_the_job_with_its_cause_in_the_ledger
     assert verdict["verdict"] == "config" and "error code: 404 Not Found" in verdict["cause"]
     assert "404 Not Found" in run.log
     assert not list((run.folder / "attempts/0").glob("agent-*.log"))
+
+
+def test_a_refusal_of_the_import_is_the_cause_and_ends_the_job(ended: Mapping[str, Ended]) -> None:
+    """Without a known pattern: its exit code says that no retry helps."""
+    run = ended["no-enroot"]
+    assert (run.info.exit_code, run.info.num_restarts) == (78, 0), run.log
+    (verdict,) = run.verdicts
+    assert verdict["verdict"] == "config"
+    assert verdict["cause"].startswith(
+        f"no enroot on this host to import {REGISTRY}:1.2; import it"
+    )
 
 
 def test_an_import_from_a_registry_in_an_outage_is_retried_within_the_budget(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cluster import slurm_roots
 from tests.cluster.lab import ROOT, Lab, LabError
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, build_network, why_no_cached_folder
 
 
+@pytest.mark.every_slurm
 def test_every_node_is_a_separate_machine(lab: Lab) -> None:
     """A task on each node sees another host name, address, decoys, /tmp, processes and GPUs."""
     script = (
@@ -126,3 +129,20 @@ def test_a_lab_comes_up_although_the_network_of_a_dead_one_is_left(slurm_availab
     with Lab(1, name=name) as lab:
         assert lab.run("ctl", ["srun", "hostname"]).stdout == "n01\n"
     assert not list(NETNS_ETC.glob(f"rlab-{name}-*"))
+
+
+def test_a_slurm_that_cannot_be_made_is_an_error_with_its_reason_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fixture skips with this text. The mirror is a port on which nothing listens."""
+    if missing := [name for name in slurm_roots.PROGRAMS if shutil.which(name) is None]:
+        pytest.skip(f"needs {missing}")
+    monkeypatch.setenv("RLPOST_LAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(slurm_roots, "_mirror", lambda: "http://127.0.0.1:9/debian")
+    slurm_roots._root_or_reason.cache_clear()
+    try:
+        with pytest.raises(LabError, match=r"(?s)^no Slurm of Debian trixie: .*127\.0\.0\.1"):
+            slurm_roots.find_or_make("trixie")
+    finally:
+        slurm_roots._root_or_reason.cache_clear()
+    assert not list(tmp_path.iterdir())

@@ -336,6 +336,28 @@ def test_f8_the_journal_outlives_a_power_loss_before_the_first_checkpoint(
     expect_none(result.problems)
 
 
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async,async_save"])
+def test_a_disk_that_was_full_for_a_while_costs_no_generated_group(base: Path, setup: str) -> None:
+    """Checkpoints and journal find no space for 8 operations; two steps later, the attempt dies."""
+
+    def needs_space(op: Op) -> bool:
+        return op.kind in ("create", "write") and "checkpoints/" in op.path
+
+    reference, found, num_killed = baseline(base, SETUPS[setup]), [], 0
+    for number in range(8, 32):
+        world = World(base, SETUPS[setup])
+        full = FaultAt(number, "ENOSPC", 8, needs_space)
+
+        def has_room(op: Op, full: FaultAt = full) -> bool:
+            return full.seen > full.number + full.count and line_written("metrics.jsonl")(op)
+
+        num_killed += world.attempt(full, KillAt(1, matches=has_room)).how == "killed"
+        finish(world)
+        found += [f"{number}: {each}" for each in check(world, reference=reference)]
+    assert not found, "\n".join(found)
+    assert num_killed >= 8
+
+
 def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
     setup = SETUPS["sync,keep_every"]  # --keep-last 1 --keep-every 2, one save a step
     reference, world = baseline(base, setup), World(base, setup)

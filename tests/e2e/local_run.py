@@ -15,10 +15,20 @@ from typing import Any
 
 import psutil
 
+from rlpost.cli.runs import LOCAL, local_is_alive
 from rlpost.metrics.writer import read_metrics
 from tests.e2e.runs import RECIPE, ROOT, RUN_DEADLINE_S, USER_ENVIRONMENT, process_of
 
 AREAS = ("step", "train", "reward", "rollout")
+
+
+def end_run(folder: Path) -> None:
+    """Kill the run of a folder, which outlives ``rlpost submit``: all ends with its controller."""
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    for entry in entries:
+        job_id = str(entry.get("job_id", ""))
+        if entry["event"] == "submitted" and job_id.startswith(LOCAL) and local_is_alive(job_id):
+            os.kill(int(job_id.removeprefix(LOCAL)), signal.SIGKILL)
 
 
 class LocalRun:
@@ -52,6 +62,8 @@ class LocalRun:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        if (self.folder / "ledger.jsonl").exists():
+            end_run(self.folder)
 
     @property
     def step(self) -> int:

@@ -125,7 +125,8 @@ def test_four_ranks_train_and_an_engine_on_each_node_generates(undisturbed):
     assert len(list(attempt.glob("actor-*.log"))) == 4
     for index, ip in enumerate(("10.77.0.11", "10.77.0.12")):
         server = (attempt / f"engine-{index}-server.log").read_text()
-        assert "POST /generate" in server
+        assert "Prefill batch" in server
+        assert "POST /generate" not in server, "it would get a line for each request"
         assert f"http://{ip}:" in (attempt / f"engine-{index}.log").read_text()
 
 

@@ -6,10 +6,14 @@ The last test kills an engine. It must remain the last, and this file the last o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import random
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +27,7 @@ from rlpost.data.cursor import PromptCursor
 from rlpost.data.prompts import PromptFields, PromptSet
 from rlpost.data.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
+from rlpost.orchestration.engine_life import EngineLife, check_engine
 from rlpost.reward.grader import InlineGrader
 from rlpost.reward.registry import exact_match
 from rlpost.rollout.connection import Connection, RouterAddress
@@ -627,6 +632,56 @@ def test_requests_of_a_killed_router_are_answered_by_the_restarted_one(
     groups = asyncio.run(killed_while_engines_generate())
     assert [group.prompt_id for group in groups] == [prompt.prompt_id for prompt in prompts]
     assert {len(group.samples) for group in groups} == {2}
+
+
+@contextlib.contextmanager
+def slowed_ten_times(process: psutil.Process) -> Iterator[None]:
+    """Let a process run a tenth of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            process.suspend()
+            time.sleep(0.18)
+            process.resume()
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_slow_engine_is_busy_during_a_long_prefill_and_a_stopped_one_is_dead(
+    sglang: Sglang, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, url = sglang.engines[0], sglang.addresses[0].url
+    below = psutil.Process(engine.pid).children(recursive=True)
+    (scheduler,) = [each for each in below if "scheduler" in "".join(each.cmdline())]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(2, 20) for _ in range(500)] for _ in range(8)]
+    prefill = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+
+    async def run() -> str | None:
+        client = EngineClient(url, sglang.api_key, timeout_s=120.0)
+        checking, life = replace(client, timeout_s=1.5), EngineLife(url)
+        with slowed_ten_times(scheduler):
+            answering = asyncio.create_task(client.request("POST", "/generate", prefill))
+            while not answering.done():
+                assert await check_engine(checking, life) is None
+            assert len(await answering) == len(prompts)
+        scheduler.suspend()
+        try:
+            return await check_engine(checking, EngineLife(url))
+        finally:
+            scheduler.resume()
+
+    problem = asyncio.run(run())
+    assert "is busy and is not restarted" in caplog.text
+    assert problem is not None and "CPU use 0.00 cores" in problem
 
 
 def test_a_killed_engine_is_named(sglang: Sglang) -> None:

@@ -134,9 +134,11 @@ def mount(*arguments):
 def inside(plan, command):
     root = Path(plan["root"])
     descriptors = []
-    for source, _, _ in plan["mounts"]:
+    for source, target, _ in plan["mounts"]:
         if not Path(source).exists():
-            sys.exit(f"container stand-in: mount source {source} does not exist")
+            sys.exit(
+                f"enroot-mount: failed to mount: {source} at {root}{target}: No such file or directory"
+            )
         descriptors.append(os.open(source, os.O_PATH))
     mount("--bind", str(root), str(root))
     for entry in Path("/").iterdir():

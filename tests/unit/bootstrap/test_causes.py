@@ -20,6 +20,19 @@ from common.files import tail
         ("ModuleNotFoundError: No module named 'ray'", "environment or image"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0", "memory ran out"),
         ("Killed (OOM)", "memory ran out"),
+        (
+            "enroot-mount: failed to mount: /data at /run/enroot/data-0/r/data: No such file or directory",
+            "--container-mounts is missing",
+        ),
+        (
+            "enroot-mount: failed to mount: /data at /run/enroot/data-0/r/data: Permission denied",
+            "--container-mounts cannot be read",
+        ),
+        (
+            "mkdir: cannot create directory '/run/user/1234': Permission denied",
+            "cannot create its folder",
+        ),
+        ("enroot-switchroot: failed to execute: /bin/sh: Permission denied", "noexec"),
     ],
 )
 def test_a_known_trace_gets_its_cause_in_front(log: str, words: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.agent import head
+from bootstrap.agent import gathering, head
 from bootstrap.agent import link as link_module
 from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.head import HeadAgent
@@ -282,6 +282,26 @@ def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written
     run(scene)  # like the agent, it returns when the threads have ended
     assert (tmp_path / "exclude").read_text() == "n3\n"
     assert (tmp_path / "verdict").read_text() == "failed\n"
+
+
+def test_nodes_that_extract_their_image_for_long_are_named_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gathering, "REPORT_S", 0.05)
+    caplog.set_level("INFO")
+
+    async def scene() -> None:
+        agent = agent_of(tmp_path)
+        reporting = asyncio.create_task(agent._gathering.report_missing())
+        while "waiting for n2, n3 (1 of 3 joined)" not in caplog.text:
+            await asyncio.sleep(0.01)
+        agent._reception.links[1] = SimpleNamespace()  # type: ignore[assignment]
+        while "waiting for n3 (2 of 3 joined)" not in caplog.text:
+            await asyncio.sleep(0.01)
+        agent._reception.links[2] = SimpleNamespace()  # type: ignore[assignment]
+        await reporting
+
+    run(scene)
 
 
 def test_who_is_late_is_named(tmp_path: Path) -> None:

@@ -146,3 +146,34 @@ def test_list_selects_states_and_names_those_there_are(no_slurm, tmp_path, capsy
     assert re.search(r"broken +FAILED", shown) and re.search(r"done .*COMPLETED +5/5", shown)
     assert main([*words, "--state", "BROKEN"]) == 2
     assert "--state BROKEN: no state of Slurm" in capsys.readouterr().err
+
+
+def test_status_says_how_far_the_start_is_while_a_node_extracts_the_image(tmp_path) -> None:
+    """Minutes for an image of 30 GB, in which no agent can report."""
+    run = run_of(tmp_path, {"event": "submitted", "job_id": "7"})
+    folder = run.new_attempt()
+
+    def why() -> str:
+        return status_of(run, "7", QueueEntry("7", JobState.RUNNING, nodelist="n[01-02]")).reason
+
+    assert why() == ""
+    (folder / "launch.log").write_text("")
+    assert why() == "starting: importing the image"
+    run.ledger.append("attempt", attempt=int(folder.name), job_id="7", nodes="n[01-02]")
+    assert why() == "starting: 0 of 2 nodes joined"
+    (folder / "container").write_text("enroot\n")
+    assert why() == "starting: 0 of 2 nodes joined; extracting the image on n01, n02"
+    began = "2026-11-26 12:00:01.123 INFO agent[n01] looking for peers\n"
+    (folder / "agent-n01.log").write_text(began)
+    (folder / "agent-n02.log").write_text("n02: extracting the image /a.sqsh\n")
+    with (folder / "agent-n02.log").open("a") as log:
+        log.write("[INFO] Extracting squashfs filesystem...\nParallel unsquashfs: Using 2\n")
+    assert why() == "starting: 1 of 2 nodes joined; extracting the image on n02"
+    with (folder / "agent-n02.log").open("a") as log:
+        log.write("Collecting psutil\n")
+    assert why() == "starting: 1 of 2 nodes joined"
+    with (folder / "agent-n01.log").open("a") as log:
+        log.write("2026-11-26 12:00:09.123 INFO agent[n01] n02 joined from 10.0.0.2 (eth0)\n")
+    assert why() == "starting: 2 of 2 nodes joined"
+    run.ledger.append("started", attempt=int(folder.name), step=0)
+    assert why() == ""

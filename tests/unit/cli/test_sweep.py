@@ -143,7 +143,7 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
             ["sweep", "recipe.toml", "--grid", "lr=1e-6"],
             ("test-sweep-T", "test-sweep-T-2"),
         ),
-        ("submit", ["submit", "recipe.toml"], ("test-T", "test-T-2")),
+        ("run_claim", ["submit", "recipe.toml"], ("test-T", "test-T-2")),
     ],
 )
 def test_what_starts_in_the_same_second_has_its_own_folder_and_job(

@@ -24,6 +24,8 @@ from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError
 from rlpost.reward.pool import _GraderProcess
 from rlpost.rollout.process import ServerProcess
+from slurm.container import Container
+from slurm.job_step import Inside
 from slurm.queue import QueueEntry
 from slurm.states import JobInfo, JobState
 from tests.unit.cli.projects import make_project
@@ -248,7 +250,7 @@ def test_a_command_in_a_run_of_plain_sbatch_starts_in_the_code_that_it_runs(
     monkeypatch.setattr(
         subprocess,
         "run",
-        lambda argv, env: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0),
+        lambda argv, env, **_: seen.append((argv, env)) or subprocess.CompletedProcess(argv, 0),
     )
     assert main(["exec", "--run", str(run.root), "ray", "status"]) == 0
     ((argv, environ),) = seen
@@ -525,3 +527,12 @@ def test_a_run_on_this_machine_has_its_dashboard_here(no_slurm, tmp_path, capsys
     assert "http://localhost:9000" in token and "attempts/0/secret" in token
     assert main(["tunnel", "here", "--port", "70000"]) == 2
     assert "--port 70000: a port, 1 to 65535" in capsys.readouterr().err
+
+
+def test_what_pyxis_ignores_beside_a_running_container_is_not_shown(tmp_path, capfd):
+    """One line per node on the normal path; all other errors and the exit code are passed on."""
+    notice = "pyxis: ignoring --container-mounts when attaching to a running container"
+    text = f"echo out; echo '1: {notice}' >&2; echo 'slurmstepd: {notice}' >&2; printf half >&2; exit 7"
+    inside = Inside(tmp_path, tmp_path, Container("pyxis", "/a.sqsh"))
+    assert attach._run(["sh", "-c", text], inside) == 7
+    assert capfd.readouterr() == ("out\n", "half")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,25 +211,82 @@ def test_a_save_that_is_waited_for_raises(tmp_path):
     asyncio.run(run())
 
 
-def test_a_save_that_fails_is_owed_until_one_succeeds(tmp_path):
-    """The run's last save must not be skipped in that case."""
+@pytest.mark.parametrize("fails_in", ["write", "finish", "commit", "mark"])
+def test_a_save_that_fails_is_owed_and_leaves_no_files(tmp_path, monkeypatch, fails_in):
+    """The run's last save must not be skipped, and a full disk must have room for the journal."""
+    full = OSError(28, "No space left on device")
+
+    def refuse(*given, **named):
+        raise full
 
     async def run():
         made, _ = checkpoints(tmp_path)
+        made.claim("0")
+        await made.commit(RunState(step=1), fill)
+        before = {path for path in tmp_path.rglob("*") if path.is_file()}
 
-        async def fail(folder):
-            raise OSError(28, "No space left on device")
+        async def write(folder):
+            await fill(folder)
+            if fails_in == "write":
+                raise full
 
-        with pytest.raises(OSError, match="No space"):
-            await made.commit(RunState(step=1), fail)
+        async def finish():
+            if fails_in == "finish":
+                raise full
+
+        broken = {"commit": "sync", "mark": "write_within"}.get(fails_in)
+        with monkeypatch.context() as patch:
+            if broken:
+                patch.setattr("rlpost.checkpoint.commit." + broken, refuse)
+            if fails_in == "finish":
+                await made.start(RunState(step=2), write, finish)
+                assert not await made.settle()
+            else:
+                with pytest.raises(OSError, match="No space"):
+                    await made.commit(RunState(step=2), write)
         assert made.is_owed and not await made.settle()
+        left = {path for path in tmp_path.rglob("*") if path.is_file()}
+        if fails_in == "commit":  # fsync fails here for the deletion too, which the next save does
+            left = {path for path in left if ".deleting-" not in str(path)}
+        assert left == before
+        assert made.newest()[1].step == 1
         await made.commit(RunState(step=2), fill)
         assert not made.is_owed and await made.settle()
-        assert (
-            made.last.step == 2
-            and made.last.num_bytes > 0
-            and made.last.blocking_s == made.last.total_s
-        )
+        assert made.last.step == 2 and made.last.blocking_s == made.last.total_s
+
+    asyncio.run(run())
+
+
+def test_failed_saves_are_retried_after_growing_pauses(tmp_path, monkeypatch):
+    """Each retry blocks training for as long as a save takes."""
+    now = [1000.0]
+    monkeypatch.setattr(
+        "rlpost.orchestration.checkpoints.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    save_s, num_tries = 60.0, 0
+
+    async def fail(folder):
+        now[0] += save_s
+        raise OSError(28, "No space left on device")
+
+    async def run():
+        nonlocal num_tries
+        made, _ = checkpoints(tmp_path)
+        began = now[0]
+        while now[0] < began + 6 * 3600:
+            now[0] += 10.0  # a step
+            if not made.is_paused:
+                num_tries += 1
+                with pytest.raises(OSError, match="No space"):
+                    await made.commit(RunState(step=num_tries), fail)
+        assert 10 <= num_tries <= 20
+        now[0] += 1800.0
+        assert not made.is_paused
+        await made.commit(RunState(step=num_tries + 1), fill)
+        with pytest.raises(OSError, match="No space"):
+            await made.commit(RunState(step=num_tries + 2), fail)
+        now[0] += 2 * save_s
+        assert not made.is_paused, "the pauses begin again after a commit"
 
     asyncio.run(run())
 

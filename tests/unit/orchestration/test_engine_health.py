@@ -9,7 +9,7 @@ import pytest
 from rlpost.config.load import load
 from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
 from rlpost.orchestration.engine_events import EngineEvents
-from rlpost.orchestration.engine_health import NO_ANSWER, EngineHealth
+from rlpost.orchestration.engine_health import MAX_RESTARTS, NO_ANSWER, EngineHealth
 from rlpost.orchestration.offload import Offload
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.worker_groups import ActorGroup
@@ -125,6 +125,37 @@ def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weig
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
+
+
+def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_remedy():
+    """Its answers would be generated again and again. A trained batch is progress."""
+    fleet = FakeFleet()
+    watch = watch_over(fleet)
+
+    async def run(generate):
+        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        await watch.over(generate())
+
+    def num_restarts():
+        return fleet.log.count("restart 1")
+
+    async def falls_ill_forever():
+        while True:
+            fleet.sick = {1}
+            await asyncio.sleep(INTERVAL_S)
+
+    async def falls_ill_five_times():
+        for number in range(5):
+            fleet.sick = {1}
+            while num_restarts() <= MAX_RESTARTS + number:
+                await asyncio.sleep(INTERVAL_S)
+            watch.trained(4)
+
+    with pytest.raises(EngineDied, match=r"engine 1 .* after 3 restarts.*engine-1-server.log"):
+        asyncio.run(asyncio.wait_for(run(falls_ill_forever), timeout=20))
+    assert num_restarts() == MAX_RESTARTS
+    watch = watch_over(fleet)
+    asyncio.run(asyncio.wait_for(run(falls_ill_five_times), timeout=20))
 
 
 def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -144,6 +145,12 @@ class FakeStages:
 
     def save_is_owed(self):
         return False
+
+    def save_is_paused(self):
+        return False
+
+    def put_off_save(self, step):
+        pass
 
     async def settle_saves(self):
         return self.background_succeeds
@@ -401,11 +408,15 @@ def test_a_journal_with_unwritten_records_is_not_reported_as_saved(
             if wait:
                 raise CheckpointError("the storage hangs")
 
-    async def durable(journal):
-        if fails:
-            journal._segment.give_up("an fsync took more than 60 s")
+    real = Journal.durable
 
-    stops = []
+    async def durable(journal):
+        if fails and stops[0].requested() and not given_up:
+            given_up.append(journal._segment)
+            journal._segment.give_up("an fsync took more than 60 s")
+        await real(journal)
+
+    stops, given_up = [], []
     monkeypatch.setattr(Journal, "durable", durable)
     monkeypatch.setitem(
         globals(),
@@ -415,6 +426,34 @@ def test_a_journal_with_unwritten_records_is_not_reported_as_saved(
     with pytest.raises(Preempted):
         run(tmp_path, Refused(tmp_path / "STOP", ("train", 5)), RunState(pending={}))
     assert stops[0].left_with == left_with
+
+
+@pytest.mark.parametrize(("commits", "saved"), [(True, "checkpoint"), (False, "journal")])
+def test_a_stop_during_the_save_of_the_last_step_leaves_with_what_that_save_has_committed(
+    tmp_path, monkeypatch, commits, saved
+):
+    """No time is needed for a state that a checkpoint holds, however slow the disk was."""
+
+    class Slow(FakeStages):
+        async def save(self, state, *, wait):
+            assert not wait, "the deadline leaves no time for another save"
+            await super().save(state, wait=wait)
+            reason = {"reason": "test", "time": time.time(), "deadline": time.time() + 30}
+            self.stop.write_text(json.dumps(reason))
+
+    stops = []
+
+    def slow_disk(path, real=StopRequest):
+        stops.append(real(path))
+        stops[0].saves.recall([{"bytes": 1e9, "seconds": 60.0}])
+        return stops[0]
+
+    monkeypatch.setitem(globals(), "StopRequest", slow_disk)
+    stages = Slow(tmp_path / "STOP")
+    stages.background_succeeds = commits
+    with pytest.raises(Preempted):
+        run(tmp_path, stages, RunState(pending={}))
+    assert stages.saves == [(3, False)] and stops[0].left_with == saved
 
 
 def test_an_attempt_that_lost_its_folder_ends_as_fenced_even_at_a_stop(tmp_path):
@@ -475,10 +514,11 @@ def test_every_mode_writes_the_same_metrics(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_every_metrics_line_has_the_lag_of_the_event_loop(tmp_path):
+def test_every_metrics_line_has_the_lag_and_the_tasks_of_the_event_loop(tmp_path):
     lags = iter([0.25, 0.5, 0.125, 1.5, 0.0, 0.75])
     run(tmp_path, FakeStages(), RunState(pending={}), loop_lag=lambda: next(lags))
     lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(1 <= line["driver/num_tasks"] <= 10 for line in lines[1:])
     assert [line.get("driver/loop_lag_s") for line in lines] == [
         None,
         0.25,

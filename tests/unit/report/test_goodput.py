@@ -6,8 +6,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from rlpost.config.load import dump, load
+from rlpost.report.clock import without_jumps_back
 from rlpost.report.fleet_use import FleetUse, fleet_use
 from rlpost.report.goodput import GpuLayout, goodput
+from rlpost.report.timeline import timeline
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 FOUR_COLOCATED = GpuLayout(gpus_per_node=4, num_nodes=1, trainer=4, engines=4, is_colocated=True)
@@ -71,6 +73,41 @@ def test_a_run_that_is_preempted_once():
     assert found.trained_frac == pytest.approx(10 / 13)
     assert found.queue_s == 100 + 300
     assert found.cost is None
+
+
+@pytest.mark.parametrize("jumps_at", [150, 500, 950, 1320])
+def test_a_clock_that_is_set_back_an_hour_loses_the_time_around_that_moment_alone(jumps_at):
+    """At an entry of start-up, training, its end, or the second attempt."""
+    entries = [
+        (0, "submitted", {"job_id": "1"}),
+        *attempt(100, 0, step=0, ready_s=190),
+        (910, "committed", {"step": 7, "blocking_s": 20.0}),
+        verdict(1000, 0, "requeue", "again"),
+        *attempt(1300, 1, step=7, ready_s=1360),
+        (1700, "done", {"step": 10}),
+        verdict(1760, 1, "done", "done"),
+    ]
+    lines = steps(1, 10, 100.0)
+    undisturbed = measured(ledger(*entries), lines)
+    jumped = ledger(*(((at - 3600 if at > jumps_at else at), *more) for at, *more in entries))
+    found = measured(jumped, lines)
+    longest_gap_s = 720
+    lost_gpu_hours = undisturbed.gpu_hours - found.gpu_hours
+    assert 0 <= lost_gpu_hours <= 4 * longest_gap_s / 3600
+    assert all(hours >= 0 for hours in found.gpu_hours_by_use.values())
+    history = timeline(jumped, BEGIN)
+    assert all(span.end_s >= span.begin_s for span in history.spans)
+    marks = [mark.at_s for mark in history.marks]
+    assert marks == sorted(marks)
+
+
+def test_clocks_of_two_hosts_that_differ_by_seconds_add_no_time():
+    entries = [
+        (10 * number - 5 * (number % 2), "committed", {"step": number}) for number in range(99)
+    ]
+    until = BEGIN + timedelta(seconds=2000)
+    found, end = without_jumps_back(ledger(*entries), until)
+    assert (found[-1][0] - BEGIN).total_seconds() == 980 and end == until
 
 
 def test_a_crash_charges_the_steps_that_are_trained_again_to_the_attempt_that_lost_them():

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from rlpost.reward.grader import Grader
 from rlpost.rollout.connection import Connection, RouterAddress
+from rlpost.rollout.engine_activity import PATH as ACTIVITY
 from rlpost.rollout.generate import GroupWriter, write_all
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.rollout.server_proof import PATH, proof
@@ -47,6 +48,7 @@ class FakeEngine:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
+    cpu_s: Callable[[], float] = lambda: 0.0  # CPU seconds of its schedulers
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.path == PATH:  # requested without a key
@@ -55,6 +57,8 @@ class FakeEngine:
             return web.json_response({"proof": found})
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path == ACTIVITY:
+            return web.json_response({"cpu_s": self.cpu_s()})
         body = await request.json() if request.can_read_body else {}
         path = request.path.removeprefix("/")
         if path == "generate":

@@ -3,20 +3,24 @@
 import asyncio
 import gc
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
-from rlpost.errors import GradingLost, Preempted, RolloutError
+from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
+from rlpost.group_records import group_from, group_record
 from rlpost.reward.grader import InlineGrader
-from rlpost.rollout import connection, generate
+from rlpost.rollout import connection, generate, journal_format
 from rlpost.rollout.connection import Connection, Halted, RouterAddress
 from rlpost.rollout.evaluate import evaluate, pass_at_k
 from rlpost.rollout.generate import MAX_GENERATIONS, GroupWriter
+from rlpost.rollout.journal_format import group_content
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generate_groups, generated, serving
@@ -322,6 +326,53 @@ def test_finish_adds_to_graded_answers_and_leaves_out_those_that_it_drops() -> N
     assert [scored.sample.index for scored in group.samples] == [0, 2]
     assert all(list(each.sample.teacher_logprobs) == [-0.5, -0.25, 0.0] for each in group.samples)
     assert counted["rollout/answers_lost"] == 1
+
+
+def with_extra(extra: Mapping[Any, Any]) -> SampleGroup:
+    """Generate a group with a function that puts these values into its answers."""
+
+    async def my_function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        await builder.write()
+        return replace(builder.sample(), extra=extra)
+
+    async def work() -> Any:
+        engine = FakeEngine()
+        async with serving(engine), Connection(router(engine)) as connection:
+            grader = InlineGrader(lambda text, label, metadata: 1.0)
+            writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=my_function)
+            return await writer.write(Unfinished(prompts(7)[0]))
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"x": {1: 0.5}},
+        {"x": (1, 2)},
+        {2: None},
+        {"x": np.float64(0.1), "y": "\ud800"},
+        {"x": float("inf"), "y": [{"z": True}]},
+    ],
+)
+def test_what_a_function_adds_has_the_values_that_a_resumed_run_reads(extra: Any) -> None:
+    """A reward or filter would otherwise see other values after a preemption."""
+    group = with_extra(extra)
+    text = json.dumps(group_record(group))
+    assert group_from(json.loads(text)) == group
+    body = group_content(group, wanted=True)
+    assert repr(journal_format._group(memoryview(body)[1:])) == repr(group)
+    assert set(group.samples[0].sample.extra) == {str(key) for key in extra}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(np.float32(0.5), "float32"), (np.zeros(2), "ndarray"), (b"x", "bytes"), ({1}, "set")],
+)
+def test_what_is_no_json_names_function_key_and_type(value: Any, kind: str) -> None:
+    wanted = rf"my_function put extra\['score'\] of type {kind} .*prompt 7, .*float\(\)"
+    with pytest.raises(ConfigError, match=wanted):
+        with_extra({"fine": 1, "score": value})
 
 
 def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:

@@ -1,6 +1,7 @@
 """The journal's files: exact round trips, truncation, damage, several attempts, failing storage."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
@@ -499,32 +500,124 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
     assert not journal.is_written and time.monotonic() - started < 15
 
 
-def test_a_full_disk_ends_the_journal_until_the_next_state_and_not_the_run(tmp_path, caplog):
-    """A file size limit simulates a full disk: the kernel refuses a write within a record."""
-    journal = resumed(tmp_path)
-    journal.finished(group(0, 50), wanted=True)
-    durable(journal)
+@contextlib.contextmanager
+def full_disk(path, free):
+    """Let the kernel refuse writes beyond ``free`` more bytes of a file, also within a record."""
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, ((tmp_path / "0000000.log").stat().st_size + 100, hard)
-    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + free, hard))
     try:
-        journal.finished(group(1, 50), wanted=True)
-        durable(journal)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert "is no longer written" in caplog.text and not journal.is_written
+
+
+def test_a_full_disk_costs_no_record(tmp_path, caplog):
+    journal, path = resumed(tmp_path), tmp_path / "0000000.log"
+    journal.finished(group(0, 50), wanted=True)
+    durable(journal)
+    with full_disk(path, free=100):
+        journal.finished(group(1, 50), wanted=True)
+        durable(journal)
+        assert not journal.is_durable and journal.is_written
+        journal.finished(group(2), wanted=True)
+        durable(journal)
+    assert caplog.text.count("cannot be written") == 1, "it is reported once"
+    assert [record.meta["prompt_id"] for record in read_segment(path).records] == [0]
+    journal.finished(group(3), wanted=True)
+    durable(journal)
+    assert journal.is_durable
+    begin(journal, 1)
+    journal.finished(group(4), wanted=True)
+    journal.close()
+    assert replayed(resumed(tmp_path)) == [(GROUP, prompt_id) for prompt_id in range(5)]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_records_that_a_failed_fsync_may_have_lost_are_written_again(tmp_path, monkeypatch, error):
+    """As NFS reports a full disk; the kernel may have dropped the pages by then."""
+    journal, path, real = resumed(tmp_path), tmp_path / "0000000.log", os.fsync
+    journal.finished(group(0), wanted=True)
+    durable(journal)
+    durable_bytes = path.read_bytes()
+
+    def lossy(file):
+        with open(path, "r+b") as other:
+            other.write(durable_bytes)
+            other.write(bytes(path.stat().st_size - len(durable_bytes)))
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", lossy)
+    journal.finished(group(1), wanted=True)
+    durable(journal)
+    assert journal.lacks_space == (error != errno.EIO) and not journal.is_durable
+    monkeypatch.setattr(os, "fsync", real)
+    durable(journal)
+    assert journal.is_durable and not journal.lacks_space
+    journal.close()
+    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
+
+
+def test_a_journal_that_starts_on_a_full_disk_begins_once_there_is_room(tmp_path, monkeypatch):
+    resumed(tmp_path).close()
+    real = segment_writer.create_file
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(path, records):
+        raise no_space
+
+    monkeypatch.setattr(segment_writer, "create_file", refuse)
+    journal = resumed(tmp_path)
+    journal.finished(group(1), wanted=True)
+    durable(journal)
+    assert journal.lacks_space and not journal.is_durable
+    monkeypatch.setattr(segment_writer, "create_file", real)
     journal.finished(group(2), wanted=True)
     durable(journal)
-    number = begin(journal, 1)
-    assert journal.is_written
-    journal.finished(group(3), wanted=True)
+    assert journal.is_durable
     journal.close()
-    assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 3)]
-    # also if the state of the new segment was not committed
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0)]
+    assert replayed(resumed(tmp_path)) == [(GROUP, 1), (GROUP, 2)]
+
+
+def test_records_that_are_kept_for_a_retry_are_bounded_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_writer, "MAX_UNSYNCED_BYTES", 10_000)
+    journal = resumed(tmp_path)
+    for prompt_id in range(40):
+        journal.finished(group(prompt_id, 50), wanted=True)
+        begun = journal._segment._queue.soon(lambda: None)
+        begun.result(10.0)
+        assert sum(map(len, journal._segment._unsynced)) <= 10_000
+    journal.close()
+    assert len(replayed(resumed(tmp_path))) == 40
+
+
+def test_restarts_without_a_commit_do_not_accumulate_copies(tmp_path):
+    """40 attempts that each add a batch and are killed, from a state that an earlier one began."""
+    journal = resumed(tmp_path)
+    journal.finished(group(1000, 50), wanted=True)
+    base = begin(journal, 1)
+    for number in range(40):
+        journal = resumed(tmp_path, base, 1)
+        list(journal.again())
+        journal.finished(group(number, 50), wanted=True)
+        durable(journal)
+    (_, newest) = sorted(tmp_path.iterdir())[-2:]
+    others = [path for path in tmp_path.iterdir() if path != newest]
+    assert sum(path.stat().st_size for path in others) < newest.stat().st_size
+    expected = [(GROUP, number) for number in range(40)]
+    assert replayed(resumed(tmp_path, base, 1)) == expected
+    # an older checkpoint still finds all records after it
+    assert replayed(resumed(tmp_path)) == [(GROUP, 1000), *expected]
+
+
+def test_a_resume_with_other_settings_deletes_no_records(tmp_path):
+    journal = resumed(tmp_path)
+    journal.finished(group(0), wanted=True)
+    journal.close()
+    held = (tmp_path / "0000000.log").read_bytes()
+    resumed(tmp_path, settings="others").close()
+    assert (tmp_path / "0000000.log").read_bytes() == held
 
 
 def test_one_fsync_covers_all_records_appended_before_it(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm.causes import Finding, HostEnd, explain, last_words, without_secrets
-from slurm.evidence import find_cause, leave_verdict, mask, resume_point
+from slurm.evidence import find_cause, keep_freed_hosts, leave_verdict, mask, resume_point
 
 EXIT_1 = "Exited with exit code 1"
 AGENT = "20:15:01.123 INFO agent[n01] looking for the head n01\n"
@@ -27,6 +27,56 @@ PYXIS_CORRUPT = PYXIS_MISSING.replace("No such file or directory", "Invalid imag
 PYXIS_MOUNT = """\
 slurmstepd-n01: error: pyxis: --container-mounts: source path does not exist: /nowhere/models
 slurmstepd-n01: error: Failed to invoke spank plugin stack
+"""
+
+
+def by_pyxis(enroot: str) -> str:
+    """What pyxis 0.24 prints when enroot fails with these lines."""
+    lines = ["child 4711 failed with error code: 1", "failed to create container filesystem"]
+    lines += ["printing enroot log file:", *(f"    {line}" for line in enroot.splitlines())]
+    said = "".join(f"slurmstepd-n01: error: pyxis: {line}\n" for line in lines)
+    return said + PYXIS_END
+
+
+PYXIS_END = """\
+slurmstepd-n01: error: pyxis: couldn't start container
+slurmstepd-n01: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n01: error: Failed to invoke spank plugin stack
+"""
+# enroot 4.1.2
+ENROOT_MISSING = "[ERROR] No such file or directory: /images/rl.sqsh\n"
+ENROOT_CORRUPT = "[ERROR] Invalid image format: /images/rl.sqsh\n"
+ENROOT_MOUNT = (
+    "enroot-mount: failed to mount: /nonexistent/data at /run/enroot/data-0/rlpost_21_0_n01/data: "
+    "No such file or directory\n"
+)
+ENROOT_MOUNT_REFUSED = ENROOT_MOUNT.replace("No such file or directory", "Permission denied")
+ENROOT_MOUNT_TARGET = (
+    "enroot-mount: failed to resolve path: /run/enroot/data-0/rlpost_21_0_n01/etc/passwd/x: "
+    "Not a directory\n"
+)
+RC_NO_BASH = "/proc/self/fd/3: exec: line 3: bash: not found\n"
+RC_NO_PYTHON = "/proc/self/fd/3: exec: line 3: /opt/python: not found\n"
+NOEXEC = "enroot-switchroot: failed to execute: /bin/sh: Permission denied\n"
+NO_SHELL = "enroot-switchroot: failed to execute: /bin/bash: No such file or directory\n"
+NO_BASH = "slurmstepd-n01: error: execve(): bash: No such file or directory\n"
+OTHER_CPU = "enroot-switchroot: failed to execute: /bin/sh: Exec format error\n"
+NO_FOLDER = "mkdir: cannot create directory '/run/user/1234': Permission denied\n"
+NO_FOLDER_UTF8 = "mkdir: cannot create directory \u2018/run/enroot\u2019: Read-only file system\n"
+PYXIS_NO_FOLDER = (
+    "slurmstepd-n01: error: pyxis: couldn't mkdir /run/pyxis/1234: Permission denied\n"
+)
+UNSQUASHFS = """\
+[INFO] Extracting squashfs filesystem...
+Parallel unsquashfs: Using 2 processors
+8125 inodes (7563 blocks) to write
+created 6230 files
+created 904 directories
+created 1895 symlinks
+created 8 devices
+created 0 fifos
+created 0 sockets
+created 0 hardlinks
 """
 ENROOT_TRUNCATED = """\
 [INFO] Extracting squashfs filesystem...
@@ -67,6 +117,25 @@ setup command failed: pip install psutil
 """
 
 
+IMPORT = "enroot import docker://r.org#rl/train:9 failed (exit 1):\n"
+CAPABILITIES = (
+    IMPORT + "[INFO] Converting whiteouts...\n"
+    "enroot-aufs2ovlfs: failed to set capabilities: Operation not permitted\n"
+)
+BASIC_NONE = (
+    IMPORT + "[INFO] Querying registry for permission grant\n"
+    "[INFO] Authenticating with user: <anonymous>\n"
+)
+BASIC_WRONG = (
+    IMPORT + "[INFO] Authenticating with user: bob\n"
+    "[INFO] Using credentials from file: /home/bob/.config/enroot/.credentials\n"
+)
+IMPORT_DISK = (
+    IMPORT + "tar: ./var/lib/pam/account: Cannot write: No space left on device\n"
+    "on n01: ENROOT_TEMP_PATH /tmp: 0 MB free; --image-cache /images: 900 MB free\n"
+)
+
+
 def both(words: str, how: str = EXIT_1) -> Finding:
     """The finding if two hosts left the same."""
     ends = {host: HostEnd(how, words.replace("n01", host)) for host in ("n01", "n02")}
@@ -82,6 +151,24 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (PYXIS_CORRUPT, "/images/rl.sqsh is damaged", "--container-image"),
         (PYXIS_MOUNT, "/nowhere/models", "--container-mounts"),
         (ENROOT_TRUNCATED, "the image is damaged", "--container-image"),
+        (ENROOT_MISSING, "/images/rl.sqsh does not exist", "--container-image"),
+        (ENROOT_CORRUPT, "/images/rl.sqsh is damaged", "--container-image"),
+        (by_pyxis(ENROOT_TRUNCATED), "the image is damaged", "--container-image"),
+        (ENROOT_MOUNT, "the mount source /nonexistent/data does not exist", "--container-mounts"),
+        (by_pyxis(ENROOT_MOUNT), "the mount source /nonexistent/data", "--container-mounts"),
+        (ENROOT_MOUNT_REFUSED, "source /nonexistent/data cannot be read", "--container-mounts"),
+        (ENROOT_MOUNT_TARGET, "a mount target cannot be created", "--container-mounts"),
+        (NOEXEC, "own shell cannot be run (/bin/sh: Permission denied)", "noexec"),
+        (by_pyxis(NOEXEC), "own shell cannot be run (/bin/sh: Permission denied)", "noexec"),
+        (NO_SHELL, "the container has no shell (/bin/bash: No such", "an image with /bin/sh"),
+        (NO_BASH, "the container has no shell (bash: No such", "--setup-commands, bash"),
+        (RC_NO_BASH, "the container has no shell (bash: not found)", "--setup-commands, bash"),
+        (RC_NO_PYTHON, "the interpreter cannot be run (/opt/python: not found)", "--python"),
+        (OTHER_CPU, "own shell cannot be run (/bin/sh: Exec format", "architecture"),
+        (NO_FOLDER, "enroot cannot create /run/user/1234", "enroot.conf"),
+        (NO_FOLDER_UTF8, "enroot cannot create /run/enroot", "enroot.conf"),
+        (by_pyxis(NO_FOLDER), "enroot cannot create /run/user/1234", "enroot.conf"),
+        (PYXIS_NO_FOLDER, "pyxis cannot create its folder (/run/pyxis/1234: Perm", "plugstack"),
         (EXECVE, "/opt/venv/bin/python: No such file", "--python"),
         (BASH_EXEC, "python3: not found", "--python"),
         (DASH_EXEC, "/opt/python: Permission denied", "--python"),
@@ -101,7 +188,7 @@ def test_what_every_host_will_meet_again_is_not_tried_again(
     assert finding.verdict == "config" and finding.exclude == ()
     assert headline.startswith("n01, n02: ") and named in headline and EXIT_1 in headline
     assert advice.startswith("remedy: ") and remedy in advice
-    assert words.splitlines()[-1] in finding.cause
+    assert last_words(words).splitlines()[-1] in finding.cause
 
 
 @pytest.mark.parametrize("words", [ENROOT_DISK, SETUP_OFFLINE, "Segmentation fault\n", ""])
@@ -181,11 +268,15 @@ def test_agents_that_had_begun_are_no_early_failure() -> None:
             "failed",
             "r.org",
         ),
-        (
-            "no enroot on this host to import r.org/a; import it where there is one\n",
-            "config",
-            "no enroot",
-        ),
+        (CAPABILITIES, "config", "enroot+caps"),
+        (IMPORT + "[ERROR] Command not found: parallel\n", "config", "the program parallel"),
+        (BASIC_NONE, "config", ".credentials"),
+        (BASIC_WRONG, "config", ".credentials"),
+        (BASIC_WRONG + "curl: (7) Failed to connect to r.org port 443\n", "failed", "curl: (7)"),
+        (BASIC_WRONG + "[INFO] Authentication succeeded\n", "failed", "could not be imported"),
+        (NO_FOLDER, "config", "enroot.conf"),
+        (IMPORT_DISK, "failed", "ENROOT_TEMP_PATH /tmp: 0 MB free"),
+        (IMPORT_DISK, "failed", "remedy: free space where df -h shows none"),
     ],
 )
 def test_a_step_that_never_was_is_explained_by_srun_or_the_import(
@@ -194,6 +285,44 @@ def test_a_step_that_never_was_is_explained_by_srun_or_the_import(
     finding = explain({"n01": HostEnd(), "n02": HostEnd()}, launch)
     assert finding is not None
     assert finding.verdict == verdict and said in finding.cause and finding.exclude == ()
+
+
+def test_what_slurm_image_refuses_is_the_cause_itself() -> None:
+    """Its exit code says that no retry helps; the same text with another code is no verdict."""
+    refusal = (
+        "--image-cache /images does not contain a, and bob cannot write to it; use another folder"
+    )
+    launch = f"/images/a.lock: cannot lock (x); importing without a lock\n{refusal}\n"
+    ends = {"n01": HostEnd(), "n02": HostEnd()}
+    assert explain(ends, launch, 78) == Finding("config", refusal)
+    other = explain(ends, launch, 1)
+    assert other is not None and other.verdict == "failed"
+
+
+def test_the_last_lines_are_those_that_say_something() -> None:
+    """Not what unsquashfs counts, nor what follows every failure of a container."""
+    said = "slurmstepd-n01: error: pyxis: --container-mounts: source path does not exist: /nowhere"
+    assert last_words(UNSQUASHFS + f"{said}\n" + PYXIS_END).splitlines() == [
+        "[INFO] Extracting squashfs filesystem...",
+        said,
+    ]
+    assert last_words(by_pyxis(UNSQUASHFS + NOEXEC)).splitlines()[-1].endswith(NOEXEC.strip())
+    assert last_words("created 1 files\n") == "created 1 files"
+
+
+@pytest.mark.parametrize("log", [ENROOT_DISK, by_pyxis(ENROOT_DISK), NO_PSUTIL])
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_host_whose_full_disk_was_freed_is_not_excluded(
+    tmp_path: Path, log: str, is_freed: bool
+) -> None:
+    (tmp_path / "agent-n02.log").write_text(log)
+    (tmp_path / "exclude").write_text("n02\nn03\n")
+    if is_freed:
+        (tmp_path / "freed-n02").touch()
+        (tmp_path / "freed-n03").touch()  # excluded for another reason
+    kept = ["n03"] if is_freed and log != NO_PSUTIL else ["n02", "n03"]
+    assert keep_freed_hosts(tmp_path) == sorted({"n02", "n03"} - set(kept))
+    assert (tmp_path / "exclude").read_text().split() == kept
 
 
 def test_pyxis_may_speak_through_srun_alone() -> None:

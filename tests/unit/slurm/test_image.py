@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.image import ImageError, describe, ensure, key, uri
+from slurm.image import ImageError, UnusableImageError, describe, ensure, key, main, uri
 
 ROOT = Path(__file__).parents[3]
 NAME, URI, TEXT = (
@@ -92,10 +93,40 @@ def test_what_the_registry_says_is_shown_and_nothing_is_published(registry: Path
     assert [path.suffix for path in (registry / "cache").iterdir()] == [".lock"]
 
 
+def test_a_full_disk_is_named_with_the_space_of_every_folder(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What tar says of ENROOT_TEMP_PATH names neither host nor folder; a retry may succeed."""
+    (registry / "bin").mkdir()
+    program = registry / "bin/enroot"
+    program.write_text(
+        "#!/bin/sh\necho tar: ./x: Cannot write: No space left on device >&2\nexit 2\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("ENROOT_TEMP_PATH", "/dev/shm/not-yet")
+    monkeypatch.setattr(sys, "argv", ["image", NAME, "--cache", str(registry / "cache")])
+    assert main() == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    free = shutil.disk_usage("/dev/shm").free >> 20
+    assert re.match(rf"on {os.uname().nodename}: ENROOT_TEMP_PATH /dev/shm/not-yet: \d+ MB", last)
+    assert abs(int(last.split(": ")[2].split(" ")[0]) - free) < 1000
+    assert "ENROOT_CACHE_PATH /" in last and f"--image-cache {registry}/cache: " in last
+
+
+def test_a_cache_that_cannot_be_made_is_refused_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["image", NAME, "--cache", str(tmp_path / "file/cache")])
+    assert main() == 78
+    assert "file/cache cannot be created (Not a directory)" in capfd.readouterr().err
+
+
 def test_without_enroot_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        ImageError, match=r"enroot import --output FILE.sqsh docker://a.*--container-image"
+        UnusableImageError, match=r"enroot import --output FILE.sqsh docker://a.*--container-image"
     ):
         ensure("a", tmp_path)
 
@@ -119,7 +150,7 @@ def test_an_enroot_whose_interpreter_is_missing_is_named(
     program.write_text("#!/nowhere/bash\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageError, match=f"the interpreter of {program} is missing"):
+    with pytest.raises(UnusableImageError, match=f"the interpreter of {program} is missing"):
         ensure("a", tmp_path / "cache")
 
 
@@ -128,7 +159,16 @@ def test_an_image_is_described_by_its_digest_or_by_its_file(tmp_path: Path) -> N
     file = tmp_path / "image.sqsh"
     file.write_text("hsqs")
     assert describe(file) == {"path": str(file), "size": 4, "mtime": int(file.stat().st_mtime)}
-    assert describe(tmp_path / f"sha256-{'a' * 64}.sqsh")["sha256"] == "a" * 64
+    cached = tmp_path / f"sha256-{'a' * 64}.sqsh"
+    (tmp_path / "damaged.json").write_text("[")
+    for name, target in (("docker://r#a@sha256:1", cached), ("docker://r#b", file)):
+        entry = {"image": name, "file": target.name}
+        (tmp_path / f"{key(name)}.json").write_text(json.dumps(entry))
+    assert describe(cached) == {
+        "path": str(cached),
+        "sha256": "a" * 64,
+        "names": ["docker://r#a@sha256:1"],
+    }
     assert describe(Path("/local/on/nodes.sqsh")) == {"path": "/local/on/nodes.sqsh"}
 
 
@@ -155,7 +195,9 @@ def ask_as(user: int, registry: Path, *, umask: int = 0o077) -> subprocess.Compl
     if not code.exists():  # the checkout may lie where only its owner looks
         (code / "slurm").mkdir(parents=True)
         (code / "slurm/__init__.py").touch()
-        shutil.copy(ROOT / "slurm/image.py", code / "slurm")
+        for name in ("image", "causes", "enroot"):
+            shutil.copy(ROOT / f"slurm/{name}.py", code / "slurm")
+        shutil.copytree(ROOT / "common", code / "common")
         shutil.copytree(ROOT / "tests/fakes/bin", code / "bin")
     (registry / "pulled").touch()
     (registry / "pulled").chmod(0o666)
@@ -219,7 +261,7 @@ def test_a_miss_where_one_may_not_write_says_so(open_registry: Path) -> None:
     (open_registry / "cache").mkdir(mode=0o755)
     done = ask_as(USER, open_registry)
     assert (
-        done.returncode == 1
+        done.returncode == 78
         and f"does not contain {NAME}, and user {USER} cannot write to it" in done.stderr
     )
     assert "--image-cache" in done.stderr
@@ -236,6 +278,6 @@ def test_an_image_that_its_owner_did_not_share_is_named_and_shared_when_the_owne
     (path,) = cache.glob("*.sqsh")
     path.chmod(0o600)
     done = ask_as(USER, open_registry)
-    assert done.returncode == 1 and f"{path} exists but user {USER} cannot read it" in done.stderr
+    assert done.returncode == 78 and f"{path} exists but user {USER} cannot read it" in done.stderr
     ensure(NAME, cache)
     assert ask_as(USER, open_registry).stdout == f"{path}\n"

@@ -53,6 +53,7 @@ FILES = reachable()
 
 def test_imports_are_followed() -> None:
     names = {str(path.relative_to(ROOT)) for path in FILES}
+    assert {name.split("/")[0] for name in names} == {"common", "slurm"}
     assert {*STARTS, "common/__init__.py", "common/srun_output.py", "slurm/causes.py"} <= names
 
 

@@ -193,7 +193,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
         "attempt": 0,
         "job_id": "7",
         "nodes": "n[01-02]",
-        "image": {"path": image, "sha256": "0" * 64},
+        "image": {"path": image, "sha256": "0" * 64, "names": []},
         "home": "/home/me/rlpost",
         "code": {"commit": "abc", "is_dirty": True},
     }
@@ -283,6 +283,9 @@ def test_a_job_that_its_excluded_hosts_leave_no_room_for_ends_with_their_names(
     assert "without n02" in reason and "1 of the 2 nodes" in reason and "--resume" in reason
     (tmp_path / "sinfo").write_text('#!/bin/sh\nprintf "n01|x\\nn02|x\\nn03|x\\n"\n')
     assert what_follows(tmp_path, environ=environ) == "again n02"
+    (attempt / "agent-n02.log").write_text("Write failed because No space left on device\n")
+    (attempt / "freed-n02").touch()
+    assert what_follows(tmp_path, environ=environ) == "again"
 
 
 def test_an_attempt_that_had_time_for_the_journal_alone_counts_by_the_step_it_reached() -> None:

@@ -5,6 +5,7 @@ The first word of the driver that is not the batch script's own is the behaviour
 
     done | config | failed      leave this verdict at once
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
+    slow-save                   the same, with four seconds between them
     wait-once                   the same on attempt 0; ``done`` on later ones
     crash                       die without a verdict
     no-package                  die as an agent whose package is not installed
@@ -65,18 +66,22 @@ def main() -> int:
     if behaviour == "no-package":
         import package_that_is_missing  # type: ignore[import-not-found]  # noqa: F401
     names = ("PYTHONPATH", "RLPOST_HOME", "SLURM_JOB_ID", "SLURM_NODEID", "MARK", "IMAGE", "SET_UP")
-    place = {key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES")}
+    place = {
+        key: os.environ.get(key) for key in (*names, "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK")
+    }
     facts = {"agent": own, "driver": driver, "cwd": os.getcwd(), "environment": place}
     write(attempt_dir / f"argv-{host}.json", json.dumps(facts))
     if behaviour == "crash":
         os._exit(3)
     verdict = behaviour
-    if behaviour in ("wait", "wait-once"):
+    if behaviour in ("wait", "wait-once", "slow-save"):
         verdict = "requeue"
         if behaviour == "wait-once" and attempt_dir.name != "0":
             verdict = "done"
         else:
             wait_for_stop(attempt_dir)
+        if behaviour == "slow-save":
+            time.sleep(4)
     is_first = attempt_dir.name == "0"
     if behaviour == "commit-requeue":
         with (attempt_dir.parents[1] / "ledger.jsonl").open("a") as ledger:

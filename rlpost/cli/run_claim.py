@@ -1,0 +1,125 @@
+"""One run folder, one live job: which folder a submission uses, and who may use it.
+
+Input: the options of ``rlpost submit``. Output: a folder that this submission holds alone, or a
+ConfigError with the job that has it. A rejected submission leaves no folder that it made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from common.run_folder import LOCK_FILE, RunFolder, claim_folder
+from rlpost.cli.runs import LOCAL, all_runs, local_is_alive, newest_job
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, suggestion
+from slurm.queue import queue
+from slurm.states import JobState
+
+ANOTHER_SUBMISSION_S = 60.0
+POLL_S = 0.2
+LIVE = (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
+
+
+def choose_folder(given: Path | None, config: Config, *, resume: bool) -> Path:
+    """The folder of ``--run-folder``; else a new one, or the newest run of the recipe to resume.
+
+    Raises:
+        ConfigError: ``--resume`` of a run that does not exist; names the nearest ones.
+    """
+    runs_dir = Path(config.cluster.runs_dir)
+    if given is None and not resume:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        return runs_dir / f"{config.cluster.job_name}-{stamp}"
+    names = [run.root.name for run in all_runs(runs_dir if given is None else given.parent)]
+    if given is not None:
+        if resume and not given.exists():
+            raise ConfigError(
+                f"--resume --run-folder {given}: no such folder{suggestion(given.name, names)}; "
+                "leave out --resume to start a new run there"
+            )
+        return given
+    of_recipe = [name for name in names if name.startswith(f"{config.cluster.job_name}-")]
+    if not of_recipe:
+        raise ConfigError(
+            f"--resume: no run of {config.cluster.job_name} in {runs_dir.absolute()}; give its folder "
+            "with --run-folder, or leave out --resume to start a new run"
+        )
+    return runs_dir / of_recipe[0]
+
+
+@contextmanager
+def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
+    """Hold a run folder while its job is submitted; yield the folder.
+
+    Of two submissions at the same moment, the second finds the job of the first. If the block
+    raises, a folder that this call made is removed.
+
+    Args:
+        is_given: whether to use this very folder; otherwise the first unused name is taken.
+
+    Raises:
+        ConfigError: a job of this folder is queued or runs.
+    """
+    is_new = not (is_given and root.exists())
+    if not is_given:
+        root = claim_folder(root)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(root):
+        refuse_live_job(RunFolder(root.absolute()))
+        try:
+            yield root
+        except BaseException:
+            if is_new and newest_job(RunFolder(root)) is None:
+                shutil.rmtree(root, ignore_errors=True)
+            raise
+
+
+def refuse_live_job(run: RunFolder) -> None:
+    """Raise ConfigError if a job of the run is queued or runs: two would fence each other off."""
+    job_id = newest_job(run)
+    if job_id is None:
+        return
+    if job_id.startswith(LOCAL):
+        state = JobState.RUNNING if local_is_alive(job_id) else JobState.UNKNOWN
+    else:
+        state = queue([job_id])[job_id].state
+    if state in LIVE:
+        raise ConfigError(
+            f"--run-folder {run.root}: job {job_id} of {run.root.name} is {state} and restarts "
+            f"automatically; to change its settings, rlpost cancel {run.root.name} first"
+        )
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a run folder; without one where the file system has no locks."""
+    descriptor = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(descriptor, root)
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def _lock(descriptor: int, root: Path) -> None:
+    deadline = time.monotonic() + ANOTHER_SUBMISSION_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--run-folder {root}: another rlpost submit has been using it for "
+                    f"{ANOTHER_SUBMISSION_S:.0f} s; wait for it, or end it"
+                ) from None
+        except OSError:
+            return
+        time.sleep(POLL_S)

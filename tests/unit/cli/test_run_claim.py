@@ -1,0 +1,89 @@
+"""Which folder a submission uses, and that two submissions never share one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.run_folder import RunFolder
+from rlpost.cli.submit import main
+from tests.unit.slurm.stand_ins import commands
+
+ROOT = Path(__file__).parents[3]
+# Each submission takes a moment and gets another number; squeue knows those that were accepted.
+SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
+sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
+echo Submitted batch job $number"""
+SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
+echo "$job|$(cat state 2>/dev/null || echo PENDING)|1:00|N/A||None"; done"""
+
+
+@pytest.fixture
+def slurm(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster that accepts every job unless there is a file ``refuses``."""
+    texts = {"sbatch": SBATCH, "squeue": SQUEUE, "scontrol": "exit 0"}
+    texts = {name: f"cd {project}\n{text}" for name, text in texts.items()}
+    monkeypatch.setenv("PATH", commands(project / "bin", **texts))
+    monkeypatch.setattr(
+        "rlpost.cli.submit.snapshot_code", lambda project, code: code.mkdir(exist_ok=True)
+    )
+    return project
+
+
+def test_a_folder_whose_job_is_queued_is_not_used_again(slurm: Path, capsys) -> None:
+    """With the same settings and without --resume, too."""
+    words = ["recipe.toml", "--run-folder", "run"]
+    assert main(words) == 0
+    assert main(words) == 2
+    assert "job 70 of run is PENDING" in capsys.readouterr().err
+    (slurm / "state").write_text("COMPLETED")
+    assert main(words) == 0
+
+
+def test_of_two_submissions_at_the_same_moment_one_is_accepted(slurm: Path) -> None:
+    command = [sys.executable, "-m", "rlpost.submit", "recipe.toml", "--run-folder", "run"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = [
+        subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    assert "job 70 of run is PENDING" in "".join(said)
+    assert len(list((slurm / "jobs.d").iterdir())) == 1
+
+
+def test_a_rejected_submission_leaves_no_folder_and_changes_none(slurm: Path, capsys) -> None:
+    (slurm / "refuses").touch()
+    assert main(["recipe.toml"]) != 0 and main(["recipe.toml", "--run-folder", "new"]) != 0
+    assert "invalid partition" in capsys.readouterr().err
+    assert not (slurm / "new").exists() and not list((slurm / "runs").iterdir())
+    (slurm / "refuses").unlink()
+    assert main(["recipe.toml", "--run-folder", "new"]) == 0
+    (slurm / "refuses").touch()
+    (slurm / "state").write_text("FAILED")
+    assert main(["recipe.toml", "--run-folder", "new", "--resume"]) != 0
+    assert (slurm / "new/run.json").exists()
+
+
+def test_resume_without_a_folder_takes_the_newest_run_of_the_recipe(slurm: Path, capsys) -> None:
+    assert main(["recipe.toml", "--resume"]) == 2
+    assert "--resume: no run of test in " in capsys.readouterr().err
+    for name in ("test-1", "other-2", "test-3"):
+        (slurm / "runs" / name).mkdir(parents=True)
+        (slurm / "runs" / name / "run.json").write_text("{}")
+        time.sleep(0.02)
+    assert main(["recipe.toml", "--resume"]) == 0
+    assert "/runs/test-3\n" in capsys.readouterr().out
+    assert RunFolder(slurm / "runs/test-3").ledger.read()[-1]["job_id"] == "70"
+
+
+def test_resume_of_a_folder_that_does_not_exist_names_the_nearest(slurm: Path, capsys) -> None:
+    assert main(["recipe.toml", "--run-folder", "runs/mine"]) == 0
+    assert main(["recipe.toml", "--run-folder", "runs/mien", "--resume"]) == 2
+    assert "no such folder; did you mean 'mine'?" in capsys.readouterr().err
+    assert not (slurm / "runs/mien").exists()

@@ -1,0 +1,142 @@
+"""What a terminal does to a run on this machine that was started from it: Ctrl-C, hang-up, a pipe.
+
+A real pseudo-terminal with its foreground process group and the default handling of SIGINT; the
+agent is a stub that takes four seconds to save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.run_folder import RunFolder
+from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
+from rlpost.cli.statuses import statuses
+from slurm.local import request_stop
+from tests.cluster.lab_host import wait_until
+
+ROOT = Path(__file__).parents[3]
+STUB_HOME = ROOT / "tests/fakes/cluster_home"
+SUBMIT = """
+import sys
+from pathlib import Path
+from common.run_folder import create_run_folder
+from rlpost.cli.entry import run_command
+from rlpost.cli.follow import follow
+from slurm.executor import submit
+from slurm.spec import JobSpec
+
+def command(words):
+    home, root, waits = words
+    run = create_run_folder(Path(root), "{}")
+    spec = JobSpec(gpu_request="none", driver_args=("slow-save",), python=sys.executable)
+    job_id = submit(spec, run, home=Path(home), where="local")
+    print("submitted", job_id, flush=True)
+    return follow(run, job_id, started_it=True) if waits == "wait" else 0
+
+sys.exit(run_command(command, sys.argv[1:]))
+"""
+"""``rlpost submit`` without the checks of a recipe, whose agent is a stub."""
+
+
+class Terminal:
+    """A run that was started from a pseudo-terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunFolder(folder / "run")
+        command = [sys.executable, "-c", SUBMIT, str(STUB_HOME), str(self.run.root), "wait"]
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.chdir(ROOT)
+            os.execv(sys.executable, command)
+        self.said = b""
+
+    @property
+    def attempt(self) -> Path:
+        return self.run.attempts / "0"
+
+    @property
+    def job(self) -> str:
+        job = newest_job(self.run)
+        assert job is not None
+        return job
+
+    def wait_for_agent(self) -> None:
+        assert wait_until(lambda: any(self.attempt.glob("argv-*.json")), deadline_s=60)
+
+    def press_ctrl_c(self) -> None:
+        os.write(self.master, b"\x03")
+
+    def exit_code(self) -> int:
+        """Read the terminal to its end; return the exit code, negative for a signal."""
+        while True:
+            try:
+                chunk = os.read(self.master, 4096)
+            except OSError:  # EIO: no process has the terminal any more
+                break
+            if not chunk:
+                break
+            self.said += chunk
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    started = Terminal(tmp_path)
+    yield started
+    job = newest_job(started.run)
+    if job is not None and local_is_alive(job):
+        os.kill(int(job.removeprefix(LOCAL)), signal.SIGKILL)
+
+
+def test_ctrl_c_ends_a_run_when_it_has_saved(terminal: Terminal) -> None:
+    terminal.wait_for_agent()
+    terminal.press_ctrl_c()
+    assert terminal.exit_code() == 75, terminal.said
+    assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == "Ctrl-C"
+    assert (terminal.attempt / "verdict").read_text() == "requeue\n"
+    assert terminal.said.count(b"stopping at the next checkpoint") == 1
+    assert b"Traceback" not in terminal.said
+
+
+def test_a_second_ctrl_c_leaves_the_run_alone(terminal: Terminal) -> None:
+    terminal.wait_for_agent()
+    terminal.press_ctrl_c()
+    assert wait_until((terminal.attempt / "STOP").exists, deadline_s=30)
+    terminal.press_ctrl_c()
+    assert terminal.exit_code() == 130, terminal.said
+    assert local_is_alive(terminal.job)
+    assert wait_until(lambda: not local_is_alive(terminal.job), deadline_s=60)
+    assert (terminal.attempt / "verdict").read_text() == "requeue\n"
+
+
+def test_a_closed_terminal_leaves_the_run_running_and_status_finds_it(terminal: Terminal) -> None:
+    terminal.wait_for_agent()
+    os.close(terminal.master)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == -signal.SIGHUP
+    time.sleep(1)
+    (status,) = statuses([terminal.run])
+    assert status.state == "RUNNING" and not (terminal.attempt / "STOP").exists()
+    request_stop(terminal.attempt, "end of the test")
+    assert wait_until(lambda: not local_is_alive(terminal.job), deadline_s=60)
+    assert (terminal.attempt / "verdict").read_text() == "requeue\n"
+
+
+def test_without_waiting_the_command_returns_at_once_into_a_pipe_too(tmp_path: Path) -> None:
+    """Nothing of the run holds the pipe."""
+    run = RunFolder(tmp_path / "run")
+    words = [sys.executable, "-c", SUBMIT, str(STUB_HOME), str(run.root), "no"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    job = newest_job(run)
+    assert job is not None and done.stdout == f"submitted {job}\n" and local_is_alive(job)
+    os.kill(int(job.removeprefix(LOCAL)), signal.SIGKILL)
