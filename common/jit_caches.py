@@ -1,10 +1,11 @@
 """Folders of kernels that are compiled on demand: Triton, FlashInfer, DeepGEMM, tvm-ffi, CUDA.
 
-By default they are below the home folder. If that is on a network file system, processes of several
-nodes compile into one folder at the same time. The locks of these libraries hold on one node alone,
-and a library that another node replaces fails as a stale file handle
-(https://github.com/sgl-project/sglang/issues/31347,
-https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). Then the folders are on the node's disk.
+By default they are below the home folder. Where a node cannot write to it, engines die. If it is on
+a network file system, processes of several nodes compile into one folder at the same time. The locks
+of these libraries hold on one node alone, and a library that another node replaces fails as a stale
+file handle (https://github.com/sgl-project/sglang/issues/31347,
+https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). In both cases the folders are on the node's
+disk.
 
 Input: the environment, and the mounts of this node. Output: variables to add to the environment.
 """
@@ -46,6 +47,15 @@ def needs_local_caches(home: str, mounts: str) -> bool:
     return is_remote(mount_of(home, mounts))
 
 
+def can_write(folder: str) -> bool:
+    """Whether a file can be created in a folder; it leaves none."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def cache_variables(environ: Mapping[str, str], base: Path) -> dict[str, str]:
     """Return the variables that the user has not set, with their folders below ``base``."""
     return {name: str(base / FOLDERS[name]) for name in FOLDERS if name not in environ}
@@ -69,19 +79,21 @@ def own_folder(path: Path) -> Path:
 def jit_cache_environment(
     environ: Mapping[str, str], *, disk: Path = Path("/tmp")
 ) -> dict[str, str]:
-    """Return variables that move the caches of this node to ``disk``; empty if they are local.
+    """Return variables that move the caches of this node to ``disk``; empty if they are local and writable.
 
     All jobs of a user share the folder, so that a restart finds compiled kernels. A user who sets
     ``BASE`` chooses the folder of all of them.
     """
     try:
         home = os.path.realpath(environ.get("HOME") or Path.home())
-        if not needs_local_caches(home, Path("/proc/self/mounts").read_text()):
+        is_shared = needs_local_caches(home, Path("/proc/self/mounts").read_text())
+        if not is_shared and can_write(home):
             return {}
         given = environ.get(BASE)
         base = Path(given) if given else own_folder(disk / f"rlpost-jit-{os.geteuid()}")
     except (OSError, RuntimeError) as error:
         logger.warning("caches of compiled kernels stay in the home folder: %s", error)
         return {}
-    logger.info("caches of compiled kernels: %s, because %s is on a network", base, home)
+    why = "is on a network" if is_shared else "cannot be written to"
+    logger.info("caches of compiled kernels: %s, because %s %s", base, home, why)
     return cache_variables(environ, base)

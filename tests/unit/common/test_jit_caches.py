@@ -106,3 +106,11 @@ def test_without_a_network_file_system_nothing_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "ext4")
     assert jit_cache_environment({"HOME": "/"}, disk=tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_folder_that_the_node_cannot_write_to_needs_other_caches(tmp_path, monkeypatch):
+    """As on nodes that boot a read-only image; /proc refuses new files even to root."""
+    monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "ext4")
+    for home in ("/proc", str(tmp_path / "missing")):
+        made = jit_cache_environment({"HOME": home}, disk=tmp_path)
+        assert made == cache_variables({}, Path(made[BASE])) and Path(made[BASE]).is_dir()
