@@ -66,7 +66,6 @@ OF_THIS_JOB = {
     "SLURM_TOPOLOGY_ADDR",
     "SLURM_TOPOLOGY_ADDR_PATTERN",
     "SLURM_UMASK",
-    "SLURM_WORKING_CLUSTER",
     "SLURMD_NODENAME",
 }
 """Set by Slurm for every job, so no value of another job is left in them."""
