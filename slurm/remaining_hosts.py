@@ -11,6 +11,7 @@ import subprocess
 from typing import Mapping, Optional, Sequence
 
 from common.host_lists import HostListError, expand
+from slurm.variables import submission_environment
 
 ANSWER_S = 10.0
 
@@ -72,14 +73,13 @@ def _value(shown: str, key: str) -> str:
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Output of a Slurm command; empty if it fails or times out."""
-    plain = {key: value for key, value in environ.items() if not key.startswith("SINFO_")}
     try:
         done = subprocess.run(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=ANSWER_S,
-            env=plain,
+            env=submission_environment(environ),
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

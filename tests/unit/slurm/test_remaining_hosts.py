@@ -50,7 +50,7 @@ def test_where_slurm_says_nothing_nothing_is_claimed(job: str, nodes: str) -> No
 def test_slurm_is_asked_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = {
         "scontrol": f"echo '{JOB.format('(null)')}'",
-        "sinfo": '[ "$SINFO_FORMAT" ] || printf "n01|x\\nn02|x\\n"',
+        "sinfo": '[ "$SINFO_FORMAT$SLURM_TIME_FORMAT" ] || printf "n01|x\\nn02|x\\n"',
     }
     for name, text in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -59,6 +59,7 @@ def test_slurm_is_asked_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SINFO_FORMAT": "%P",
+        "SLURM_TIME_FORMAT": "%s",
     }
     monkeypatch.setenv("PATH", environ["PATH"])
     assert "has 1 of the 2 nodes" in (why_too_few(["n02"], environ) or "")
