@@ -29,7 +29,6 @@ from bootstrap.agent.gathering import Gathering, ReadHost
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor
@@ -69,6 +68,7 @@ from common.cluster import Cluster
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
+from common.message_codec import Message
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from bootstrap.agent.gathering import read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import SILENCE_S, Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
@@ -57,6 +56,7 @@ from common.addresses import host_port
 from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
 from common.lost_nodes import read_lost_nodes
+from common.message_codec import Message
 
 logger = logging.getLogger(__name__)
 

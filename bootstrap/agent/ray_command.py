@@ -16,6 +16,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import socket_environment
 from common.addresses import host_port
+from common.attempt import SECRET_VARIABLE
 
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65
 # ("/session_<date>_<time>_<pid>/sockets/plasma_store").
@@ -118,7 +119,7 @@ def base_environment(
         "RLPOST_JOB_ID": facts.job_id,
         "RLPOST_RESTART_COUNT": str(facts.restart_count),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(secret_file),
+        SECRET_VARIABLE: str(secret_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
     }

@@ -194,7 +194,9 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
     if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
         server_args.resolve_once()
     app.add_middleware(RequestSpans)
+    guards = {}
     if server_args.api_key:
+        guards = guarded_processes(server_args.api_key)
         own = host_port(server_args.host, server_args.port)
         app.add_middleware(ServerProof, key=server_args.api_key, address=own)
     app.add_middleware(RouteRequests)
@@ -203,9 +205,24 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
             server_args,
             launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port),
             **manager_options(server_args),
+            **guards,
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def guarded_processes(secret: str) -> dict[str, Any]:
+    """Authenticate the links of this process; return options of ``launch_server`` for the others."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from rlpost.rollout.engine_links import Guarded, authenticate_links
+
+    authenticate_links(secret)
+    return {
+        "run_scheduler_process_func": Guarded(run_scheduler_process, secret),
+        "run_detokenizer_process_func": Guarded(run_detokenizer_process, secret),
+    }
 
 
 def manager_options(server_args: Any) -> dict[str, Any]:
