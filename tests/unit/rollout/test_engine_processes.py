@@ -13,7 +13,7 @@ import pytest
 import zmq
 from torch.distributed import rendezvous
 
-from rlpost.rollout.engine_links import Guarded, authenticate_links
+from rlpost.rollout.engine_processes import Guarded, authenticate_links
 
 SECRET = "k" * 64
 WAIT_MS = 10_000

@@ -1,11 +1,13 @@
-"""Authenticates what SGLang's processes of an engine open between each other.
+"""What every process of an engine does before it runs anything of SGLang.
 
-SGLang forms its process groups with torch's store and, with several ranks or attention data
-parallelism, sends pickles through ZeroMQ over TCP. Neither knows a secret, so any user of the node
-could join a group, or have a pickle run. In every process of the engine the store is replaced
-(``common.torch_store``), and ZeroMQ's TCP sockets use CURVE with keys that follow from the secret
-(https://rfc.zeromq.org/spec/26): a client needs the server's public key to begin a handshake, and
-it is never sent. Sockets of the kind ``ipc://`` are files in the engine's private folder.
+1. Authenticate the links between them. SGLang forms its process groups with torch's store and, with
+   several ranks or attention data parallelism, sends pickles through ZeroMQ over TCP. Neither knows
+   a secret, so any user of the node could join a group, or have a pickle run. So the store is
+   replaced (``common.torch_store``), and ZeroMQ's TCP sockets use CURVE with keys that follow from
+   the secret (https://rfc.zeromq.org/spec/26): a client needs the server's public key to begin a
+   handshake, and it is never sent. ``ipc://`` sockets are files in the engine's private folder.
+2. Keep the file of load figures, which SGLang puts into /dev/shm and leaves there when it is killed,
+   in that folder as well. It has 16 KiB for each replica.
 
 Input: the key of the engine, the same for all its nodes.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +25,7 @@ from common.torch_store import replace_rendezvous
 
 
 class Guarded:
-    """A function of SGLang that authenticates its process before it runs.
+    """A function of SGLang that prepares its process before it runs.
 
     SGLang starts its processes by "spawn" and gives them this object, so the new process calls
     ``__setstate__`` before anything of SGLang.
@@ -36,7 +40,21 @@ class Guarded:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        authenticate_links(self._secret)
+        prepare(self._secret)
+
+
+def prepare(secret: str) -> None:
+    """Prepare this process; without a secret (tests of an engine alone) its links stay open."""
+    from sglang.srt.managers import load_snapshot
+
+    name_in_shm = load_snapshot.shm_path_for
+
+    def name_in_private_folder(ipc_name: str) -> str:
+        return os.path.join(tempfile.gettempdir(), os.path.basename(name_in_shm(ipc_name)))
+
+    load_snapshot.shm_path_for = name_in_private_folder
+    if secret:
+        authenticate_links(secret)
 
 
 def authenticate_links(secret: str) -> None:
