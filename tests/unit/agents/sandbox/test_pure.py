@@ -70,6 +70,9 @@ def test_the_filter_denies_what_reaches_the_host_and_allows_the_rest(machine):
     assert judged(machine, socket, 16, 3, 9) != ALLOW  # audit
     assert judged(machine, ioctl, 0, 0x5401) == ALLOW
     assert judged(machine, ioctl, 0, 0x5412) == seccomp.denied()
+    for option, verdict in ((7, seccomp.denied(0)), (8, seccomp.denied(0)), (2, ALLOW)):
+        assert judged(machine, seccomp.SETSOCKOPT[column], 3, 1, option) == verdict
+    assert judged(machine, seccomp.SETSOCKOPT[column], 3, 6, 7) == ALLOW  # of TCP
     assert judged(machine, seccomp.PRLIMIT[column], 1) == seccomp.denied()
     assert judged(machine, seccomp.PRLIMIT[column], 0) == ALLOW
     assert judged(machine, 63, architecture=0x40000003) == KILL  # i386
