@@ -132,13 +132,15 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Environment of ``ray start``, which every Ray worker of the node inherits.
 
     By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide
-    when a node ends, so both timeouts are shortened.
+    when a node ends, so both timeouts are shortened. Ray's metrics are off: their port would answer
+    without the token, on all interfaces.
 
     ``ray status`` prints what the autoscaler's monitor last wrote, and no monitor runs
     (``start_argv``). With autoscaler v2 enabled it queries the GCS, which has nodes and resources.
     """
     return {
         "RAY_enable_autoscaler_v2": "1",
+        "RAY_enable_metrics_collection": "0",
         **base,
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
