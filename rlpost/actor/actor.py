@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.attempt import attempt_secret
 from rlpost.actor import (
     device,
     frozen,
@@ -130,6 +131,8 @@ class Actor(Rank):
             is_source=parallel.is_source_of_stage(),
             backend=device.backend(),
             timeout_s=60.0 * settings.distributed_timeout_minutes,
+            # External engines know torch's own store alone.
+            secret=None if settings.rollout_external_engine_addrs else attempt_secret(),
         )
         self.piece_bytes = min(settings.update_weight_buffer_size, SMALLEST)
         self.last_sent = LastSent(

@@ -97,6 +97,7 @@ class ActorSettings(LossSettings):
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10
+    rollout_external_engine_addrs: tuple[str, ...] = ()
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
     actor_num_threads: int | None = None
