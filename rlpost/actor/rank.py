@@ -100,11 +100,6 @@ class Rank(ABC):
             context_size=self.settings.context_parallel_size,
         )
 
-    @property
-    def num_critic_steps(self) -> int:
-        """Optimizer steps of the critic so far; 0 without a critic."""
-        return 0 if self.critic is None else self.critic.num_optimizer_steps
-
     def compute_values(self, batch: TrainBatch) -> Values:
         """The critic's value before each response token; see ``Critic.values``."""
         return self._critic().values(batch)
