@@ -52,8 +52,9 @@ BY_RENDERING = (
 )
 """Only another batch file has another value."""
 
-OTHER = {"run_folder": "RLPOST_RUN_FOLDER"}
-"""No setting, but a flag of the training that the job gives itself."""
+OTHER = {"run_folder": "RLPOST_RUN_FOLDER", "resume": "RLPOST_RUN_FOLDER"}
+"""No settings: which run a job works on. A folder that holds a run is resumed; the tasks of an array
+never share one."""
 
 
 def late_flags(words: Sequence[str]) -> List[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.units import count_text, size_text
 from slurm.errors import SpecError
+from slurm.variables import unknown_variables
 
 _INDENT = 14
 EXIT_PROBLEMS = 2  # as for every command with invalid settings
@@ -56,6 +58,9 @@ def _check(arguments: Sequence[str]) -> int:
     made = parser("rlpost check", "Check a recipe and show its arithmetic.")
     add_scale_down(made)
     add_switch(made, JSON, "print a JSON object: ok, problems, notes, arithmetic")
+    if JSON not in arguments:  # first: a misspelled variable may be the cause of the problems
+        for note in unknown_variables(os.environ):
+            print(f"note: {note}", file=sys.stderr)
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:
         raise no_recipe("rlpost check tiny")
@@ -108,11 +113,12 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
     content: dict[str, Any] = {
         "ok": not problems,
         "problems": problems,
-        "notes": [],
+        "notes": unknown_variables(os.environ),
         "arithmetic": {},
     }
     if config is not None and not problems:
-        content |= {"notes": notes(config), "arithmetic": dict(arithmetic(config))}
+        content["notes"] += notes(config)
+        content["arithmetic"] = dict(arithmetic(config))
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0
 

@@ -41,7 +41,7 @@ from slurm.executor import Where, completed, submit
 from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec
-from slurm.variables import submission_environment
+from slurm.variables import submission_environment, unknown_variables
 
 PROJECT = Path(__file__).parents[2]
 
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     """``rlpost submit RECIPE``; ``told``: notes that were printed before. Raises ConfigError."""
+    # first: a misspelled variable may be the cause of the problems below
+    print_notes(unknown_variables(os.environ), told)
     made = submit_parser("rlpost submit", "Check a recipe, create its run folder and submit it.")
     options, loaded = settings(made, arguments)
     if options.recipe is None and not loaded.origins:

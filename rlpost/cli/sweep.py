@@ -40,6 +40,7 @@ from rlpost.config.wording import COMMAND_LINE, near_path
 from rlpost.errors import ConfigError, suggestion
 from rlpost.report.compare import compare_page
 from rlpost.report.run_facts import read_facts
+from slurm.variables import unknown_variables
 
 FILE_NAME, PAGE_NAME = "sweep.json", "report.html"
 MAX_POINTS = 256
@@ -148,7 +149,7 @@ def _submit(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--name {name}: must be the name of a folder, without /")
     folder = Path(loaded.config.cluster.runs_dir) / name
     common = submitted_arguments(arguments)
-    notes: list[str] = []  # of all points, each once
+    notes = unknown_variables(os.environ)  # with those of all points, each once
     for point in points_without_name:
         words = [*common, *point.arguments]
         notes += _checked(point, words, folder.parent / (name + point.run))

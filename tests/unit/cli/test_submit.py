@@ -2,6 +2,7 @@
 code 2.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.main import main as command_line
 from rlpost.cli.submit import main
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
@@ -183,6 +185,22 @@ def test_a_missing_file_is_refused_and_a_note_of_a_dry_run(project, capsys, flag
     assert error.startswith(f"error: {flag}") and "nowhere" in error and said in error
     assert main(["recipe.toml", flag, "nowhere", "--dry-run"]) == 0
     assert capsys.readouterr().err.startswith(f"note: {flag}")
+
+
+def test_an_unknown_variable_of_ours_is_noted_before_the_problems_that_it_causes(
+    project, monkeypatch, capsys
+):
+    monkeypatch.setenv("RLPOST_ASSET", "/data")
+    note = "note: RLPOST_ASSET: no such variable; RLPOST_ASSETS is meant?"
+    assert main(["recipe.toml", "--dry-run"]) == 0
+    assert note in capsys.readouterr().err.splitlines()
+    missing = ["recipe.toml", "--prompt-data", "$RLPOST_ASSETS/prompts.jsonl"]
+    for verb in ("submit", "check"):
+        assert command_line([verb, *missing]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == note and lines[1].startswith("error: ")
+    assert command_line(["check", *missing, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["notes"] == [note.removeprefix("note: ")]
 
 
 def test_two_nodes_without_slurm_are_refused_before_anything_is_made(project, capsys):

@@ -72,7 +72,7 @@ def test_exactly_the_settings_in_the_text_of_a_script_are_refused(
     assert rendered | ONLY_FOR_SUBMIT == LATE
 
 
-@pytest.mark.parametrize("key", sorted(LATE))
+@pytest.mark.parametrize("key", sorted({*LATE, "run_folder", "resume"}))
 @pytest.mark.parametrize("form", ["{} v", "{}=v", "{}"])
 def test_a_late_flag_is_refused_in_every_form_with_its_remedy(key: str, form: str) -> None:
     words = ["--num-rollout", "3", *form.format(flag(key)).split()]
