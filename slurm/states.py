@@ -48,11 +48,6 @@ class JobInfo:
     exit_code: int = 0
 
 
-def is_job_id(text: str) -> bool:
-    """Whether a text names a job: ``123``, or ``123_4`` of an array."""
-    return re.fullmatch(r"\d+(_\d+)?", text, re.ASCII) is not None
-
-
 def parse_state(text: str) -> JobState:
     """Parse a state of squeue, scontrol or sacct (``CANCELLED by 0``, ``RUNNING+``)."""
     word = re.split(r"[ +,]", text.strip(), maxsplit=1)[0]
