@@ -71,7 +71,7 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
         job_name=name,
         home=spec.home or str(home),
         run_folder=spec.run_folder or str(run.root),
-        output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
+        output=spec.output or f"{run.root}/slurm-%j.out",
     )
 
 
@@ -93,6 +93,7 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     if where != "slurm":
         return _submit_locally(spec, run, debug=where == "debug")
     num_nodes = spec.nodes + spec.spare_nodes
+    make_log_folder(spec.output or "")
     job_id = submit_script(
         render_sbatch(spec), run.script, num_nodes, os.environ, folder=run.submitit
     )
@@ -111,6 +112,17 @@ def submit_sandboxes(spec: SandboxSpec, run: RunFolder, environ: Mapping[str, st
     path = run.root / "sandboxes" / "job.sbatch"
     path.parent.mkdir(exist_ok=True, mode=0o700)
     return submit_script(render_sandbox(spec), path, 1, environ, folder=run.submitit)
+
+
+def make_log_folder(output: str) -> None:
+    """Create the folder of a job's log, unless its name contains a pattern of sbatch.
+
+    Slurm before 23.02 fails a job whose folder is missing; later versions create it on the node,
+    where a folder that is not shared is lost.
+    """
+    folder = Path(output).parent
+    if "%" not in str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def submit_script(
