@@ -97,7 +97,7 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
         job_name=name,
         home=spec.home or str(home),
         run_folder=spec.run_folder or str(run.root),
-        output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
+        output=spec.output or f"{run.root}/slurm-%j.out",
     )
 
 
@@ -119,6 +119,7 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     if where != "slurm":
         return _submit_locally(spec, run, debug=where == "debug")
     num_nodes = spec.nodes + spec.spare_nodes
+    make_log_folder(spec.output or "")
     job_id = submit_script(
         render_sbatch(spec), run.script, num_nodes, os.environ, folder=run.submitit
     )
@@ -143,6 +144,17 @@ def submit_sandboxes(
     path.parent.mkdir(exist_ok=True, mode=0o700)
     script = render_sandbox(spec)
     return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
+
+
+def make_log_folder(output: str) -> None:
+    """Create the folder of a job's log, unless its name contains a pattern of sbatch.
+
+    Slurm before 23.02 fails a job whose folder is missing; later versions create it on the node,
+    where a folder that is not shared is lost.
+    """
+    folder = Path(output).parent
+    if "%" not in str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def submit_script(

@@ -12,6 +12,7 @@ class JobState(StrEnum):
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
+    EXPEDITING = "EXPEDITING"
     RUNNING = "RUNNING"
     SUSPENDED = "SUSPENDED"
     COMPLETING = "COMPLETING"
@@ -29,7 +30,7 @@ class JobState(StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether the job has ended; only a requeue would run it again."""
-        alive = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+        alive = ("PENDING", "CONFIGURING", "EXPEDITING", "RUNNING", "SUSPENDED", "COMPLETING")
         return self not in (*alive, "UNKNOWN")
 
 
