@@ -24,6 +24,7 @@ from pathlib import Path
 from common.counting import counted
 from common.files import write_first
 from common.host_lists import expand
+from common.jit_caches import jit_cache_environment
 from rlpost.actor.model_description import read_description
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
@@ -188,6 +189,7 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int
         )
         folder = _target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
+        os.environ.update(jit_cache_environment(os.environ))
         from rlpost.actor.conversion import Converter, with_mtp_layer  # imports torch and Megatron
         from rlpost.actor.parallel import Rendezvous
 
