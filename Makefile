@@ -12,7 +12,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system assets quickstart test test-fast test-gpu test-slurm lint format hooks jobs docs docs-site clean
+.PHONY: help install system assets quickstart test test-fast test-gpu test-slurm lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -49,6 +49,9 @@ lint: install  ## style and types, seconds
 format: install  ## mend the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock:  ## versions and hashes of all packages, after a change to the requirements; needs uv
+	@tools/lock.sh
 
 jobs:  ## write jobs/*.sbatch from their recipes; needs no training stack
 	@python=$$(tools/settings_python.sh $(VENV)) && $$python -m tools.make_jobs

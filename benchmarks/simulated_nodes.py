@@ -18,11 +18,11 @@ from pathlib import Path
 from unittest import mock
 
 from bootstrap.agent.identity import Facts
-from bootstrap.agent.message_codec import Message, MessageCodec
 from bootstrap.agent.options import parse_options
 from bootstrap.preflight.probe import raise_limits
 from bootstrap.simulated.nodes import SimulatedNode, head_port, host_facts, template_of
 from common.attempt import SECRET_FILE
+from common.message_codec import Message, MessageCodec
 
 
 def counting(counts: Counter[str]) -> mock._patch_default_new:

@@ -224,7 +224,9 @@ def measure_servers_own(trainer: Trainer) -> tuple[float, float]:
 
 async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
     """Return a mover whose process group has been joined by the engine."""
-    sender = Broadcast(trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120)
+    sender = Broadcast(
+        trainer, gathers=True, is_source=True, backend=BACKEND, timeout_s=120, secret=GROUP
+    )
 
     async def send(index: int) -> None:
         await asyncio.to_thread(sender.send, index)

@@ -18,10 +18,15 @@ Slurm restart count upwards.
     agent-HOST.log, driver.log
 """
 
+import os
+from pathlib import Path
+
 DRIVER_RESTARTS = 3
 """Default maximum number of restarts of a crashed driver in an attempt."""
 STOP_FILE = "STOP"
 SECRET_FILE = "secret"
+SECRET_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+"""Environment variable with the path of that file, for Ray and for the ranks in its workers."""
 VERDICT_FILE = "verdict"
 VERDICT_JSON = "verdict.json"
 EXCLUDE_FILE = "exclude"
@@ -31,3 +36,12 @@ REPLACEABLE_FILE = "replaceable"
 PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
 LAUNCH_LOG = "launch.log"
+
+
+def attempt_secret() -> str:
+    """Return the secret of the attempt that this process belongs to; empty outside of one.
+
+    Raises OSError when its file cannot be read.
+    """
+    path = os.environ.get(SECRET_VARIABLE)
+    return Path(path).read_text().strip() if path else ""

@@ -1,11 +1,13 @@
-"""Folders of kernels that are compiled on demand: Triton, FlashInfer, DeepGEMM, tvm-ffi, CUDA.
+"""Folders of kernels that are compiled on demand: Triton, Inductor, FlashInfer, DeepGEMM, CUDA.
 
-By default they are below the home folder. Where a node cannot write to it, engines die. If it is on
-a network file system, processes of several nodes compile into one folder at the same time. The locks
-of these libraries hold on one node alone, and a library that another node replaces fails as a stale
-file handle (https://github.com/sgl-project/sglang/issues/31347,
-https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). In both cases the folders are on the node's
-disk.
+By default they are below the home folder. If that is on a network file system, processes of several
+nodes compile into one folder at the same time. The locks of these libraries hold on one node alone,
+and a library that another node replaces fails as a stale file handle
+(https://github.com/sgl-project/sglang/issues/31347,
+https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). Then the folders are on the node's disk.
+
+TorchInductor's is ``/tmp/torchinductor_USER`` by default. torch loads pickles and libraries from it,
+whoever made it, so it is moved on every node.
 
 Input: the environment, and the mounts of this node. Output: variables to add to the environment.
 """
@@ -14,12 +16,11 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from common.file_systems import is_remote, mount_of
+from common.private_folders import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,15 @@ FOLDERS: Mapping[str, str] = {
     "TRITON_CACHE_DIR": "triton",
     "CUDA_CACHE_PATH": "nv",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TILELANG_CACHE_DIR": "tilelang",
 }
 """Folder of each variable below that of ``BASE``, as SGLang chooses them for engines
-(``third_party_cache_defaults`` of sglang/srt/environ.py); it also puts DeepGEMM, TileLang and
-TorchInductor there.
+(``third_party_cache_defaults`` of sglang/srt/environ.py); it also puts DeepGEMM there.
 """
+IN_TMP = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Those whose default is in /tmp, by a name that anyone can take."""
+OF_SGLANG = ".cache/sglang"  # default of ``BASE``, below the home folder
 
 
 def needs_local_caches(home: str, mounts: str) -> bool:
@@ -47,53 +52,36 @@ def needs_local_caches(home: str, mounts: str) -> bool:
     return is_remote(mount_of(home, mounts))
 
 
-def can_write(folder: str) -> bool:
-    """Whether a file can be created in a folder; it leaves none."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
 def cache_variables(environ: Mapping[str, str], base: Path) -> dict[str, str]:
     """Return the variables that the user has not set, with their folders below ``base``."""
     return {name: str(base / FOLDERS[name]) for name in FOLDERS if name not in environ}
 
 
-def own_folder(path: Path) -> Path:
-    """Return a folder that only this user can write to: ``path`` or, if that is another's, a new one.
-
-    Programs load libraries from it, so it must not be anyone else's. Raises OSError.
-    """
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        status = path.lstat()
-        is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        if not (stat.S_ISDIR(status.st_mode) and is_private):
-            return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
-    return path
+def is_safe_home(home: str) -> bool:
+    """Whether caches below this home folder are out of reach of other users. Raises OSError."""
+    status = os.stat(home)
+    return os.access(home, os.W_OK) and not status.st_mode & 0o022
 
 
 def jit_cache_environment(
     environ: Mapping[str, str], *, disk: Path = Path("/tmp")
 ) -> dict[str, str]:
-    """Return variables that move the caches of this node to ``disk``; empty if they are local and writable.
+    """Return variables that move caches of this node to ``disk``, or from there to the home folder.
 
     All jobs of a user share the folder, so that a restart finds compiled kernels. A user who sets
     ``BASE`` chooses the folder of all of them.
     """
     try:
         home = os.path.realpath(environ.get("HOME") or Path.home())
-        is_shared = needs_local_caches(home, Path("/proc/self/mounts").read_text())
-        if not is_shared and can_write(home):
-            return {}
         given = environ.get(BASE)
+        is_remote_home = needs_local_caches(home, Path("/proc/self/mounts").read_text())
+        if not is_remote_home and is_safe_home(home):
+            made = cache_variables(environ, Path(given or f"{home}/{OF_SGLANG}"))
+            return {name: value for name, value in made.items() if name in IN_TMP}
         base = Path(given) if given else own_folder(disk / f"rlpost-jit-{os.geteuid()}")
     except (OSError, RuntimeError) as error:
         logger.warning("caches of compiled kernels stay in the home folder: %s", error)
         return {}
-    why = "is on a network" if is_shared else "cannot be written to"
-    logger.info("caches of compiled kernels: %s, because %s %s", base, home, why)
+    why = "on a network" if is_remote_home else "open to others, or read-only"
+    logger.info("caches of compiled kernels: %s, because %s is %s", base, home, why)
     return cache_variables(environ, base)

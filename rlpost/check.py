@@ -357,7 +357,9 @@ def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
     """Problems of the engines with the model; none if its architecture is not supported at all."""
     try:
         known = family((hf.get("architectures") or ["none given"])[0])
-        window = known.fields(hf).get("window_size") if known.engines_lack_windows else None
+        window = None
+        if known.engines_lack_windows:
+            window = known.fields(known.resolved(hf)).get("window_size")
     except (RlpostError, KeyError):
         return []  # reported by ``read_description``
     return engine_model_problems(

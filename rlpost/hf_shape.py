@@ -19,6 +19,7 @@ def hf_shape(hf: HfConfig) -> Shape:
     Raises WeightError if the architecture is unknown or a size is missing.
     """
     known = family((hf.get("architectures") or ["none given"])[0])
+    hf = known.resolved(hf)
     try:
         fields = known.fields(hf)
         return Shape(

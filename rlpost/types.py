@@ -295,6 +295,32 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPlace:
+    """Where an optimizer step is in a run; the driver decides it and tells every rank.
+
+    Attributes:
+        rollout: number of the rollout, from 1; after its last step the weights are the policy of
+            this version.
+        step: number of the optimizer step in the rollout, from 1.
+        of: optimizer steps of this rollout.
+        old_version: version of the old policy once the rollout is trained; see
+            ``policy_versions.PolicyVersions.old``.
+        updates_reference: whether the policy becomes the reference after the rollout.
+    """
+
+    rollout: int
+    step: int
+    of: int
+    old_version: int
+    updates_reference: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the rollout is trained after the step."""
+        return self.step == self.of
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Metrics of one optimizer step: global means, equal on every rank.
 

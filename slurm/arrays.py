@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from slurm.errors import SpecError
+from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.spec import JobSpec
 
 MAX_TASKS = 1000  # MaxArraySize is 1001 by default (man slurm.conf)
@@ -102,8 +103,8 @@ class SandboxSpec:
 
 
 def task_name(job_id: str, task: int) -> str:
-    """Return the name of a task; also Slurm's name for it."""
-    return f"{job_id}_{task}"
+    """Return the id of a task, which is also its name; ``job_id``: of the array."""
+    return on_cluster(f"{number_of(job_id)}_{task}", cluster_of(job_id))
 
 
 def job_and_task(name: str) -> tuple[str, int] | None:

@@ -27,6 +27,9 @@ _AGENT_LINE = re.compile(
 )
 
 
+_STAMPED = re.compile(r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+\] ")
+
+
 class Sign(NamedTuple):
     """A known permanent error; ``{}`` in ``what`` stands for the one group of ``pattern``."""
 
@@ -268,7 +271,8 @@ def explain(ends: Mapping[str, HostEnd], launch: str, code: int = 0) -> Optional
     early = {}
     for host, end in ends.items():
         if not end.agent_began:
-            early[host] = HostEnd(end.how, _of_slurmstepd(host, launch, is_alone) + end.words)
+            stepd = _of_slurmstepd(host, launch, is_alone=is_alone, has_failed=bool(end.how))
+            early[host] = HostEnd(end.how, stepd + end.words)
     signs = {host: _sign(end.words) for host, end in early.items()}
     failed = [host for host, end in early.items() if end.how or signs[host]]
     is_everywhere = len(early) == len(ends)
@@ -335,10 +339,18 @@ def _sign(text: str) -> Optional[_Known]:
     return None
 
 
-def _of_slurmstepd(host: str, launch: str, is_alone: bool) -> str:
-    """slurmstepd's messages in srun's output; with one node they omit the host name."""
+def _of_slurmstepd(host: str, launch: str, *, is_alone: bool, has_failed: bool) -> str:
+    """slurmstepd's messages in srun's output; with one node they omit the host name.
+
+    Since Slurm 25.11 they begin with a time and never name the host: they count for each host whose
+    task failed before its agent started.
+    """
     begins = [f"slurmstepd-{host}:"] + (["slurmstepd:"] if is_alone else [])
-    lines = [line for line in launch.splitlines() if line.startswith(tuple(begins))]
+    lines = [
+        line
+        for line in launch.splitlines()
+        if line.startswith(tuple(begins)) or (has_failed and _STAMPED.match(line))
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 

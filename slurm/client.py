@@ -1,6 +1,6 @@
 """Slurm commands for one job: submit, cancel, requeue, query. For many jobs at once see ``queue``.
 
-Input: job ids, scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting
+Input: job ids (``job_id``), scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting
 database.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurm.errors import JobError, SubmitError
-from slurm.states import JobInfo, JobState, is_job_id, parse_job
+from slurm.job_id import cluster_option, is_job_id, number_of
+from slurm.states import JobInfo, JobState, parse_job
 from slurm.variables import submission_environment
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ def is_available() -> bool:
 def job_info(job_id: str) -> JobInfo:
     """Query the controller; state UNKNOWN if the job is purged or no answer comes."""
     try:
-        done = run_slurm("scontrol", "--oneliner", "show", "job", _checked(job_id))
+        done = run_slurm(
+            "scontrol", *_options(job_id), "--oneliner", "show", "job", number_of(job_id)
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("scontrol show job %s: %s", job_id, error)
         return JobInfo(job_id, JobState.UNKNOWN)
@@ -56,7 +59,7 @@ def cancel(job_id: str) -> None:
     Raises:
         JobError: Slurm rejects the command (with its message) or does not answer.
     """
-    done = _run_checked("scancel", _checked(job_id))
+    done = _run_checked("scancel", *_options(job_id), number_of(job_id))
     if done.returncode != 0:
         raise JobError(f"scancel {job_id}: {done.stderr.strip()}")
 
@@ -67,7 +70,7 @@ def ask_to_requeue(job_id: str) -> None:
     Raises:
         JobError: Slurm rejects the command (with its message) or does not answer.
     """
-    done = _run_checked("scancel", "--batch", "--signal=USR2", _checked(job_id))
+    done = _run_checked("scancel", *_options(job_id), "--batch", "--signal=USR2", number_of(job_id))
     # scancel exits with 0 after "Job/step already completing or completed".
     if done.returncode != 0 or "error" in done.stderr:
         raise JobError(f"job {job_id} cannot be asked to save and continue: {done.stderr.strip()}")
@@ -89,10 +92,11 @@ def expected_start(script: Path, environ: Mapping[str, str]) -> str:
     return done.stderr.strip().removeprefix("sbatch: ")
 
 
-def _checked(job_id: str) -> str:
+def _options(job_id: str) -> list[str]:
+    """Options that lead to the cluster of a job. Raises JobError for any other word."""
     if not is_job_id(job_id):
         raise JobError(f"{job_id!r} is not a Slurm job id")
-    return job_id
+    return cluster_option(job_id)
 
 
 def _run_checked(

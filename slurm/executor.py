@@ -25,6 +25,14 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.errors import SlurmError, SubmitError
+from slurm.job_id import (
+    cluster_option,
+    explain_submission,
+    find_by_script,
+    number_of,
+    on_cluster,
+    read_submission,
+)
 from slurm.local import DetachedExecutor, LocalAttempt
 from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec
@@ -34,17 +42,23 @@ Where = Literal["slurm", "local", "debug"]
 
 
 class RunExecutor(submitit.SlurmExecutor):
-    """submitit's Slurm executor with our batch script.
+    """submitit's Slurm executor with our batch script, and the job id from ``--parsable``.
+
+    submitit takes the first number after "job " in the output, also in a banner of a site's script.
 
     Args:
         folder: submitit's folder.
         script: text of the batch script.
         num_nodes: number of tasks, one per node.
+        cluster: cluster to submit to; empty: as the environment says, else that of this host.
     """
 
-    def __init__(self, folder: Path, *, script: str, num_nodes: int) -> None:
+    def __init__(self, folder: Path, *, script: str, num_nodes: int, cluster: str = "") -> None:
         super().__init__(folder=folder)
         self._script = script
+        self._options = ["--parsable", *cluster_option(on_cluster("", cluster))]
+        self._file = ""
+        self._job_id = ""
         self.update_parameters(nodes=num_nodes, ntasks_per_node=1)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
@@ -54,7 +68,20 @@ class RunExecutor(submitit.SlurmExecutor):
         """Write the script into submitit's folder, sbatch it, return the job id."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # submitit marks this "not recommended" because such a job has no pickled result.
-        return self._submit_command("").job_id
+        self._submit_command("")
+        return self._job_id
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        self._file = str(submission_file_path)  # a new one for each submission
+        return ["sbatch", *self._options, self._file]
+
+    def _get_job_id_from_submission_command(self, string: str | bytes) -> str:  # type: ignore[override]
+        output = string if isinstance(string, str) else string.decode(errors="replace")
+        self._job_id = read_submission(output)
+        if not self._job_id:
+            found = find_by_script(self._file, os.environ)
+            raise SubmitError(explain_submission(output, self._file, found))
+        return number_of(self._job_id)
 
 
 def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
@@ -70,7 +97,7 @@ def completed(spec: JobSpec, run: RunFolder, *, home: Path) -> JobSpec:
         job_name=name,
         home=spec.home or str(home),
         run_folder=spec.run_folder or str(run.root),
-        output=spec.output or str(run.root).replace("%", "%%") + "/slurm-%j.out",
+        output=spec.output or f"{run.root}/slurm-%j.out",
     )
 
 
@@ -92,6 +119,7 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     if where != "slurm":
         return _submit_locally(spec, run, debug=where == "debug")
     num_nodes = spec.nodes + spec.spare_nodes
+    make_log_folder(spec.output or "")
     job_id = submit_script(
         render_sbatch(spec), run.script, num_nodes, os.environ, folder=run.submitit
     )
@@ -99,17 +127,34 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
     return job_id
 
 
-def submit_fleet(spec: FleetSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
+def submit_fleet(
+    spec: FleetSpec, run: RunFolder, environ: Mapping[str, str], *, cluster: str = ""
+) -> str:
     """Submit the engine jobs of a run's fleet, as ``submit_script``; return the array's id."""
     path = run.root / "fleet" / "job.sbatch"
-    return submit_script(render_fleet(spec), path, 1, environ, folder=run.submitit)
+    script = render_fleet(spec)
+    return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
 
 
-def submit_sandboxes(spec: SandboxSpec, run: RunFolder, environ: Mapping[str, str]) -> str:
+def submit_sandboxes(
+    spec: SandboxSpec, run: RunFolder, environ: Mapping[str, str], *, cluster: str = ""
+) -> str:
     """Submit the sandbox servers of a run, as ``submit_script``; return the array's id."""
     path = run.root / "sandboxes" / "job.sbatch"
     path.parent.mkdir(exist_ok=True, mode=0o700)
-    return submit_script(render_sandbox(spec), path, 1, environ, folder=run.submitit)
+    script = render_sandbox(spec)
+    return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
+
+
+def make_log_folder(output: str) -> None:
+    """Create the folder of a job's log, unless its name contains a pattern of sbatch.
+
+    Slurm before 23.02 fails a job whose folder is missing; later versions create it on the node,
+    where a folder that is not shared is lost.
+    """
+    folder = Path(output).parent
+    if "%" not in str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def submit_script(
@@ -119,20 +164,23 @@ def submit_script(
     environ: Mapping[str, str],
     *,
     folder: Path | None = None,
+    cluster: str = "",
 ) -> str:
-    """Write a batch script to ``path`` and submit it; return the id of the job.
+    """Write a batch script to ``path`` and submit it; return the id of the job (``job_id``).
 
     Args:
         environ: environment of sbatch, which sends it to Slurm; without keys.
         folder: submitit's folder; by default ``submitit`` beside ``path``.
+        cluster: cluster to submit to; empty: as ``environ`` says, else that of this host.
 
-    Raises: SubmitError: sbatch rejected the job (with its output).
+    Raises: SubmitError: sbatch rejected the job (with its output), or printed no job id.
     """
     folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
     try:
         with _environment(submission_environment(environ, script)):
-            return RunExecutor(folder, script=script, num_nodes=num_nodes).submit_script()
+            executor = RunExecutor(folder, script=script, num_nodes=num_nodes, cluster=cluster)
+            return executor.submit_script()
     except RuntimeError as error:
         raise SubmitError(f"sbatch rejected {path}: {error}") from error
 

@@ -18,8 +18,9 @@ is judged by ``causes``.
 
 Invariants: an image appears atomically; of several jobs that need the same name, one imports and
 the others wait. Users who can read the cache folder can use its images, and users who can write to
-it can import: the files get the folder's permissions, whatever the umask. Only the standard library
-of Python 3.6 and later, see ``common.ledger``.
+it can import: the files get the folder's permissions, whatever the umask. In a folder that anyone
+can write to, images of other users are refused. Only the standard library of Python 3.6 and later,
+see ``common.ledger``.
 """
 
 import argparse
@@ -154,29 +155,59 @@ def ensure(image: str, cache: Path) -> Path:
         beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
         beside.write_text(json.dumps({"image": uri(image), "file": path.name}) + "\n")
         _share(beside)
-        beside.replace(entry)
+        try:
+            beside.replace(entry)
+        except PermissionError:  # the name is another user's, in a folder with the sticky bit
+            beside.unlink()
+            print(
+                f"{entry}: belongs to {_name(entry.stat().st_uid)}; not replaced", file=sys.stderr
+            )
         return path
 
 
 def _known(entry: Path) -> Optional[Path]:
     """File of a cached image, or None.
 
-    Raises UnusableImageError if it exists but this user cannot read it.
+    Raises UnusableImageError if it exists but this user cannot read it, or anyone could have written
+    it.
     """
     try:
-        path: Path = entry.parent / json.loads(entry.read_text())["file"]
+        name = json.loads(entry.read_text())["file"]
     except PermissionError:
         raise _unreadable(entry) from None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if not isinstance(name, str) or not _DIGEST_NAME.fullmatch(name):
+        return None  # not written by this module
+    path = entry.parent / name
     if not path.exists():
         return None
+    for file in (entry, path):
+        _check_owner(file)
     # imported before the folder was shared, or by a version that did not share
     for file in (entry, path):
         _share(file)
     if not os.access(path, os.R_OK):
         raise _unreadable(path)
     return path
+
+
+def _check_owner(path: Path) -> None:
+    """Raise UnusableImageError if a stranger wrote the file: a job runs the image with its user's rights.
+
+    In a folder that anyone can write to, only this user, root and the owner of the folder count.
+    Otherwise its owner chose who can write, all of whom can replace the files of others as well.
+    """
+    folder, file = path.parent.stat(), path.lstat()
+    if not folder.st_mode & stat.S_IWOTH and stat.S_ISREG(file.st_mode):
+        return
+    if file.st_uid in (os.geteuid(), 0, folder.st_uid) and stat.S_ISREG(file.st_mode):
+        return
+    raise UnusableImageError(
+        f"--image-cache {path.parent} is open to all users, and {path.name} belongs to {_name(file.st_uid)}, who could "
+        "have chosen any image; use a folder that only you or your group can write to, or let the owner of the "
+        "folder import the image"
+    )
 
 
 def _unreadable(path: Path) -> UnusableImageError:
@@ -187,10 +218,14 @@ def _unreadable(path: Path) -> UnusableImageError:
 
 
 def _user() -> str:
+    return _name(os.getuid())
+
+
+def _name(uid: int) -> str:
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"user {os.getuid()}"
+        return f"user {uid}"
 
 
 def _share(path: Path) -> None:

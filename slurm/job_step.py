@@ -18,6 +18,7 @@ from slurm.batch.place import container_name
 from slurm.batch.steps import HOST_VARIABLES
 from slurm.container import Container
 from slurm.errors import JobError
+from slurm.job_id import cluster_option, number_of
 
 # Runs in the container before the command. If enroot's data folder is a bind mount, pyxis does not
 # recognise the running container. The roots of the agent's container and of this one have the same
@@ -70,6 +71,7 @@ def step_argv(
     The command runs in the code's folder with the agents' environment.
 
     Args:
+        job_id: of a job or, for a task of an array, the task's own number; with its cluster.
         terminal: allocate a terminal; otherwise label the output lines of several nodes.
 
     Raises:
@@ -78,7 +80,8 @@ def step_argv(
     if not nodes:
         raise JobError(f"job {job_id} has no nodes")
     count = len(nodes)
-    argv = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}"]
+    argv = ["srun", *cluster_option(job_id), f"--jobid={number_of(job_id)}"]
+    argv += ["--overlap", f"--nodes={count}"]
     argv += [f"--ntasks={count}", "--ntasks-per-node=1"]
     argv += [f"--nodelist={','.join(nodes)}", "--cpu-bind=none", "--mpi=none"]
     if terminal:
@@ -92,7 +95,7 @@ def step_argv(
     container = inside.container
     if container is None:
         return [*argv, f"--chdir={inside.home}", *command]
-    name = container_name(job_id, str(inside.num_restarts))
+    name = container_name(number_of(job_id), str(inside.num_restarts))
     if container.backend == "enroot":
         return [*argv, "python3", "-I", f"{inside.home}/slurm/enroot.py", "exec", name, *command]
     mounts = [f"{path}:{path}" for path in (inside.run_folder, inside.home)]

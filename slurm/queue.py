@@ -1,8 +1,8 @@
 """Query the state of many jobs with one command. For commands on one job see ``client``.
 
-Input: job ids. Output: ``QueueEntry`` values. The number of commands is independent of the number
-of jobs and nodes, and slurmdbd is not needed. The state is UNKNOWN if the controller does not
-answer or no longer knows the job (MinJobAge, usually five minutes).
+There is one command for each cluster. Input: job ids. Output: ``QueueEntry`` values. The number of commands is
+independent of the number of jobs and nodes, and slurmdbd is not needed. The state is UNKNOWN if the
+controller does not answer or no longer knows the job (MinJobAge, usually five minutes).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm.client import run_slurm
-from slurm.states import JobState, is_job_id, parse_state
+from slurm.job_id import cluster_of, cluster_option, is_job_id, number_of
+from slurm.states import JobState, parse_state
 
 # man squeue: id, state, time left, expected start, nodes; last the reason, which is free text.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
@@ -68,23 +69,35 @@ def seconds_left(text: str) -> int | None:
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:
-    """Query these jobs with one ``squeue``; ids without an entry are UNKNOWN."""
+    """Query these jobs with one ``squeue`` for each cluster; ids without an entry are UNKNOWN."""
+    unknown = {job: QueueEntry(job, JobState.UNKNOWN, reason=FORGOTTEN) for job in job_ids}
     valid_ids = sorted(filter(is_job_id, job_ids))
-    found, why = _query(valid_ids) if valid_ids else ({}, FORGOTTEN)
+    found: dict[str, QueueEntry] = {}
+    for cluster in sorted(set(map(cluster_of, valid_ids))):
+        found |= _query([job for job in valid_ids if cluster_of(job) == cluster])
+    return unknown | found
+
+
+def _query(job_ids: Sequence[str]) -> dict[str, QueueEntry]:
+    """Entries of jobs of one cluster; those that squeue does not show say why."""
+    shown, why = _shown(job_ids)
     entries = {}
-    for job_id in job_ids:
-        unknown = QueueEntry(job_id, JobState.UNKNOWN, reason=why)
-        entries[job_id] = found.get(job_id, unknown)
+    for job in job_ids:
+        entry = shown.get(number_of(job))
+        if entry is None:
+            entries[job] = QueueEntry(job, JobState.UNKNOWN, reason=why)
+        else:
+            entries[job] = replace(entry, job_id=job)
     return entries
 
 
-def _query(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
-    """Entries of the jobs that the controller knows, and the reason why the others have none."""
-    jobs = f"--jobs={','.join(job_ids)}"
+def _shown(job_ids: Sequence[str]) -> tuple[dict[str, QueueEntry], str]:
+    """Entries that the controller knows, by number, and the reason why the others have none."""
+    jobs = f"--jobs={','.join(map(number_of, job_ids))}"
     try:
         # --array: one line for each task of an array, also while all of them are pending
         options = ("--noheader", "--array", "--states=all", jobs, f"--format={_FORMAT}")
-        done = run_slurm("squeue", *options)
+        done = run_slurm("squeue", *cluster_option(job_ids[0]), *options)
     except FileNotFoundError:
         return {}, "there is no squeue here"
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -204,6 +204,11 @@ class JobSpec:
                 raise SpecError(
                     f"{name}: {value!r} is not an absolute path; the job starts in another folder"
                 )
+        if "%" in (self.run_folder or ""):
+            raise SpecError(
+                f"run_folder: {self.run_folder!r} contains '%', which Slurm replaces in the names of log "
+                "files (25.11 and later even where it is doubled); choose another path"
+            )
         for name in ("run_folder", "output"):
             if "\\" in (getattr(self, name) or ""):
                 raise SpecError(

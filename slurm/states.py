@@ -12,6 +12,7 @@ class JobState(StrEnum):
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
+    EXPEDITING = "EXPEDITING"
     RUNNING = "RUNNING"
     SUSPENDED = "SUSPENDED"
     COMPLETING = "COMPLETING"
@@ -29,7 +30,7 @@ class JobState(StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether the job has ended; only a requeue would run it again."""
-        alive = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+        alive = ("PENDING", "CONFIGURING", "EXPEDITING", "RUNNING", "SUSPENDED", "COMPLETING")
         return self not in (*alive, "UNKNOWN")
 
 
@@ -46,11 +47,6 @@ class JobInfo:
     reason: str = ""
     nodelist: str = ""
     exit_code: int = 0
-
-
-def is_job_id(text: str) -> bool:
-    """Whether a text names a job: ``123``, or ``123_4`` of an array."""
-    return re.fullmatch(r"\d+(_\d+)?", text, re.ASCII) is not None
 
 
 def parse_state(text: str) -> JobState:

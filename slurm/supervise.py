@@ -22,6 +22,7 @@ from common.ledger import Entry, Ledger
 from common.scrape_targets import empty_targets
 from slurm.evidence import find_cause, keep_freed_hosts, leave_verdict, mask, resume_point
 from slurm.image import describe
+from slurm.job_id import cluster_option, number_of
 from slurm.remaining_hosts import why_too_few
 
 MAX_CAUSE_CHARS = 2000
@@ -131,7 +132,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
     for entry in entries:
         if entry.get("event") == "submitted":
             # A job may start before sbatch returns and the submission is recorded.
-            has_begun = bool(newest_job) and entry.get("job_id") == newest_job
+            has_begun = bool(newest_job) and number_of(str(entry.get("job_id", ""))) == newest_job
             stalled, is_submitted = int(has_begun), True
         elif entry.get("event") == "attempt":
             stalled, newest_job = stalled + 1, entry.get("job_id", "")
@@ -184,7 +185,8 @@ def record_start(
     empty_targets(run_folder)  # of an attempt whose hosts died; nothing of this one serves yet
     ledger.append("attempt", **details, code=_json(run_folder / "code.json"))
     return not any(
-        entry.get("event") == "cancelled" and entry.get("job_id") == job for entry in ledger.read()
+        entry.get("event") == "cancelled" and number_of(str(entry.get("job_id", ""))) == job
+        for entry in ledger.read()
     )
 
 
@@ -200,7 +202,7 @@ def record_chained(run_folder: Path, attempt: int, job: str) -> None:
             f"the run was cancelled while the job was submitted: cancelling job {job}",
             file=sys.stderr,
         )
-        subprocess.call(["scancel", job])
+        subprocess.call(["scancel", *cluster_option(job), number_of(job)])
 
 
 def record_end(

@@ -3,13 +3,14 @@
 #
 # With a GPU driver: install the gpu extra with all dependencies, and TransformerEngine if a CUDA toolkit can compile it.
 # Without a driver: install the CPU stack in three steps, so that no package pulls CUDA wheels; see bootstrap/image/no_deps.txt.
+# Versions and hashes are those of tools/locks, except torch's without a driver, whose wheel depends on the package index.
 # RLPOST_TORCH overrides the torch requirement (for instance a local CPU wheel). RLPOST_SGLANG overrides the version of
 # SGLang on a machine without a GPU; use a separate FOLDER to try another version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 stamp="$venv/.installed"
-wanted=$(cat setup.cfg bootstrap/image/no_deps.txt tools/install.sh - <<< "${RLPOST_SGLANG:-}" | sha256sum)
+wanted=$(cat setup.cfg bootstrap/image/no_deps.txt tools/locks/*.txt tools/install.sh - <<< "${RLPOST_SGLANG:-}" | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
@@ -24,7 +25,8 @@ fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1; then
     echo "install: GPU stack (takes minutes)"
-    "${pip[@]}" -e '.[gpu,dev]' megatron-core==0.16.1
+    "${pip[@]}" --require-hashes --no-deps -r tools/locks/gpu.txt
+    "${pip[@]}" --no-deps -e .
     if command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
         echo "install: TransformerEngine, compiled against torch (minutes)"
         "${pip[@]}" setuptools wheel
@@ -41,9 +43,10 @@ else
     echo "install 1/3: torch"
     "${pip[@]}" "${RLPOST_TORCH:-torch==2.13.0}" numpy
     echo "install 2/3: libraries"
-    "${pip[@]}" -e '.[cpu,dev]'
+    "${pip[@]}" --require-hashes --no-deps -r tools/locks/cpu.txt
+    "${pip[@]}" --no-deps -e .
     echo "install 3/3: SGLang, router and Megatron-core, without their CUDA dependencies"
-    "${pip[@]}" --no-deps -r bootstrap/image/no_deps.txt
+    "${pip[@]}" --require-hashes --no-deps -r tools/locks/no_deps.txt
     [ -z "${RLPOST_SGLANG:-}" ] || "${pip[@]}" --no-deps "sglang==$RLPOST_SGLANG"
 fi
 echo "$wanted" > "$stamp"

@@ -29,7 +29,6 @@ from bootstrap.agent.gathering import Gathering, ReadHost
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import Options
 from bootstrap.agent.ports import PortBlock, PortError, claim_block, ephemeral_floor
@@ -51,6 +50,7 @@ from bootstrap.agent.rendezvous import (
     installed_versions,
 )
 from bootstrap.agent.replacement import Replacements
+from bootstrap.agent.session_folder import SessionFolder, make_session_folder
 from bootstrap.agent.verdict import AttemptOutcome, AttemptVerdict, HostLoss, decide, write_verdict
 from bootstrap.network.here import (
     LOOPBACK_IFNAME,
@@ -69,6 +69,7 @@ from common.cluster import Cluster
 from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
+from common.message_codec import Message
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class HeadAgent:
         self._watching: list[asyncio.Task[None]] = []  # Ray and the disks of this node
         self._ending = False
         self._claim: socket.socket | None = None
+        self._session: SessionFolder | None = None
         self._ray: LocalRay | None = None
 
     async def run(self) -> AttemptVerdict:
@@ -117,6 +119,8 @@ class HeadAgent:
         bringup = asyncio.create_task(self._bring_up())
         launching = asyncio.create_task(self._watch_launch())
         reporting = asyncio.create_task(self._gathering.report_missing())
+        self._session = make_session_folder(temp_dir(self._facts), os.environ)
+        self._environ |= self._session.environment
         driver = await DriverProcess.start(
             self._options, self._environ, is_ending=self._is_attempt_ending
         )
@@ -251,9 +255,8 @@ class HeadAgent:
 
     async def _prepare_ray(self) -> None:
         log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
-        self._ray = await LocalRay.prepare(
-            temp_dir(self._facts), ray_environment(self._environ), log
-        )
+        assert self._session is not None
+        self._ray = await LocalRay.prepare(self._session, ray_environment(self._environ), log)
 
     def _bind_ip(self) -> str:
         """Address to listen on; a single node uses the loopback interface by default."""
@@ -322,12 +325,13 @@ class HeadAgent:
         if not await self._gathering.is_own_host_fit():
             return  # Gathering.choose ends the attempt and reports the reason
         await preparing
+        assert self._session is not None
         options = self._options
         node = RayNode(
             ip=own.ip,
             head_ip=own.ip,
             ports=ports,
-            temp_dir=temp_dir(self._facts),
+            temp_dir=str(self._session.path),
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,
@@ -449,6 +453,8 @@ class HeadAgent:
         if self._ray is not None:
             kept_logs = self._options.attempt_dir / f"ray-{self._facts.host}"
             await self._ray.end(kept_logs if keep_logs else None)
+        elif self._session is not None:
+            self._session.remove()
         if self._following:
             await asyncio.wait(self._following, timeout=_NODES_END_S)
         for link in self._reception.links.values():

@@ -1,6 +1,6 @@
 """Keeper process: run one command and ensure that its process tree does not outlive the agent.
 
-    python -m bootstrap.agent.keeper --channel FD [--scratch DIR] -- COMMAND...
+    python -m bootstrap.agent.keeper --channel FD [--scratch DIR]... -- COMMAND...
 
 Input: a Unix socket to the agent (``FD``), which carries ``end SECONDS``; the command, which
 inherits the keeper's standard streams. Output over the socket, one JSON object per line:
@@ -13,7 +13,7 @@ keeper detaches (new session, parent init), so that the signal reaches only the 
 processes can leak; hence the invariants:
 
 - When the socket closes, for any reason, the keeper ends all its descendants (TERM, then KILL),
-  removes ``--scratch`` and only then exits.
+  removes every ``--scratch`` and only then exits.
 - Descendants cannot escape: the keeper is a child subreaper (prctl(2)), so orphans become its
   children, and "no child left" (ECHILD) means that all are gone.
 - If the keeper itself is killed, the kernel sends KILL to the command (PR_SET_PDEATHSIG), and the
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
     """Entry point; the agent has started this process as a session leader."""
     parser = argparse.ArgumentParser(prog="bootstrap.agent.keeper")
     parser.add_argument("--channel", type=int, required=True)
-    parser.add_argument("--scratch")
+    parser.add_argument("--scratch", action="append", default=[])
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     _detach()
@@ -171,8 +171,8 @@ def main(argv: Sequence[str]) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)  # the keeper must not hold the command's pipes open
     keeper.run()
-    if options.scratch:
-        shutil.rmtree(options.scratch, ignore_errors=True)
+    for folder in options.scratch:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from contextlib import suppress
 
-from bootstrap.agent.message_codec import Message, MessageCodec, MessageError
+from common.message_codec import Message, MessageCodec, MessageError
 
 BEAT_S = 2.0
 SILENCE_S = 10.0

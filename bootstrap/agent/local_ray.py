@@ -22,6 +22,7 @@ from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import busy_ports
 from bootstrap.agent.ray_command import RayNode, ray_temp_dir, start_argv
 from bootstrap.agent.ray_process import parse_registered
+from bootstrap.agent.session_folder import SessionFolder
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import describe_exit
 from common.addresses import host_port
@@ -51,24 +52,27 @@ class LocalRay:
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def prepare(cls, session_folder: str, environ: Mapping[str, str], log: Path) -> LocalRay:
+    async def prepare(
+        cls, session: SessionFolder, environ: Mapping[str, str], log: Path
+    ) -> LocalRay:
         """Start a process that imports Ray; returns at once.
 
         Raises:
-            RayError: the session folder cannot be created, or belongs to another user.
+            RayError: the session folder could not be made.
         """
-        _make_own_folder(Path(session_folder))
+        if session.problem:
+            raise RayError(session.problem)
         output, input_end = os.pipe()
         orders_end, orders = os.pipe()
         argv = [sys.executable, "-u", "-m", "bootstrap.agent.ray_process"]
         try:
             kept = await Kept.start(
-                "Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session_folder
+                "Ray", argv, environ=environ, stdio=(orders_end, input_end), scratch=session.all
             )
         finally:
             os.close(orders_end)
             os.close(input_end)
-        ray = cls(kept, Path(session_folder), log, orders)
+        ray = cls(kept, session.path, log, orders)
         ray._copying = asyncio.create_task(ray._copy(output))
         return ray
 
@@ -173,25 +177,3 @@ class LocalRay:
 def _append(log: Path, data: bytes) -> None:
     with log.open("ab", buffering=0) as file:
         file.write(data)
-
-
-def _make_own_folder(path: Path) -> None:
-    """Create ``path`` with mode 0700; replace one that this user left behind."""
-    try:
-        _remove_own(path)
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise RayError(
-            f"{path}, the folder for Ray's session, cannot be made: {error.strerror}"
-        ) from error
-
-
-def _remove_own(path: Path) -> None:
-    try:
-        if path.lstat().st_uid != os.getuid() or path.is_symlink():
-            raise RayError(
-                f"{path} belongs to another user, and this job needs the name; remove it"
-            )
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        return

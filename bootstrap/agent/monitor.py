@@ -56,14 +56,13 @@ class Kept:
         *,
         environ: Mapping[str, str],
         stdio: tuple[int, int],
-        scratch: str = "",
+        scratch: Sequence[str] = (),
     ) -> Kept:
         """Run ``command``; ``stdio``: its input, and its output with standard error."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         argv = [sys.executable, "-m", _KEEPER, f"--channel={theirs.fileno()}"]
-        if scratch:
-            argv += [f"--scratch={scratch}"]
+        argv += [f"--scratch={folder}" for folder in scratch]
         with theirs:
             launcher = await asyncio.create_subprocess_exec(
                 *argv,
@@ -91,7 +90,7 @@ class Kept:
             logger.error("%s (session %s) survives KILL", self.name, self._pid)
 
     def release(self) -> None:
-        """Disconnect from the keeper, which ends the rest and removes its scratch folder."""
+        """Disconnect from the keeper, which ends the rest and removes its scratch folders."""
         self._reader.cancel()
         self._channel.close()
 

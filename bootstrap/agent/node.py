@@ -24,7 +24,6 @@ from bootstrap.agent.gathering import read_this_host
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import SILENCE_S, Link, LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.message_codec import Message
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.node_report import node_report
 from bootstrap.agent.options import Options
@@ -42,6 +41,7 @@ from bootstrap.agent.rendezvous import (
     head_candidates,
     join,
 )
+from bootstrap.agent.session_folder import SessionFolder, make_session_folder
 from bootstrap.network.detect import Detection
 from bootstrap.network.here import (
     NetworkError,
@@ -57,6 +57,7 @@ from common.addresses import host_port
 from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
 from common.lost_nodes import read_lost_nodes
+from common.message_codec import Message
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class NodeAgent:
         self._secret = secret
         self._stop = stop
         self._environ = base_environment(os.environ, facts, options.attempt_dir / SECRET_FILE)
+        self._session: SessionFolder | None = None
         self._ray: LocalRay | None = None
         self._head_addresses: list[tuple[str, int]] = []
         self._refresh_at = 0.0
@@ -171,9 +173,9 @@ class NodeAgent:
 
     async def _prepare_ray(self) -> None:
         log = self._options.attempt_dir / f"ray-{self._facts.host}.log"
-        self._ray = await LocalRay.prepare(
-            temp_dir(self._facts), ray_environment(self._environ), log
-        )
+        self._session = make_session_folder(temp_dir(self._facts), os.environ)
+        self._environ |= self._session.environment
+        self._ray = await LocalRay.prepare(self._session, ray_environment(self._environ), log)
 
     def _read_network(self, ifname: str, ip: str) -> tuple[NetworkFacts, Detection]:
         """Read this node's network; keeps the variables for Ray."""
@@ -252,11 +254,12 @@ class NodeAgent:
     async def _run_ray(self, link: Link, *, head_ip: str, port_base: int) -> NoReturn:
         """Start Ray; raise when it exits or when its disk on this node is full."""
         options = self._options
+        assert self._session is not None
         node = RayNode(
             ip=link.local_ip,
             head_ip=head_ip,
             ports=PortBlock(port_base),
-            temp_dir=temp_dir(self._facts),
+            temp_dir=str(self._session.path),
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,

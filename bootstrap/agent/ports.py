@@ -14,15 +14,18 @@ the use.
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 BLOCK_SIZE = 1000
 NUM_SERVICE_PORTS = 16
 _FIRST_JOB_PORT = 600
+_NUM_RANDOM = 200
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -74,7 +77,7 @@ def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
     Raises:
         PortError: no block fits below ``floor``.
     """
-    lowest = 10_000 if floor >= 20_000 else 1_200  # some sites start the ephemeral range at 9000
+    lowest = _lowest_port(floor)
     num_blocks = (floor - lowest) // BLOCK_SIZE
     if num_blocks < 1:
         raise PortError(
@@ -86,6 +89,21 @@ def candidate_blocks(job_id: str, floor: int) -> Iterator[PortBlock]:
         yield PortBlock(lowest + (first + offset) % num_blocks * BLOCK_SIZE)
 
 
+def _random_blocks(floor: int) -> Iterator[PortBlock]:
+    """Blocks that begin anywhere below ``floor``, so that no user can occupy all with few sockets.
+
+    Other nodes find such a block in the head's file. It may overlap one of another job, which is
+    rare, and is detected as ports in use.
+    """
+    lowest = _lowest_port(floor)
+    for _ in range(_NUM_RANDOM):
+        yield PortBlock(lowest + secrets.randbelow(floor - BLOCK_SIZE - lowest + 1))
+
+
+def _lowest_port(floor: int) -> int:
+    return 10_000 if floor >= 20_000 else 1_200  # some sites start the ephemeral range at 9000
+
+
 def busy_ports(ports: range) -> list[int]:
     """The ports on which a process listens."""
     return [port for port in ports if not _is_free(port)]
@@ -94,13 +112,15 @@ def busy_ports(ports: range) -> list[int]:
 def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socket.socket]:
     """The first free block and its listening rendezvous socket, which reserves it while open.
 
+    Where all blocks of the job ids are in use, one that begins anywhere.
+
     Connections of an earlier attempt in TIME_WAIT do not count as busy: the kernel keeps them for a
     minute, and a requeued job must get the same block, which the nodes try first.
 
     Raises:
         PortError: every block is in use, or ``bind_ip`` is not an address of this host.
     """
-    for block in candidate_blocks(job_id, floor):
+    for block in chain(candidate_blocks(job_id, floor), _random_blocks(floor)):
         claim = _socket_for(bind_ip)
         claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

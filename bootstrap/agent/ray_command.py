@@ -16,6 +16,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import socket_environment
 from common.addresses import host_port
+from common.attempt import SECRET_VARIABLE
 
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65
 # ("/session_<date>_<time>_<pid>/sockets/plasma_store").
@@ -118,7 +119,7 @@ def base_environment(
         "RLPOST_JOB_ID": facts.job_id,
         "RLPOST_RESTART_COUNT": str(facts.restart_count),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(secret_file),
+        SECRET_VARIABLE: str(secret_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
     }
@@ -131,13 +132,15 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Environment of ``ray start``, which every Ray worker of the node inherits.
 
     By default Ray drains for 30 s at TERM and reconnects to a lost head for 60 s. The agents decide
-    when a node ends, so both timeouts are shortened.
+    when a node ends, so both timeouts are shortened. Ray's metrics are off: their port would answer
+    without the token, on all interfaces.
 
     ``ray status`` prints what the autoscaler's monitor last wrote, and no monitor runs
     (``start_argv``). With autoscaler v2 enabled it queries the GCS, which has nodes and resources.
     """
     return {
         "RAY_enable_autoscaler_v2": "1",
+        "RAY_enable_metrics_collection": "0",
         **base,
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",

@@ -15,6 +15,7 @@ be detected at once. This is the only module of ``bootstrap`` that imports Ray; 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -56,6 +57,18 @@ def import_ray() -> Any:
     from ray.scripts import scripts
 
     return scripts
+
+
+def check_dashboard() -> None:
+    """Import what Ray's dashboard needs, which Ray then finds; grpc is there for that alone.
+
+    Raises ImportError with the missing package.
+    """
+    blocked = sys.modules.pop("grpc", None)
+    try:
+        importlib.import_module("ray.dashboard.optional_deps")
+    finally:
+        sys.modules["grpc"] = blocked  # type: ignore[assignment]
 
 
 def _watch(gcs_address: str, until: int) -> None:
@@ -116,6 +129,12 @@ def main() -> int:
     os.environ.update(order["environ"])
     if order["watch"]:
         threading.Thread(target=_watch, args=(order["watch"], orders), daemon=True).start()
+    if "--include-dashboard=true" in order["argv"]:
+        try:
+            check_dashboard()
+        except ImportError as error:
+            print(f"--ray-dashboard: {error}; pip install 'ray[default]' in {sys.executable}")
+            return 1
     sys.argv = ["ray", *order["argv"]]
     scripts.main()
     return 0

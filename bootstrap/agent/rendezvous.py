@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.agent.link import Link, LinkLost
-from bootstrap.agent.message_codec import MessageCodec, hello_key, new_nonce, session_key
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.network.here import Address
 from common.cluster import Node
 from common.files import tail
+from common.message_codec import MessageCodec, hello_key, new_nonce, session_key
 
 logger = logging.getLogger(__name__)
 

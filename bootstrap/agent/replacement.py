@@ -27,13 +27,13 @@ from bootstrap.agent.awaiting import first_of
 from bootstrap.agent.gathering import Gathering
 from bootstrap.agent.link import LinkLost
 from bootstrap.agent.local_ray import LocalRay, RayError
-from bootstrap.agent.message_codec import Message
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, check_versions
 from bootstrap.agent.verdict import HostLoss
 from common.attempt import EXCLUDE_FILE
 from common.cluster import Cluster
 from common.files import write_atomic
 from common.lost_nodes import LostNode, State, read_replaceable, write_lost_nodes
+from common.message_codec import Message
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from bootstrap.agent.link import Link, LinkLost
 from bootstrap.agent.monitor import Kept
 from bootstrap.agent.ports import PortBlock
 from bootstrap.network.here import ifname_of, local_addresses, network_here
+from common.attempt import SECRET_FILE, SECRET_VARIABLE
 from common.files import tail
 
 DEADLINE_S = 120.0  # mostly for the import of torch from a shared file system
@@ -64,7 +65,7 @@ async def measure_here(
         kept = await Kept.start(
             "the bandwidth probe",
             [sys.executable, "-u", "-m", _PROBE, *where, *size],
-            environ={**os.environ, **found.env},
+            environ={**os.environ, **found.env, SECRET_VARIABLE: str(log.with_name(SECRET_FILE))},
             stdio=(nothing, output),
         )
     finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 
 from bootstrap.preflight.bandwidth import rounds_of
+from common.attempt import attempt_secret
 
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 _NUM_WARMUPS, _NUM_TIMED = 2, 5
@@ -29,24 +29,19 @@ def measure(options: argparse.Namespace) -> float:
     import torch
     import torch.distributed as dist
 
+    from common.torch_store import AuthenticatedStore, open_store
+
     device = "cuda" if options.num_gpus and torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=options.deadline_s)
     world = options.num_nodes * options.processes
     rank = options.rank * options.processes + options.local
-    listener = None
-    if rank == 0:  # listen on this address only; TCPStore would listen on all
-        family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
-        listener = socket.create_server(
-            (options.address, options.port), family=family, backlog=world + 16
-        )
-    store = dist.TCPStore(
+    store = open_store(
         options.address,
         options.port,
-        world,
-        rank == 0,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener is not None else None,
+        rank=rank,
+        world_size=world,
+        secret=attempt_secret(),
+        timeout=timeout,
     )
     if device == "cuda":
         torch.cuda.set_device(options.local)
@@ -76,6 +71,8 @@ def measure(options: argparse.Namespace) -> float:
             )
         dist.barrier()
     dist.destroy_process_group()
+    if isinstance(store, AuthenticatedStore):
+        store.close()
     return best
 
 

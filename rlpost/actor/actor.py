@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.attempt import attempt_secret
 from rlpost.actor import (
     device,
     frozen,
@@ -51,7 +52,7 @@ from rlpost.actor.teacher_scores import TeacherScores, scores_of_server
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.columns import FloatColumn
 from rlpost.metrics.spans import span
-from rlpost.types import StepResult, TrainBatch
+from rlpost.types import StepPlace, StepResult, TrainBatch
 from rlpost.weights.bucket_plan import SMALLEST
 from rlpost.weights.delta import WrittenUpdate
 from rlpost.weights.exporter import Exporter, weights_hash
@@ -130,6 +131,8 @@ class Actor(Rank):
             is_source=parallel.is_source_of_stage(),
             backend=device.backend(),
             timeout_s=60.0 * settings.distributed_timeout_minutes,
+            # External engines know torch's own store alone.
+            secret=None if settings.rollout_external_engine_addrs else attempt_secret(),
         )
         self.piece_bytes = min(settings.update_weight_buffer_size, SMALLEST)
         self.last_sent = LastSent(
@@ -158,7 +161,7 @@ class Actor(Rank):
         if self._adapters is not None:
             self._adapters.initialise(self.settings.seed)
         self.optimizer.reload_model_params()
-        self.old_policy.start()
+        self.old_policy.start(0)
         if self.critic is not None:
             self.critic.import_weights()
 
@@ -170,9 +173,13 @@ class Actor(Rank):
         self.old_policy.swap_out()
         return self.passes.logprobs(batch, records_routes=True)
 
-    def compute_old_logprobs(self, batch: TrainBatch) -> Logprobs:
-        """As ``compute_logprobs``, under the weights of ``--keep-old-actor``."""
-        with self.old_policy.swapped_in():
+    def compute_old_logprobs(self, batch: TrainBatch, version: int) -> Logprobs:
+        """As ``compute_logprobs``, under the policy's weights of ``version``.
+
+        Raises:
+            SyncError: this rank does not have that version.
+        """
+        with self.old_policy.swapped_in(version):
             return self.passes.logprobs(batch, records_routes=True)
 
     def train_step(
@@ -180,6 +187,7 @@ class Actor(Rank):
         batch: TrainBatch,
         old_logprobs: Logprobs | None = None,
         advantages: Sequence[float | FloatColumn] | None = None,
+        place: StepPlace | None = None,
     ) -> StepResult:
         """Run one optimizer step on this rank's part of the batch.
 
@@ -188,6 +196,8 @@ class Actor(Rank):
             old_logprobs: as ``compute_logprobs`` returns them. Without them the ratio is 1 and only
                 its gradient counts (one step per rollout).
             advantages: replace those of the batch, see ``TrainBatch.with_advantages``.
+            place: of the step in the run. Without one the weights are of no version afterwards, and
+                engines cannot get them.
 
         Returns:
             The metrics of the objective, train/grad_norm (before clipping) and train/lr; equal on
@@ -209,15 +219,21 @@ class Actor(Rank):
         metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
         lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
         self.wait_copied()
-        self.old_policy.before_step(self.num_optimizer_steps)
+        self.old_policy.before_step(place)
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
-        if isinstance(self._reference, ReferenceWeights):
-            self._reference.after_step(self.settings, self.num_optimizer_steps)
-        self.old_policy.after_step(self.num_optimizer_steps)
+        if place is not None and place.is_last and place.updates_reference:
+            assert isinstance(self._reference, ReferenceWeights), "the settings have no reference"
+            self._reference.take()
+        self.old_policy.after_step(place)
         metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
         return StepResult(metrics, own_s=OWN_TIME.seconds())
+
+    @property
+    def versions(self) -> tuple[int, int | None]:
+        """The version of the loaded policy, and an older one that this rank has as well, if any."""
+        return self.old_policy.own_versions[-1], self.old_policy.older_version
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> Logprobs:
         """As ``compute_logprobs``, under the reference weights."""
@@ -251,7 +267,9 @@ class Actor(Rank):
         if isinstance(self._reference, ReferenceWeights) and self._reference.was_updated:
             self._reference.save(folder, self.chunks, buffer_bytes=buffer_bytes)
         self.old_policy.save(folder, self.chunks, buffer_bytes=buffer_bytes)
-        done = megatron_checkpoint.Progress(step, self.num_optimizer_steps)
+        own = self.old_policy.own_versions
+        oldest = own.start if own else None
+        done = megatron_checkpoint.Progress(step, self.num_optimizer_steps, oldest)
         self.saves.start(folder, done, in_background=in_background)
 
     def load(self, folder: str | Path) -> int:
@@ -268,7 +286,7 @@ class Actor(Rank):
             self._read_initial_weights()
         elif isinstance(self._reference, ReferenceWeights):
             self._reference.load(folder, self.chunks)
-        has_old = self.old_policy.load(folder, self.chunks)
+        self.old_policy.load(folder, self.chunks)
         progress = megatron_checkpoint.load(
             folder,
             chunks=self.chunks,
@@ -277,8 +295,7 @@ class Actor(Rank):
             adapters=checkpoint_settings(self.settings),
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
-        if not has_old:
-            self.old_policy.start()
+        self.old_policy.start(progress.step, progress.policy_version)
         if self.critic is not None:
             self.critic.load(folder)
         return progress.step
@@ -288,7 +305,7 @@ class Actor(Rank):
         self._finish_param_sync()
         weight_files.export(self.exporter, self.inventory, folder, self.description, self.settings)
 
-    def write_engine_folder(self, folder: str | Path) -> int | None:
+    def write_engine_folder(self, folder: str | Path, version: int) -> int | None:
         """Write what engines read: all weights, with adapters merged, or the adapters alone.
 
         Returns:
@@ -296,17 +313,14 @@ class Actor(Rank):
 
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
+            SyncError: this rank does not have that version of the policy.
         """
-        self._finish_param_sync()
-        if self.settings.update_weight_mode == "adapter":
-            return weight_files.write_adapters(self.inventory, Path(folder), self.settings)
-        weight_files.export_merged(self.exporter, folder, self.description, self.settings)
-        return None
-
-    def write_old_engine_folder(self, folder: str | Path) -> int | None:
-        """As ``write_engine_folder``, of the weights of the engines' last update."""
-        with self.old_policy.swapped_in():
-            return self.write_engine_folder(folder)
+        with self.old_policy.swapped_in(version):
+            self._finish_param_sync()
+            if self.settings.update_weight_mode == "adapter":
+                return weight_files.write_adapters(self.inventory, Path(folder), self.settings)
+            weight_files.export_merged(self.exporter, folder, self.description, self.settings)
+            return None
 
     def write_weights(self, folder: str | Path, version: int, whole: bool) -> WrittenUpdate | None:
         """Write a version for engines that read files; see ``weight_files.write_version``."""

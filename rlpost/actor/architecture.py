@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from common.counting import counted
 from rlpost.actor.rope import FULL, local_rope, rope, rope_type
 from rlpost.config.wording import value_text
 from rlpost.model_types import HfConfig, MegatronFields, ModelArguments
@@ -28,6 +29,8 @@ OVERRIDABLE = {
 They do not change the shape of a weight.
 """
 
+SCORES_OF_A_GROUP = 2
+"""Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
 NO_ARCHITECTURE = (
     "no_rope_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm",
     "moe_permute_fusion", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate",
@@ -56,6 +59,17 @@ def rotary_percent(hf: HfConfig) -> float:
     if "rotary_dim" in hf:
         return hf["rotary_dim"] / head_dim(hf)
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+
+
+def rotary_problem(hf: HfConfig) -> str | None:
+    """Return why the rotated part of a head is not made of pairs; None if it is."""
+    percent, width = rotary_percent(hf), head_dim(hf)
+    if "kv_lora_rank" in hf or not (rotated := int(width * percent)) % 2:
+        return None
+    return (
+        f"partial_rotary_factor = {percent:g} of head_dim = {width} rotates {rotated} dimensions, which are not "
+        "pairs; use a checkpoint in which they are"
+    )
 
 
 def mtp_layers(family: Family, hf: HfConfig) -> int:
@@ -114,8 +128,34 @@ def sharding_problem(
     return None
 
 
+def routing_problem(fields: MegatronFields) -> str | None:
+    """Return why Megatron-core would route tokens otherwise than the model; None if it would not.
+
+    See ``topk_routing_with_score_function`` and ``group_limited_topk`` in
+    ``transformer/moe/moe_utils.py`` of 0.16.1.
+    """
+    topk, groups = fields.get("moe_router_topk"), fields.get("moe_router_num_groups") or 1
+    if topk is None:
+        return None
+    divides = fields.get("moe_router_score_function") == "sigmoid"
+    if topk == 1 and (divides or not fields["moe_router_pre_softmax"]):
+        return (
+            "num_experts_per_tok = 1 is not supported where the selected scores are divided by their sum "
+            "(sigmoid scores, norm_topk_prob): Megatron-core does not divide a single score; use a checkpoint "
+            "with num_experts_per_tok = 2 or more"
+        )
+    if groups > 1 and (ranked := topk // fields["moe_router_group_topk"]) != SCORES_OF_A_GROUP:
+        return (
+            f"num_experts_per_tok = {topk} with topk_group = {fields['moe_router_group_topk']} is not supported: "
+            f"Megatron-core ranks a group by its best {counted(ranked, 'expert')}, the model by its best "
+            f"{SCORES_OF_A_GROUP}; use topk_group = {topk // SCORES_OF_A_GROUP}, or n_group = 1"
+        )
+    return None
+
+
 def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
     """Return the values of a correct recipe by their names in [model]; None for absent features."""
+    hf = family.resolved(hf)
     fields = family.fields(hf)
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
     values = {

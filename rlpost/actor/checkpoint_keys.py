@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
 )
-from torch.distributed.checkpoint import FileSystemReader
+
+from rlpost.actor.torch_dist.metadata import read_metadata
 
 NORM_OF_EXPERTS, ONCE = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 """The part of a key that names the norm, now and in older folders.
@@ -42,8 +43,9 @@ def fit_to_checkpoint(state: dict[str, object], folder: str | Path) -> dict[str,
 
     Raises:
         OSError: the folder holds no torch_dist checkpoint.
+        pickle.UnpicklingError: its metadata would run code.
     """
-    metadata = FileSystemReader(str(folder)).read_metadata()
+    metadata = read_metadata(str(folder))
     saved = {key.partition(_SHARD)[0] for key in metadata.state_dict_metadata}
     return dict_list_map_inplace(lambda part: fitted(part, saved), state)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from rlpost.actor import device, megatron_checkpoint
-from rlpost.actor.settings import ActorSettings
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.inventory import Inventory
 
@@ -51,6 +50,8 @@ class KeptWeights:
         )
         self.is_swapped_in = False
         """Whether the model has the kept weights."""
+        self.version: int | None = None
+        """Version of the policy with these weights; None: of none, or unknown."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -75,11 +76,12 @@ class KeptWeights:
             self._fill(self._mine)
             self.is_swapped_in = False
 
-    def take(self) -> None:
-        """Keep the current weights of the model."""
+    def take(self, version: int | None = None) -> None:
+        """Keep the current weights of the model, which are those of ``version`` of the policy."""
         assert not self.is_swapped_in, "the model has the kept weights"
         self._prepare()
         self._keep(self._kept)
+        self.version = version
 
     def save(
         self, folder: str | Path, chunks: Sequence[torch.nn.Module], *, buffer_bytes: int
@@ -95,6 +97,7 @@ class KeptWeights:
                 chunks=chunks,
                 buffer_bytes=buffer_bytes,
                 saver=self._saver,
+                version=self.version,
             )
 
     def load(self, folder: str | Path, chunks: Sequence[torch.nn.Module]) -> bool:
@@ -106,8 +109,7 @@ class KeptWeights:
         saved = Path(folder) / self._saved_in
         if find_checkpoint(saved) is None:
             return False
-        megatron_checkpoint.load_weights(saved, chunks=chunks)
-        self.take()
+        self.take(megatron_checkpoint.load_weights(saved, chunks=chunks))
         return True
 
     def _keep(self, values: list[torch.Tensor]) -> None:
@@ -146,16 +148,10 @@ class ReferenceWeights(KeptWeights):
         self._keep(self._kept)
         self._fill(self._mine)
 
-    def take(self) -> None:
+    def take(self, version: int | None = None) -> None:
         """Make the current weights of the model the reference."""
-        super().take()
+        super().take(version)
         self.was_updated = True
-
-    def after_step(self, settings: ActorSettings, num_steps: int) -> None:
-        """Take the policy's weights at the end of an interval of --ref-update-interval."""
-        interval = settings.ref_update_interval
-        if interval is not None and num_steps % (interval * settings.num_steps_per_rollout) == 0:
-            self.take()
 
 
 def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,8 @@ class Progress:
 
     step: int
     num_optimizer_steps: int
+    policy_version: int | None = None
+    """Oldest version of the policy with these weights; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +289,8 @@ def load(
             folder,
         )
     # Checkpoints of older versions count only Adam's steps.
-    num_adam_steps = round(common.get("adam_step", 0))
-    return Progress(common["step"], common.get("num_optimizer_steps", num_adam_steps))
+    num_optimizer_steps = common.get("num_optimizer_steps", round(common.get("adam_step", 0)))
+    return Progress(common["step"], num_optimizer_steps, common.get("policy_version"))
 
 
 def create_folder(folder: Path, step: int) -> None:
@@ -309,8 +311,11 @@ def save_weights(
     chunks: Sequence[torch.nn.Module],
     buffer_bytes: int,
     saver: Saver | None = None,
+    version: int | None = None,
 ) -> Saver:
     """Write only the weights, in Megatron-LM's layout of a release, which other tools can read.
+
+    ``version`` of the policy is stored with them.
 
     Returns: The saver that was used, for a later call; a new one without ``saver``.
 
@@ -321,7 +326,7 @@ def save_weights(
     failed = f"cannot write weights to {folder}"
     _on_first_rank(lambda: release.mkdir(parents=True, exist_ok=True), failed)
     saver = saver or Saver(chunks, None, buffer_bytes=buffer_bytes)
-    saver.start(release, Progress(0, 0), with_random_state=False).wait()
+    saver.start(release, Progress(0, 0, version), with_random_state=False).wait()
     _on_first_rank(lambda: (Path(folder) / TRACKER).write_text(RELEASE), failed)
     return saver
 
@@ -336,10 +341,12 @@ def _on_first_rank(act: Callable[[], object], failed: str) -> None:
 
 def load_weights(
     folder: str | Path, *, chunks: Sequence[torch.nn.Module], omitted: tuple[str, ...] = ()
-) -> None:
+) -> int | None:
     """Fill the weights of the model from the checkpoint in ``folder``, ignoring optimizer state.
 
     Adapters of the model, and tensors whose key begins with one of ``omitted``, keep their values.
+
+    Returns: The version that ``save_weights`` stored with the weights; None if there is none.
 
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
@@ -352,6 +359,8 @@ def load_weights(
     whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
     _load(found, chunks, base, omitted=omitted)
+    version: int | None = common.get("policy_version")
+    return version
 
 
 def _load(

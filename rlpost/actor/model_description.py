@@ -38,7 +38,7 @@ class ModelDescription:
     @property
     def fields(self) -> MegatronFields:
         """The family's fields of Megatron's TransformerConfig."""
-        return self.family.fields(self.hf_config)
+        return self.family.fields(self.family.resolved(self.hf_config))
 
     @property
     def head_dim(self) -> int:
@@ -182,15 +182,19 @@ def read_description(
     try:
         hf = json.loads(path.read_text())
         known = (hf.get("architectures") or ["none given"])[0]
+        hf = families.family(known).resolved(hf)
         description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
-        _ = description.fields  # reads what its family needs
+        if problem := architecture.routing_problem(description.fields):
+            raise WeightError(problem)
         present = description.hf_config.keys() | description.rope.keys()
         if "moe_intermediate_size" in present:
             present.add("intermediate_size")  # a model whose layers are all sparse has no such key
         missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in present]
         if missing := missing + missing_options(description.hf_config):
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
+        if problem := architecture.rotary_problem(description.hf_config):
+            raise WeightError(problem)
         problems = architecture.problems(given or {}, description.family, hf)
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None

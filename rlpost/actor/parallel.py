@@ -17,13 +17,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from common.addresses import host_port
+from common.torch_store import AuthenticatedStore, open_store
 from rlpost.actor import device
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
 from rlpost.weights.inventory import Groups
 
 T = TypeVar("T")
+_stores: list[dist.Store] = []  # torch does not keep the Python object of the store that it uses
 
 tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
 """Returns the ranks over which single tensors are sharded."""
@@ -42,12 +43,16 @@ data_parallel_rank = parallel_state.get_data_parallel_rank
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Rendezvous of the trainer's ranks: rank 0 listens on ``master_addr:master_port``."""
+    """Rendezvous of the trainer's ranks: rank 0 listens on ``master_addr:master_port``.
+
+    Only those who know ``secret`` can join; a single rank needs none.
+    """
 
     rank: int
     world_size: int
     master_addr: str
     master_port: int
+    secret: str = ""
 
 
 def initialise(
@@ -57,15 +62,26 @@ def initialise(
 
     Raises:
         PlacementError: the layout does not fit the number of ranks.
-        torch.distributed.DistStoreError: a rank did not join within the timeout.
+        ValueError: several ranks have no secret.
+        torch.distributed.DistError: a rank did not join within the timeout.
     """
     check_layout(settings, rendezvous.world_size)
-    dist.init_process_group(
-        device.backend(),
-        init_method=f"tcp://{host_port(rendezvous.master_addr, rendezvous.master_port)}",
+    timeout = timedelta(minutes=settings.distributed_timeout_minutes)
+    store = open_store(
+        rendezvous.master_addr,
+        rendezvous.master_port,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
-        timeout=timedelta(minutes=settings.distributed_timeout_minutes),
+        secret=rendezvous.secret,
+        timeout=timeout,
+    )
+    _stores.append(store)
+    dist.init_process_group(
+        device.backend(),
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
     )
     form_groups(settings, num_virtual_stages=num_virtual_stages)
 
@@ -118,6 +134,10 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _stores:
+        store = _stores.pop()
+        if isinstance(store, AuthenticatedStore):
+            store.close()
 
 
 def raised_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:

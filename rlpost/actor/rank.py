@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from common.attempt import attempt_secret
 from rlpost.actor import device, parallel, progress, weight_files
 from rlpost.actor.critic import Critic, Values
 from rlpost.actor.model_description import ModelDescription, read_description
@@ -72,7 +73,7 @@ class Rank(ABC):
         """
         device.prepare(self.settings)
         parallel.initialise(
-            Rendezvous(rank, world_size, master_addr, master_port),
+            Rendezvous(rank, world_size, master_addr, master_port, attempt_secret()),
             self.settings,
             num_virtual_stages=self.description.num_virtual_stages(self.settings),
         )
@@ -98,11 +99,6 @@ class Rank(ABC):
             context_rank=parallel.context_parallel_group().rank(),
             context_size=self.settings.context_parallel_size,
         )
-
-    @property
-    def num_critic_steps(self) -> int:
-        """Optimizer steps of the critic so far; 0 without a critic."""
-        return 0 if self.critic is None else self.critic.num_optimizer_steps
 
     def compute_values(self, batch: TrainBatch) -> Values:
         """The critic's value before each response token; see ``Critic.values``."""

@@ -29,6 +29,8 @@ OPTIONS = {
 ``dynamic`` and ``longrope`` are missing because their frequencies depend on the length of the
 sequence: the same token would have another embedding in the engine, while its sequence is short.
 """
+TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
+"""Options that may be at the top level of config.json."""
 WITH_CONTEXT = ("llama3", "yarn")
 """Types that depend on the context before the scaling, ``original_max_position_embeddings``."""
 
@@ -55,14 +57,20 @@ class RopeOptions(TypedDict, total=False):
 def rope(hf: HfConfig) -> RopeOptions:
     """Return the options of layers without a window: nested in transformers 5, top-level keys in 4.
 
-    The context before the scaling is that of transformers: the top-level key, the option, or
+    As in transformers, ``rope_scaling`` replaces ``rope_parameters``, and options that are not there
+    are those of the top level (``convert_rope_params_to_dict`` in ``modeling_rope_utils.py``). The
+    context before the scaling is that of transformers: the top-level key, the option, or
     ``max_position_embeddings`` (``standardize_rope_params`` in ``modeling_rope_utils.py``).
 
     Raises:
         WeightError: the type needs that context, and config.json has none of the three.
     """
-    given: HfConfig = hf.get("rope_parameters") or {**hf, **(hf.get("rope_scaling") or {})}
-    found: RopeOptions = given.get(FULL) or _options(given)
+    nested, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    top = {key: hf[key] for key in TOP_LEVEL if hf.get(key) is not None}
+    given = scaling or nested
+    if FULL in nested:  # those of Gemma-3 are updated by rope_scaling
+        given = {**nested[FULL], **scaling}
+    found = _options({**top, **given})
     if rope_type(found) not in WITH_CONTEXT:
         return found
     key = "original_max_position_embeddings"
@@ -120,6 +128,11 @@ def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
         return {} if kind in ("default", latent) else {"rope_type": kind}
     if kind not in OPTIONS:
         return {"rope_type": kind}
+    # For such types transformers applies the top level's over the nested one when it builds the model
+    # (``standardize_rope_params``), so that it computes something else than the file says.
+    nested, top = options.get("partial_rotary_factor"), hf.get("partial_rotary_factor")
+    if kind != "default" and top is not None and nested != top:
+        return {"partial_rotary_factor": nested}
     # Megatron has one factor for all layers, and SGLang's YaRN ignores ``attention_factor``.
     if kind == "yarn" and options.get("attention_factor"):
         return {"attention_factor": options["attention_factor"]}

@@ -89,14 +89,12 @@ class ActorSettings(LossSettings):
     exp_avg_sq_dtype: str = "fp32"
     use_rollout_routing_replay: bool = False
     use_routing_replay: bool = False
-    ref_update_interval: int | None = None
-    update_weights_interval: int = 1
-    keep_old_actor: bool = False
-    num_critic_only_steps: int = 0
-    num_steps_per_rollout: int = 1
+    keeps_old_policy: bool = False
+    """Whether a rank keeps an older version of the policy in host memory."""
     seed: int = 1234
     temperature: float = 1.0
     distributed_timeout_minutes: int = 10
+    rollout_external_engine_addrs: tuple[str, ...] = ()
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
     actor_num_threads: int | None = None
@@ -109,11 +107,6 @@ class ActorSettings(LossSettings):
     critic_lr: float | None = None
     critic_lr_warmup_iters: int = 0
     value_clip: float | None = 0.2
-
-    @property
-    def has_old_policy(self) -> bool:
-        """Whether a rank keeps the weights of the last update of the engines."""
-        return self.keep_old_actor or self.update_weights_interval > 1
 
     @property
     def of_critic(self) -> ActorSettings:

@@ -15,6 +15,7 @@ from rlpost.agents.chat_messages import (
     Message,
     Tool,
     ToolCall,
+    checked,
     constrains_sampling,
     function_tool,
     text_of,
@@ -26,20 +27,22 @@ OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
 """Types of tools that Anthropic runs, without their dates."""
+SIGNATURE = "rlpost"
+"""Of thoughts; ignored when it comes back."""
 Event = dict[str, object]
 
 
-def messages_request(body: Mapping[str, object]) -> ChatRequest:
-    """Read a request. Raises BadRequest."""
+def messages_request(body: Mapping[str, object], *, needs_answer: bool = True) -> ChatRequest:
+    """Read a request; without ``needs_answer`` it may end with an answer. Raises BadRequest."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message", param="messages")
-    system = text_of(body.get("system"), "system")
+    system = text_of(_without_billing(body.get("system")), "system")
     messages = [Message("system", system)] if system else []
     for place, raw in enumerate(given):
         messages += _messages(raw, f"messages[{place}]")
     return ChatRequest(
-        messages=tuple(messages),
+        messages=checked(messages, needs_answer=needs_answer),
         tools=_tools(body),
         max_tokens=whole_number(body, "max_tokens", 1, 2**31 - 1),
         stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
@@ -75,10 +78,11 @@ def message_events(reply: Reply) -> Iterator[Event]:
     start = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield {"type": "message_start", "message": start}
     for index, block in enumerate(body["content"]):
-        empty, delta = _begun(block)
+        empty, deltas = _begun(block)
         at = {"index": index}
         yield {"type": "content_block_start", **at, "content_block": empty}
-        yield {"type": "content_block_delta", **at, "delta": delta}
+        for delta in deltas:
+            yield {"type": "content_block_delta", **at, "delta": delta}
         yield {"type": "content_block_stop", **at}
     delta = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     output = {"output_tokens": reply.completion.num_tokens}
@@ -91,6 +95,22 @@ def error_body(message: str, *, status: int) -> dict[str, object]:
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _without_billing(system: object) -> object:
+    """Return a system prompt without the blocks that Claude Code writes for Anthropic's servers.
+
+    Its first block is ``x-anthropic-billing-header: ...`` with a value that changes with every
+    request, so no request would continue the one before.
+    """
+    if not isinstance(system, list):
+        return system
+    texts = [block.get("text") if isinstance(block, Mapping) else None for block in system]
+    return [
+        block
+        for block, text in zip(system, texts, strict=True)
+        if not (isinstance(text, str) and text.startswith("x-anthropic-"))
+    ]
 
 
 def _messages(raw: Any, where: str) -> list[Message]:
@@ -161,7 +181,9 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
 def _blocks(message: Message) -> list[dict[str, object]]:
     blocks: list[dict[str, object]] = []
     if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        # Clients take a thought without a signature for one of another model.
+        signed = {"thinking": message.reasoning, "signature": SIGNATURE}
+        blocks.append({"type": "thinking", **signed})
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
@@ -170,18 +192,16 @@ def _blocks(message: Message) -> list[dict[str, object]]:
     return blocks
 
 
-def _begun(block: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Return a block without its content, and the delta with all of it."""
+def _begun(block: dict[str, object]) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """Return a block without its content, and the deltas with all of it."""
     if block["type"] == "thinking":
-        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {**block, "thinking": ""}, delta
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thought, signed]
     if block["type"] == "tool_use":
-        delta = {
-            "type": "input_json_delta",
-            "partial_json": json.dumps(block["input"], ensure_ascii=False),
-        }
-        return {**block, "input": {}}, delta
-    return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+    return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
 def _stop_reason(choice: ChatChoice) -> str:

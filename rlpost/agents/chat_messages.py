@@ -6,10 +6,13 @@ Input: messages of OpenAI's chat completions (``anthropic_format`` converts the 
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
+
+from rlpost.agents.json_values import canonical, loads_strict
 
 ROLES = ("system", "user", "assistant", "tool")
 THINK, END_THINK = "<think>", "</think>"
@@ -63,7 +66,19 @@ def function_tool(given: Mapping[str, Any], parameters: object) -> Tool:
         "description": description,
         "parameters": schema,
     }
+    check_function(function, str(given["name"]))
     return {"type": "function", "function": function}
+
+
+def check_function(function: Mapping[str, Any], where: str) -> None:
+    """Raise BadRequest if the parameters of a tool are no JSON schema of an object."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    is_schema = parameters is None or isinstance(parameters, Mapping)
+    if not is_schema or not (properties is None or isinstance(properties, Mapping)):
+        raise BadRequest(
+            f"the parameters of tool {where} must be a JSON schema of an object", param="tools"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ class ToolCall:
     @property
     def key(self) -> tuple[str, str]:
         """Name and arguments in one canonical spelling: a harness may reformat the JSON."""
-        return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
+        return self.name, canonical(json.loads(self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +110,31 @@ class Message:
     def key(self) -> tuple[object, ...]:
         """Equal for all forms in which a harness may send the same message again.
 
-        A harness may drop white space around the text of an assistant, its reasoning, and the ids
-        of its calls.
+        A harness may drop white space around the text of an assistant, its reasoning, the ids of
+        its calls, and the text beside them.
         """
+        if self.role == "assistant" and self.tool_calls:
+            return (self.role, *(call.key for call in self.tool_calls))
         if self.role == "assistant":
-            return (self.role, self.content.strip(), *(call.key for call in self.tool_calls))
+            return (self.role, self.content.strip())
         return (self.role, self.content, self.tool_call_id, self.name)
+
+    @property
+    def call_ids(self) -> list[str]:
+        """The ids of its calls."""
+        return [call.id for call in self.tool_calls]
 
     def may_be(self, other: Message) -> bool:
         """Whether ``other``, which has the same key, may be this message.
 
-        It may if it has no reasoning or the same.
+        It may if it has no reasoning or the same, and the same text; with the ids of its calls, the
+        text may be missing.
         """
-        return not other.reasoning or other.reasoning.strip() == self.reasoning.strip()
+        if other.reasoning and other.reasoning.strip() != self.reasoning.strip():
+            return False
+        if other.content.strip() == self.content.strip():
+            return True
+        return not other.content.strip() and other.call_ids == self.call_ids
 
     def for_template(self) -> dict[str, object]:
         """Return the message as chat templates expect it, with parsed arguments of calls."""
@@ -147,7 +174,49 @@ def messages_from_openai(given: object) -> tuple[Message, ...]:
     """Convert the field ``messages``. Raises BadRequest."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message", param="messages")
-    return tuple(_message(raw, f"messages[{place}]") for place, raw in enumerate(given))
+    return checked(_message(raw, f"messages[{place}]") for place, raw in enumerate(given))
+
+
+def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[Message, ...]:
+    """Return the messages of a request with outputs of tools in the order of their calls.
+
+    Chat templates write outputs without ids, so only their order says which call they answer.
+
+    Raises:
+        BadRequest: an output belongs to no call before it, or a call has two; or the last message
+            is an answer although the request ``needs_answer``: engines would not continue it, but
+            write another one.
+    """
+    ordered: list[Message] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        neighbours = list(group)
+        if role == "tool" and ordered:
+            neighbours = _in_order_of_calls(neighbours, ordered[-1].call_ids)
+        ordered += neighbours
+    if needs_answer and ordered[-1].role == "assistant":
+        raise BadRequest(
+            "the last message is the assistant's; continuing an answer is not supported: end with a "
+            "message of the user or the output of a tool",
+            param="messages",
+        )
+    return tuple(ordered)
+
+
+def _in_order_of_calls(outputs: list[Message], call_ids: list[str]) -> list[Message]:
+    """Sort outputs of tools by the ids of their calls; without ids they keep their order."""
+    ids = [output.tool_call_id for output in outputs]
+    if not all(ids) or not all(call_ids) or len(set(call_ids)) < len(call_ids):
+        return outputs
+    for number, call_id in enumerate(ids):
+        if call_id not in call_ids:
+            raise BadRequest(
+                f"the output of call {call_id!r} follows no message with this call; its calls are "
+                f"{', '.join(call_ids) or 'none'}",
+                param="messages",
+            )
+        if call_id in ids[:number]:
+            raise BadRequest(f"call {call_id!r} has two outputs; send one", param="messages")
+    return sorted(outputs, key=lambda output: call_ids.index(output.tool_call_id))
 
 
 def _message(raw: object, where: str) -> Message:
@@ -226,7 +295,7 @@ def _call(given: object, where: str) -> ToolCall:
 def checked_arguments(text: str, where: str) -> str:
     """Return the arguments of a call; "{}" for an empty text. Raises BadRequest."""
     try:
-        parsed = json.loads(text or "{}")
+        parsed = loads_strict(text or "{}")
     except ValueError as error:
         raise BadRequest(f"{where}: its arguments are not JSON: {error}", param=where) from error
     if not isinstance(parsed, dict):

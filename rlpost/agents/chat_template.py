@@ -5,13 +5,32 @@ Input: messages and tools. Output: the text of the template, token ids of texts,
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.agents.chat_messages import Message
 from rlpost.columns import IntColumn
 from rlpost.data.tokenizer import check_tokenizer_folder, hf_tokenizer
 from rlpost.errors import ConfigError, DataError
+
+_SLICE = 16384  # characters
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _bytes_of_gpt2() -> dict[str, int]:
+    """Return the letters that stand for bytes in vocabularies of byte-level BPE.
+
+    Printable bytes of Latin-1 stand for themselves, the others for the letters from U+0100 on
+    (GPT-2's encoder.py).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES_OF_GPT2 = _bytes_of_gpt2()
 
 
 class ChatTemplate:
@@ -34,7 +53,6 @@ class ChatTemplate:
                 f"--hf-checkpoint {model_folder}: its tokenizer has no chat template, which agents "
                 "need; add chat_template.jinja from the model's page"
             )
-        self.source: str = _default_template(self._tokenizer.chat_template)
         self._special = frozenset(self._tokenizer.all_special_ids)
 
     def render(
@@ -55,8 +73,34 @@ class ChatTemplate:
                 tokenize=False,
                 **self._kwargs,
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template rejects the messages: {error}") from error
+
+    def written_for(self, answer: Message, tools: Sequence[Mapping[str, object]]) -> str:
+        """Return what the template writes for an answer; empty if it rejects the answer."""
+        question = Message("user", "?")
+        try:
+            before, whole = (self.render(each, tools) for each in ([question], [question, answer]))
+        except DataError:
+            return ""
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)
+        )
+        return whole[len(list(same)) :]
+
+    def exceeds(self, texts: Iterable[str], limit: int) -> bool:
+        """Whether texts have more than ``limit`` tokens.
+
+        Tokenises slices, and no more of them than it takes to know.
+        """
+        count = 0
+        for text in texts:
+            for start in range(0, len(text), _SLICE):
+                # Between slices a few tokens are more than those of the whole text.
+                count += max(0, len(self.encode(text[start : start + _SLICE])) - _SLICE // 256)
+                if count > limit:
+                    return True
+        return False
 
     def encode(self, text: str) -> IntColumn:
         """Return the ids of a text; special tokens in it become their ids, and none is added."""
@@ -68,6 +112,18 @@ class ChatTemplate:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may end inside a character."""
+        text = self.decode_all([token_id])
+        if "\ufffd" not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if _BYTE_TOKEN.fullmatch(token):  # byte fallback of SentencePiece
+            return bytes([int(token[3:5], 16)])
+        if all(letter in _BYTES_OF_GPT2 for letter in token):
+            return bytes(_BYTES_OF_GPT2[letter] for letter in token)
+        return text.encode()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens, as an engine decodes an answer."""
         return self._tokenizer.decode(
@@ -78,10 +134,3 @@ class ChatTemplate:
         """Whether a text is one special token, which ``decode`` leaves out."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return len(ids) == 1 and ids[0] in self._special
-
-
-def _default_template(given: str | Mapping[str, str]) -> str:
-    """Return the template to use, of a tokenizer that may have several by name."""
-    if isinstance(given, str):
-        return given
-    return str(given["default"]) if "default" in given else json.dumps(given)

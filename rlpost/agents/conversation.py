@@ -32,7 +32,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rlpost.agents.chat_messages import Message, Tool
+from rlpost.agents.chat_messages import END_THINK, Message, Tool
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
@@ -41,14 +41,20 @@ from rlpost.types import Sample
 
 Tools = Sequence[Tool]
 PROBE = "a-plain-answer"
+FIRST = "first request"
 
 
 class Line:
     """A token sequence with its turns. It grows at its end; earlier positions never change."""
 
-    def __init__(self, sample: Sample, turns: list[AnsweredTurn], own_from: int) -> None:
-        """``own_from``: sampled tokens before this position are trained in another line."""
-        self.sample, self.turns, self.own_from = sample, turns, own_from
+    def __init__(
+        self, sample: Sample, turns: list[AnsweredTurn], own_from: int, cause: str
+    ) -> None:
+        """``own_from``: sampled tokens before this position are trained in another line.
+
+        ``cause``: why the answer did not extend another line.
+        """
+        self.sample, self.turns, self.own_from, self.cause = sample, turns, own_from, cause
 
     def __len__(self) -> int:
         return len(self.sample.prompt_ids) + len(self.sample.response_ids)
@@ -89,6 +95,7 @@ class Line:
             turns=tuple(
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
+            cause=self.cause,
             routes=sample.routes,
             sampling_mask=None
             if sample.sampling_mask is None
@@ -120,10 +127,14 @@ class Beginning:
 
 @dataclass(slots=True)
 class Answered:
-    """The end of an answer: the first ``length`` tokens of a line."""
+    """The end of an answer: the first ``length`` tokens of a line.
+
+    ``before`` is the length of the line without it, if the answer extended an existing line.
+    """
 
     line: Line
     length: int
+    before: int | None
     prompt: Beginning  # P
     answer_text: str  # A without stop token
     stop_text: str  # text of the stop token; empty if the answer was truncated
@@ -138,26 +149,30 @@ class MessageNode:
     answered: Answered | None = None
     children: dict[tuple[object, ...], list[MessageNode]] = field(default_factory=dict)
 
-    def child(self, message: Message) -> MessageNode:
-        """Return the child for a message of a request; create it if there is none.
+    def child(self, message: Message) -> MessageNode | None:
+        """Return the child for a message of a request, or None.
 
         Several children may have the same key, such as two of the ``n`` answers to one request. Of
         these, the one with the same ids of calls is returned, or else the newest.
         """
-        known = self.children.setdefault(message.key, [])
-        ids = [call.id for call in message.tool_calls]
+        known = self.children.get(message.key, [])
         fitting = [node for node in known if node.message and node.message.may_be(message)]
         for node in reversed(fitting):
             assert node.message is not None
-            if [call.id for call in node.message.tool_calls] == ids:
+            if node.message.call_ids == message.call_ids:
                 return node
-        return fitting[-1] if fitting else self.added(message)
+        return fitting[-1] if fitting else None
 
     def added(self, message: Message, answered: Answered | None = None) -> MessageNode:
         """Add a child."""
         node = MessageNode(message, self, answered)
         self.children.setdefault(message.key, []).append(node)
         return node
+
+    def answers(self) -> list[MessageNode]:
+        """Return the answers that were given here to the messages up to this one."""
+        nodes = [node for known in self.children.values() for node in known]
+        return [node for node in nodes if node.answered is not None]
 
     def path(self) -> list[MessageNode]:
         """Return the nodes from the first message to this one."""
@@ -177,17 +192,53 @@ class RequestPlan:
         text: the template's text of all messages.
         base: the answer that is extended; None for a fresh input.
         added_ids: tokens after the base; all tokens of a fresh input.
+        cause: why the answer begins another trajectory; empty if it extends one.
     """
 
     node: MessageNode
     text: str
     base: Answered | None
     added_ids: IntColumn
+    cause: str
 
     @property
     def num_tokens(self) -> int:
         """Length of the input."""
         return len(self.added_ids) + (0 if self.base is None else self.base.length)
+
+
+def cause_of(
+    nodes: Sequence[MessageNode], first_new: MessageNode | None, rewritten: int | None
+) -> str:
+    """Return why a request begins another trajectory.
+
+    ``nodes`` are its messages, ``first_new`` is the first that no earlier request had, ``rewritten``
+    the position of the last answer that the chat template does not keep.
+    """
+    if rewritten is not None:
+        return f"the chat template rewrites the answer in message {rewritten}"
+    if first_new is None:
+        return "the same messages have another answer"
+    place = nodes.index(first_new)
+    parent, message = first_new.parent, first_new.message
+    assert parent is not None and message is not None
+    answers = parent.answers()
+    if message.role == "assistant" and answers:
+        answer = answers[-1].message
+        assert answer is not None
+        return (
+            f"message {place} has other {_difference(answer, message)} than the answer given here"
+        )
+    if len(parent.children) > 1:
+        return f"message {place} ({message.role}) differs from that of an earlier request"
+    return f"message {place} ({message.role}) follows no answer given here"
+
+
+def _difference(answer: Message, message: Message) -> str:
+    """Return the first part in which a message differs from an answer."""
+    if [call.key for call in answer.tool_calls] != [call.key for call in message.tool_calls]:
+        return "tool calls"
+    return "text" if answer.content.strip() != message.content.strip() else "reasoning"
 
 
 class Conversation:
@@ -206,20 +257,37 @@ class Conversation:
             DataError: the template rejects the messages.
         """
         tools_key = json.dumps(tools) if tools else ""
+        others = tools_key not in self._roots and bool(self._roots)
         node = self._roots.setdefault(tools_key, MessageNode(None, None))
+        first_new: MessageNode | None = None
         for message in messages:
-            node = node.child(message)
+            child = node.child(message)
+            if child is None:
+                child = node.added(message)
+                first_new = first_new or child
+            node = child
         nodes = node.path()
         path = [each.message for each in nodes if each.message is not None]
         text = self._template.render(path, tools)
+        rewritten: int | None = None
         for place in range(len(nodes) - 1, -1, -1):
             base = nodes[place].answered
-            if base is None or not base.prompt.is_in(text):
+            if base is None:
                 continue
-            rest = self._rest(base, path, place, text, tools)
-            if rest is not None:
-                return RequestPlan(node, text, base, self._encode(rest))
-        return RequestPlan(node, text, None, self._encode(text))
+            rest = None
+            if base.prompt.is_in(text):
+                rest = self._rest(base, path, place, text, tools)
+            if rest is None:
+                rewritten = place if rewritten is None else rewritten
+                continue
+            cause = "" if len(base.line) == base.length else cause_of(nodes, first_new, rewritten)
+            return RequestPlan(node, text, base, self._encode(rest), cause)
+        cause = cause_of(nodes, first_new, rewritten)
+        if not self._lines:
+            cause = FIRST
+        elif others:
+            cause = "its tools differ from those of earlier requests"
+        return RequestPlan(node, text, None, self._encode(text), cause)
 
     def add(
         self,
@@ -228,35 +296,60 @@ class Conversation:
         sample: Sample,
         turn: AnsweredTurn,
         stop_text: str,
-    ) -> None:
-        """Record an answer.
+    ) -> MessageNode:
+        """Record an answer, and return its node.
 
         ``sample`` holds the whole line with the answer at its end, as a response builder returns
         it; ``stop_text`` is the text of the stop token that ends it, or empty.
         """
-        line = self._extended(plan.base, sample)
+        line, before = self._extended(plan, sample)
         line.turns.append(turn)
         ids = sample.response_ids[turn.start - len(sample.prompt_ids) :]
         text = self._template.decode_all(ids[:-1] if stop_text else ids)
-        answered = Answered(line, len(line), Beginning.of(plan.text), text, stop_text)
-        plan.node.added(message, answered)
+        answered = Answered(line, len(line), before, Beginning.of(plan.text), text, stop_text)
+        return plan.node.added(message, answered)
+
+    def remove(self, node: MessageNode) -> bool:
+        """Forget an answer that reached no client; return whether it was forgotten.
+
+        One that a request has continued stays: a client has read it.
+        """
+        answered, parent, message = node.answered, node.parent, node.message
+        assert answered is not None and parent is not None and message is not None
+        line = answered.line
+        if node.children or len(line) != answered.length:
+            return False
+        parent.children[message.key].remove(node)
+        if answered.before is None:
+            self._lines.remove(line)
+        else:
+            line.sample = line.beginning(answered.before)
+            line.turns.pop()
+        return True
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Return all lines, in the order in which their first own answers ended."""
         return tuple(line.trajectory() for line in self._lines)
 
-    def _extended(self, base: Answered | None, sample: Sample) -> Line:
-        """Return the line of an answer: the base's, unless another answer has extended it."""
+    def _extended(self, plan: RequestPlan, sample: Sample) -> tuple[Line, int | None]:
+        """Return the line of an answer, and its length before if it existed.
+
+        It is the base's, unless another answer has extended it.
+        """
+        base = plan.base
         if base is not None and len(base.line) == base.length:
             base.line.sample = sample
-            return base.line
+            return base.line, base.length
+        cause = plan.cause
+        if not cause or any(each.answered for each in plan.node.answers()):
+            cause = "the same messages have another answer"
         own_from, turns = len(sample.prompt_ids), []
         if base is not None:
             own_from = base.length
             turns = [turn for turn in base.line.turns if turn.end <= base.length]
-        line = Line(sample, turns, own_from)
+        line = Line(sample, turns, own_from, cause)
         self._lines.append(line)
-        return line
+        return line, None
 
     def _rest(
         self, base: Answered, path: list[Message], place: int, text: str, tools: Tools | None
@@ -285,6 +378,8 @@ class Conversation:
         written = text[start : len(text) - len(rest)]
         parts = [message.reasoning, message.content, *(call.name for call in message.tool_calls)]
         if not all(part.strip() in written for part in parts):
+            return None
+        if END_THINK in base.answer_text and END_THINK not in written:  # an empty thought
             return None
         return rest.removeprefix(base.stop_text)
 

@@ -12,16 +12,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import MARKS, format_of, parse_answer
+from rlpost.agents.answer_parsing import (
+    MARKS,
+    PROBE_ANSWER,
+    PROBE_TOOLS,
+    Parsed,
+    format_of,
+    parse_answer,
+)
 from rlpost.agents.chat_messages import THINK, BadRequest, Message, ToolCall
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.conversation import Conversation, RequestPlan
+from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
 from rlpost.agents.requests import (
     AnswerEnd,
     ChatChoice,
@@ -40,6 +48,7 @@ logger = logging.getLogger(__name__)
 Limit = Literal["tokens", "requests", "context"]
 UNLIMITED = 2**31 - 1
 MODEL = "policy"  # the name of the only model
+LONG_TEXT = 4  # characters a token of a text that may exceed the context
 T = TypeVar("T")
 
 
@@ -65,9 +74,38 @@ class Policy:
     def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
         """``context_length``: the engines refuse requests with more tokens, the answer included."""
         self.template, self.context_length = template, context_length
-        self.format = format_of(template.source)
+        self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
+        logger.info("format of tool calls in the chat template: %s", self.format)
+        self._logged: set[str] = set()
         # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
+
+    def log_once(self, text: str) -> None:
+        """Log a message of harnesses, unless one that differs only in numbers was logged."""
+        kind = re.sub(r"\d+", "0", text)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.info("%s (logged once)", text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """An answer before it is recorded; ``stop_text`` is the text of the token that ended it."""
+
+    choice: ChatChoice
+    sample: Sample
+    turn: AnsweredTurn
+    stop_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A recorded completion that no request has continued, with the nodes of its answers."""
+
+    request: ChatRequest
+    after: MessageNode
+    completion: Completion
+    nodes: Mapping[MessageNode, _Written]
 
 
 class OpenEpisode:
@@ -122,7 +160,8 @@ class OpenEpisode:
         self._lock = threading.Lock()  # guards the conversation
         self._parallel = asyncio.Semaphore(limits.max_parallel)
         self._running: set[asyncio.Future[Any]] = set()
-        self._numbers, self._call_numbers = itertools.count(), itertools.count()
+        self._numbers, self._answer_numbers = itertools.count(), itertools.count()
+        self._unread: dict[int, _Unread] = {}  # by number of the request
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
         self.error: Exception | None = None
@@ -164,45 +203,143 @@ class OpenEpisode:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def answer(self, request: ChatRequest) -> Completion:
-        """Answer a request of the harness.
+    async def answer(
+        self,
+        request: ChatRequest,
+        *,
+        before_recording: Callable[[Completion], object] = lambda _: None,
+        is_repeated: bool = False,
+    ) -> Completion:
+        """Answer a request of the harness, and record the answer.
+
+        ``before_recording``: what it raises is raised here, and nothing is recorded. The answer must
+        not fail after it was recorded, or the harness would repeat a request that is trained.
+        ``is_repeated``: the client says that it received no answer to this request; if one was
+        recorded, it is returned again.
 
         Raises:
             BadRequest: it is refused: a limit, halted, closed, or rejected by the template.
             RolloutError: an engine failed.
         """
-        limit = self._admit(request)
-        number = next(self._numbers)
+        self._refuse_ended()
+        self._refuse_unreadable(request)
         try:
             with self._lock:
                 plan = self._conversation.plan(request.messages, request.tools)
+                self._forget_read(plan)
         except DataError as error:
             raise BadRequest(str(error), param="messages") from error
+        if is_repeated and (lost := self._lost(plan, request)) is not None:
+            before_recording(lost)
+            return lost
+        limit = self._admit(request)
+        number = next(self._numbers)
         longest = self._sampling.max_context_len
         if longest is not None and plan.num_tokens >= longest:
-            raise self._limited(
-                "context",
-                f"the messages have {plan.num_tokens} tokens; the context of this model holds "
-                f"{longest} with the answer",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"the messages have {plan.num_tokens} tokens", longest)
+        self._num_in_flight += request.n
         writing = [
             asyncio.ensure_future(self._write(plan, request, number, limit))
             for _ in range(request.n)
         ]
-        self._num_in_flight += request.n
-        for task in writing:
-            task.add_done_callback(self._no_longer_in_flight)
         try:
-            choices = await asyncio.gather(*writing)
+            answers = await asyncio.gather(*writing)
+            choices = tuple(answer.choice for answer in answers)
+            completion = Completion(number, choices, plan.num_tokens)
+            before_recording(completion)
+            self._record(plan, request, completion, answers)
         finally:
+            self._num_in_flight -= request.n
             for task in writing:
                 task.cancel()
-        return Completion(number, tuple(choices), plan.num_tokens)
+        return completion
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, for log-probs."""
-        return self._policy.template.decode_all([token_id])
+    def retract(self, completion: Completion) -> None:
+        """Forget an answer that could not be delivered, unless a request has continued it."""
+        with self._lock:
+            unread = self._unread.pop(completion.number, None)
+            if unread is None:
+                return
+            for node, answer in unread.nodes.items():
+                if self._conversation.remove(node):
+                    self.num_requests -= 1
+                    self.num_tokens -= len(answer.choice.token_ids)
+
+    def _record(
+        self,
+        plan: RequestPlan,
+        request: ChatRequest,
+        completion: Completion,
+        answers: Sequence[_Written],
+    ) -> None:
+        if self.is_closed:
+            raise _closed()
+        if plan.cause not in ("", FIRST):
+            self._policy.log_once(f"an episode begins another trajectory: {plan.cause}")
+        with self._lock:
+            nodes: dict[MessageNode, _Written] = {}
+            for each in answers:
+                if each.turn.end > each.turn.start:
+                    message = each.choice.message
+                    node = self._conversation.add(
+                        plan, message, each.sample, each.turn, each.stop_text
+                    )
+                    nodes[node] = each
+            self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
+            self.num_requests += request.n
+            self.num_tokens += completion.num_tokens
+
+    def _forget_read(self, plan: RequestPlan) -> None:
+        """Forget which completions are unread, up to those that a request continues."""
+        path = set(plan.node.path())
+        read = [number for number, each in self._unread.items() if path.intersection(each.nodes)]
+        for number in read:
+            del self._unread[number]
+
+    def _lost(self, plan: RequestPlan, request: ChatRequest) -> Completion | None:
+        """Return the newest unread completion of the same request."""
+        for unread in reversed(self._unread.values()):
+            same_options = replace(unread.request, messages=request.messages) == request
+            if unread.after is plan.node and same_options:
+                return unread.completion
+        return None
+
+    def _refuse_ended(self) -> None:
+        if self.is_closed:
+            raise _closed()
+        if self.halted:
+            raise _halted()
+
+    def _refuse_unreadable(self, request: ChatRequest) -> None:
+        """Raise BadRequest for tools without a known format, and for texts beyond the context.
+
+        Rendering and tokenising a text of megabytes would hold all episodes for seconds.
+        """
+        if request.tools and self._policy.format == "none":
+            raise BadRequest(
+                "the chat template of this model writes tool calls in no format that the gateway "
+                "reads (Qwen's JSON and XML, GLM's); describe the tools in a message instead",
+                code="tools_not_supported",
+                param="tools",
+            )
+        longest = self._sampling.max_context_len
+        if longest is None:
+            return
+        texts = [message.content for message in request.messages]
+        is_long = sum(map(len, texts)) > LONG_TEXT * longest
+        if is_long and self._policy.template.exceeds(texts, longest):
+            raise self._too_long("the messages are too long", longest)
+
+    def _too_long(self, what: str, longest: int) -> BadRequest:
+        return self._limited(
+            "context",
+            f"{what}; the context of this model holds {longest} with the answer",
+            code="context_length_exceeded",
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, for log-probs."""
+        return self._policy.template.token_bytes(token_id)
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's input. Raises BadRequest."""
@@ -214,10 +351,6 @@ class OpenEpisode:
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
-        if self.is_closed:
-            raise _closed()
-        if self.halted:
-            raise _halted()
         limits, limit = self._limits, self._turn_limit
         most = UNLIMITED if limits.max_requests is None else limits.max_requests
         if self.num_requests + self._num_in_flight + request.n > most:
@@ -228,26 +361,22 @@ class OpenEpisode:
                 raise self._limited("tokens", f"the episode may have {limits.max_tokens} tokens")
         return limit if request.max_tokens is None else min(limit, request.max_tokens)
 
-    def _no_longer_in_flight(self, task: asyncio.Future[Any]) -> None:
-        self._num_in_flight -= 1
-
     def _limited(self, limit: Limit, text: str, *, code: str | None = None) -> BadRequest:
         self.limit_reached = self.limit_reached or limit
         return BadRequest(text, code=code or f"episode_{limit}_limit")
 
     async def _write(
         self, plan: RequestPlan, request: ChatRequest, number: int, limit: int
-    ) -> ChatChoice:
-        """Generate and record one answer."""
+    ) -> _Written:
+        """Generate one answer."""
         async with self._parallel:
+            self._refuse_ended()  # while it waited
             began_at = time.time()
             base = plan.base
             so_far = None if base is None else replace(base.line.beginning(base.length), text="")
             builder = await self._exchange(
                 lambda: self._generate(plan, so_far, request.stop, limit)
             )
-            if self.is_closed:
-                raise _closed()
         sample, start = builder.sample(), plan.num_tokens
         own = sample.response_ids[start - len(sample.prompt_ids) :]
         own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
@@ -270,14 +399,10 @@ class OpenEpisode:
             began_at=began_at,
             ended_at=time.time(),
         )
-        with self._lock:
-            if len(own):
-                stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
-                self._conversation.add(plan, message, sample, turn, stop_text)
-            self.num_requests += 1
-            self.num_tokens += len(own)
+        stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
         stop = stopped_at if isinstance(stopped_at, str) else None
-        return ChatChoice(message, ended_by, stop, own, own_logprobs)
+        choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
+        return _Written(choice, sample, turn, stop_text)
 
     async def _generate(
         self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int
@@ -303,6 +428,8 @@ class OpenEpisode:
         """Run ``work`` in the connection's event loop. Raises BadRequest and RolloutError."""
 
         async def tracked() -> T:
+            if self.is_closed:
+                raise _closed()
             task = asyncio.ensure_future(work())
             self._running.add(task)
             try:
@@ -333,19 +460,26 @@ class OpenEpisode:
     ) -> tuple[Message, AnswerEnd]:
         """Return the answer as a message, and how it ended."""
         opens_thinking = plan.text.rstrip().endswith(THINK)
-        parsed = parse_answer(
-            text, self._policy.format, request.tools, opens_thinking=opens_thinking
-        )
+        parsed = self._parsed(text, request, opens_thinking=opens_thinking)
+        # The answer's number and the call's place in it: ``responses_format`` reads them.
+        answer = next(self._answer_numbers)
         calls = tuple(
-            ToolCall(
-                f"call_{next(self._call_numbers)}_{self.api_key[-8:]}", each.name, each.arguments
-            )
-            for each in parsed.calls
+            ToolCall(f"call_{self.api_key[-8:]}_{answer}_{place}", each.name, each.arguments)
+            for place, each in enumerate(parsed.calls)
         )
         message = Message("assistant", parsed.content, parsed.reasoning, calls)
         if calls:
             return message, "tool_calls"
         return message, "length" if builder.finish_reason == "length" else "stop"
+
+    def _parsed(self, text: str, request: ChatRequest, *, opens_thinking: bool) -> Parsed:
+        """Parse an answer. A parser that fails must not lose the turn, which stays a text."""
+        form = self._policy.format
+        try:
+            return parse_answer(text, form, request.tools, opens_thinking=opens_thinking)
+        except Exception:
+            logger.exception("an answer of %d characters could not be parsed", len(text))
+            return Parsed("", text, ())
 
 
 def _closed() -> BadRequest:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import orjson
 from aiohttp import web
@@ -22,6 +21,7 @@ from aiohttp import web
 from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
+from rlpost.agents.json_values import check_depth, dumps
 from rlpost.agents.requests import ChatRequest, Completion, Reply
 from rlpost.errors import RolloutError
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 KEEP_ALIVE_S = 10.0
+REPEATED_HEADER = "x-stainless-retry-count"
+"""Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
 """Response header with the sampling parameters of the request that had no effect."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,6 +60,12 @@ class _Api:
     body: Callable[[Reply], Mapping[str, object]]
     events: Callable[[Reply], Iterable[Mapping[str, object]]]
     end: bytes = b""  # after the last event of a stream
+
+    def content(self, reply: Reply) -> bytes:
+        """Return the body of a response, or all events of a stream."""
+        if not reply.request.is_stream:
+            return dumps(self.body(reply))
+        return b"".join(_event(event) for event in self.events(reply)) + self.end
 
 
 _CHAT = _Api(
@@ -90,53 +98,75 @@ class _Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
             asked = api.read(await _body(request))
-            reply = partial(
-                Reply,
-                asked,
-                model=episode.model,
-                created=int(time.time()),
-                token_text=episode.token_text,
+            contents: list[bytes] = []
+
+            def write(completion: Completion) -> None:
+                reply = Reply(
+                    asked,
+                    completion,
+                    model=episode.model,
+                    created=int(time.time()),
+                    token_bytes=episode.token_bytes,
+                )
+                contents.append(api.content(reply))
+
+            is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
+            answering = asyncio.ensure_future(
+                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
             )
-            answering = asyncio.ensure_future(episode.answer(asked))
             headers = self._headers(asked)
-            if asked.is_stream:
-                return await _stream(request, api, answering, reply, headers)
-            completion = await answering  # cancelled with the handler if the client disconnects
-            return _json(api.body(reply(completion)), headers)
+            try:
+                if asked.is_stream:
+                    return await _stream(request, api, answering, contents, headers)
+                await answering
+                response = _response(contents[-1], headers)
+                # Sent here, so that a lost connection is an exception of this block.
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+            except BaseException:  # cancelled if the client disconnects
+                if _has_answered(answering):
+                    episode.retract(answering.result())
+                raise
+            finally:
+                answering.cancel()
 
         return handle
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
-        asked = anthropic_format.messages_request(await _body(request))
-        return _json({"input_tokens": episode.count_tokens(asked)})
+        asked = anthropic_format.messages_request(await _body(request), needs_answer=False)
+        return _json_response({"input_tokens": episode.count_tokens(asked)})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
         only = openai_format.model_body(self._episode(request).model, self._created)
-        return _json({"object": "list", "data": [only]})
+        return _json_response({"object": "list", "data": [only]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/NAME."""
         episode = self._episode(request)
         if request.match_info["name"] != episode.model:
             raise BadRequest(f"the only model is {episode.model!r}", status=404)
-        return _json(openai_format.model_body(episode.model, self._created))
+        return _json_response(openai_format.model_body(episode.model, self._created))
 
     def _episode(self, request: web.Request) -> OpenEpisode:
         """Return the episode of a request's key. Raises BadRequest (401)."""
-        given = request.headers.get("Authorization", "")
-        key = given.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
-        episode_id = key.rpartition("-")[0].rpartition("-")[2]
-        episode = self._episodes.get(episode_id)
-        # The id is public; only the whole key grants access, and is compared in constant time.
-        known = "" if episode is None else episode.api_key
-        if episode is None or not hmac.compare_digest(known.encode(), key.encode()):
-            raise BadRequest(
-                "the key belongs to no open episode", status=401, code="invalid_api_key"
-            )
-        return episode
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        # Clients may send both; the scheme is case-insensitive (RFC 9110, section 11.1).
+        keys = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            keys.append(token.strip())
+        for key in keys:
+            episode_id = key.rpartition("-")[0].rpartition("-")[2]
+            episode = self._episodes.get(episode_id)
+            # The id is public; only the whole key grants access, and is compared in constant time.
+            # aiohttp decodes bytes above 127 to surrogates.
+            sent = key.encode("utf-8", "surrogateescape")
+            if episode is not None and hmac.compare_digest(episode.api_key.encode(), sent):
+                return episode
+        raise BadRequest("the key belongs to no open episode", status=401, code="invalid_api_key")
 
     def _headers(self, asked: ChatRequest) -> dict[str, str]:
         for field in set(asked.overridden) - self._seen_overridden:
@@ -149,6 +179,7 @@ async def _body(request: web.Request) -> Mapping[str, object]:
     content = await request.read()
     try:
         body = orjson.loads(content)
+        check_depth(body)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, Mapping):
@@ -160,53 +191,64 @@ async def _stream(
     request: web.Request,
     api: _Api,
     answering: asyncio.Future[Completion],
-    reply: Callable[[Completion], Reply],
+    contents: list[bytes],
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Send server-sent events.
+    """Send server-sent events; ``contents`` holds them when the answer is complete.
 
-    An error within the first KEEP_ALIVE_S seconds has its HTTP status; a later one is an event.
+    An error within the first KEEP_ALIVE_S seconds has its HTTP status; a later one is an event,
+    because a second response would break the framing of the first.
     """
-    try:
+    await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
+    if answering.done():
+        answering.result()  # raises
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+    )
+    await response.prepare(request)
+    while not answering.done():
+        await response.write(b": the answer is being generated\n\n")
         await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-        if answering.done():
-            answering.result()  # raises
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-        )
-        await response.prepare(request)
-        while not answering.done():
-            await response.write(b": the answer is being generated\n\n")
-            await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-        try:
-            events = [_event(event) for event in api.events(reply(answering.result()))]
-            await response.write(b"".join(events) + api.end)
-        except (BadRequest, RolloutError) as error:
-            refused = _refusal(request, error)[1]
-            # Events of chat completions have no type, those of the other APIs always have one.
-            await response.write(_event(refused if api is _CHAT else {"type": "error", **refused}))
-        await response.write_eof()
-        return response
-    finally:
-        answering.cancel()
+    error = None if answering.cancelled() else answering.exception()
+    if isinstance(error, Exception):
+        refused = _refusal(request, error)[1]
+        # Events of chat completions have no type, those of the other APIs always have one.
+        await response.write(_event(refused if api is _CHAT else {"type": "error", **refused}))
+    else:
+        answering.result()  # raises if it was cancelled
+        await response.write(contents[-1])
+    await response.write_eof()
+    return response
+
+
+def _has_answered(answering: asyncio.Future[Completion]) -> bool:
+    """Whether an answer was recorded."""
+    return answering.done() and not answering.cancelled() and answering.exception() is None
+
+
+def _json_response(body: object) -> web.StreamResponse:
+    return _response(dumps(body))
 
 
 def _event(content: Mapping[str, object]) -> bytes:
     """Return one server-sent event; its name is the type of the content."""
     name = b"event: %b\n" % str(content["type"]).encode() if "type" in content else b""
-    return name + b"data: %b\n\n" % orjson.dumps(content)
+    return name + b"data: %b\n\n" % dumps(content)
 
 
 def _refusal(request: web.Request, error: Exception) -> tuple[int, dict[str, object]]:
-    """Return status and body for an error, in the format of the API."""
+    """Return status and body for an error, in the format of the API; log an unexpected one."""
     status = 500
     code: str | None = "engine_error"
     param: str | None = None
+    text = str(error)
     if isinstance(error, BadRequest):
         status, code, param = error.status, error.code, error.param
     elif isinstance(error, web.HTTPException):
         status, code = error.status, None
-    text = str(error)
+    elif not isinstance(error, RolloutError):
+        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        code, text = "gateway_error", "the gateway failed; see the driver's log"
     if request.path.startswith("/v1/messages"):
         return status, anthropic_format.error_body(text, status=status)
     return status, openai_format.error_body(text, status=status, code=code, param=param)
@@ -216,18 +258,14 @@ def _refusal(request: web.Request, error: Exception) -> tuple[int, dict[str, obj
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (BadRequest, RolloutError, web.HTTPException) as error:
+    except ConnectionError:  # the client has left
+        raise
+    except Exception as error:
         status, body = _refusal(request, error)
-        return _json(body, status=status)
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        status, body = _refusal(request, RolloutError("the gateway failed; see the driver's log"))
-        return _json(body, status=status)
+        return _response(dumps(body), status=status)
 
 
-def _json(
-    body: object, headers: dict[str, str] | None = None, *, status: int = 200
+def _response(
+    body: bytes, headers: dict[str, str] | None = None, *, status: int = 200
 ) -> web.StreamResponse:
-    return web.Response(
-        body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
-    )
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)

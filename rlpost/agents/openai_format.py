@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlpost.agents.chat_messages import BadRequest, Tool, constrains_sampling, messages_from_openai
+from rlpost.agents.chat_messages import (
+    BadRequest,
+    Tool,
+    check_function,
+    constrains_sampling,
+    messages_from_openai,
+)
 from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatChoice, ChatRequest, Reply
 
 OVERRIDDEN = (
@@ -149,7 +155,12 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
     for place, tool in enumerate(given):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"tools[{place}] must be a function with a name", param="tools")
+            raise BadRequest(
+                f"tools[{place}] must be a function with a name; other kinds of tools are not "
+                "supported",
+                param="tools",
+            )
+        check_function(function, function["name"])
     return tuple(given) if may_call_tools(choice) else ()
 
 
@@ -189,12 +200,13 @@ def _logprobs(choice: ChatChoice, reply: Reply) -> dict[str, object] | None:
         return None
     entries = []
     for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True):
-        text = reply.token_text(token_id)
+        # Clients join the bytes; a token may end inside a character.
+        data = reply.token_bytes(token_id)
         entries.append(
             {
-                "token": text,
+                "token": data.decode("utf-8", "replace"),
                 "logprob": logprob,
-                "bytes": list(text.encode()),
+                "bytes": list(data),
                 "top_logprobs": [],
             }
         )

@@ -67,11 +67,11 @@ class Reply:
 
     Attributes:
         created: Unix time in seconds.
-        token_text: returns the text of one token id, for log-probs.
+        token_bytes: returns the bytes of one token id, for log-probs.
     """
 
     request: ChatRequest
     completion: Completion
     model: str
     created: int
-    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]

@@ -16,6 +16,7 @@ from rlpost.agents.chat_messages import (
     Message,
     Tool,
     ToolCall,
+    checked,
     checked_arguments,
     constrains_sampling,
     function_tool,
@@ -53,7 +54,7 @@ def responses_request(body: Mapping[str, object]) -> ChatRequest:
     messages = [Message("system", instructions)] if instructions else []
     messages += _messages(body.get("input"))
     return ChatRequest(
-        messages=tuple(messages),
+        messages=checked(messages),
         tools=_tools(body),
         max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
         is_stream=bool(body.get("stream")),

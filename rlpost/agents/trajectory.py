@@ -64,6 +64,7 @@ class Trajectory:
         routes: experts of the first tokens, see ``rlpost.types.Sample``; None if not recorded.
         sampling_mask: the ids that each token was sampled from; None if not recorded.
         turns: the answers in it, in order; at least one is trained here.
+        cause: why it did not extend another trajectory, for the record of the episode.
     """
 
     token_ids: IntColumn
@@ -72,6 +73,7 @@ class Trajectory:
     logprobs: FloatColumn
     versions: RunColumn
     turns: tuple[AnsweredTurn, ...]
+    cause: str = ""
     routes: RouteColumn | None = None
     sampling_mask: TokenSetColumn | None = None
 

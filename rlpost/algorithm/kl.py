@@ -51,10 +51,14 @@ def unbiased_kl(
     """Estimate the divergence at tokens that ``old`` sampled: [T], [T], [T] -> [T].
 
     ``estimate_kl`` times p / p_old, through which gradients flow as well, so that its expectation
-    and its gradient's are those of the divergence. Source: DeepSeek-V3.2 (2025), equation 7.
+    and its gradient's are those of the divergence. Source: DeepSeek-V3.2 (2025), equation 7. The
+    bound of low_var_kl holds for the product, as in slime's ``compute_approx_kl``
+    (``slime/utils/ppo_utils.py``).
     """
     log_ratio = (logprobs_T - old_logprobs_T.detach()).clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
-    return log_ratio.exp() * estimate_kl(logprobs_T, ref_logprobs_T, kind)
+    is_bounded = kind == "low_var_kl"
+    kl = log_ratio.exp() * estimate_kl(logprobs_T, ref_logprobs_T, "k3" if is_bounded else kind)
+    return kl.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if is_bounded else kl
 
 
 def kl_values(difference_T: object, kind: str) -> object:

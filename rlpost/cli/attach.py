@@ -34,6 +34,7 @@ from rlpost.cli.runs import (
 from rlpost.config.keys import without_keys
 from rlpost.errors import ConfigError
 from slurm.client import job_info
+from slurm.job_id import cluster_of, on_cluster
 from slurm.job_step import Inside, step_argv
 from slurm.states import JobState
 from slurm.variables import submission_environment
@@ -159,12 +160,25 @@ def is_local(run: RunFolder) -> bool:
 
 
 def running_nodes(run: RunFolder) -> tuple[str, tuple[str, ...]]:
-    """Return the job of a run and its nodes in Slurm's order.
+    """Return the job of a run, by its own number, and its nodes in Slurm's order.
 
     Raises ConfigError if it is not running.
     """
     entry = running_job(run, what_for="use rlpost status RUN and rlpost logs RUN on this machine")
-    return entry.job_id, expand(entry.nodelist)
+    return _own_number(run, entry.job_id), expand(entry.nodelist)
+
+
+def _own_number(run: RunFolder, job_id: str) -> str:
+    """Return the id with which srun and containers know a job: a task of an array has a number."""
+    if "_" not in job_id:
+        return job_id
+    info = job_info(job_id)
+    if info.state is JobState.UNKNOWN:
+        raise ConfigError(
+            f"{run.root.name}: scontrol does not report the number of job {job_id}, a task of an array, "
+            "which srun needs; check with scontrol ping that the controller is up"
+        )
+    return on_cluster(info.job_id, cluster_of(job_id))
 
 
 def head_of(run: RunFolder, nodes: Sequence[str]) -> str:

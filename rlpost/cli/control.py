@@ -8,6 +8,7 @@ from common.attempt import VERDICT_FILE
 from common.run_folder import RunFolder
 from rlpost.arguments import Parser
 from rlpost.cli.fleet_jobs import stop_engines
+from rlpost.cli.run_status import of_ledger
 from rlpost.cli.runs import (
     LOCAL,
     add_run_options,
@@ -55,6 +56,7 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
     """Cancel all unfinished jobs: in a chain the next may be pending while the last one ends."""
     entry = queue([job_id])[job_id]
     if entry.is_over:
+        entry = of_ledger(entry, run.ledger.read())
         raise ConfigError(
             f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.counting import counted
+from common.files import write_first
 from common.host_lists import expand
+from common.jit_caches import jit_cache_environment
 from rlpost.actor.model_description import read_description
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
@@ -67,6 +70,28 @@ def place(environ: Mapping[str, str]) -> ConversionRank:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return ConversionRank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+
+
+def store_port(environ: Mapping[str, str], master_port: int) -> int:
+    """Return the port for the store of the ranks; torchrun's agent occupies the given one."""
+    has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return master_port + 1 if has_agent else master_port
+
+
+def conversion_secret(path: Path) -> str:
+    """Return the secret of the ranks of one conversion, which the first of them writes.
+
+    Raises ConfigError if the file cannot be written or belongs to somebody else.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_first(path, secrets.token_hex(32))
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ConfigError(f"{path} is open to others, and would be the secret; remove it")
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}, the secret of the ranks: {error}") from error
 
 
 def device_of(environ: Mapping[str, str], local_rank: int) -> str:
@@ -164,10 +189,14 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int
         )
         folder = _target(namespace, config)
         os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
+        os.environ.update(jit_cache_environment(os.environ))
         from rlpost.actor.conversion import Converter, with_mtp_layer  # imports torch and Megatron
         from rlpost.actor.parallel import Rendezvous
 
-        meeting = Rendezvous(here.rank, here.world_size, here.master_addr, here.master_port)
+        secret_file = Path(f"{folder}.secret")
+        secret = conversion_secret(secret_file) if here.world_size > 1 else ""
+        port = store_port(os.environ, here.master_port)
+        meeting = Rendezvous(here.rank, here.world_size, here.master_addr, port, secret)
         source = getattr(namespace, "input_dir", config.checkpoint.hf_checkpoint)
         converter = Converter(with_mtp_layer(actor_settings(config), source), meeting)
         try:
@@ -179,6 +208,8 @@ def _main(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int
                 converter.to_torch_dist(folder)
         finally:
             converter.close()
+            if here.rank == 0:
+                secret_file.unlink(missing_ok=True)
     except RlpostError as error:
         print(error, file=sys.stderr)
         return 1

@@ -127,7 +127,7 @@ def _let_go(folder: FleetFolder, found: Sequence[EngineView], options: argparse.
     for name in names:
         if known[name].job_state is JobState.PENDING:
             try:
-                cancel(name)
+                cancel(known[name].job_id)
             except JobError as error:  # it may have started; its agent then follows the order
                 print(f"note: {error}", file=sys.stderr)
     print(f"asked to leave: {', '.join(names) or 'no engine'}")

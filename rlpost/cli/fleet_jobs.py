@@ -16,6 +16,7 @@ from pathlib import Path
 from common.run_folder import RunFolder
 from rlpost.cli.fleet_view import EngineView, arrays_of, views
 from rlpost.cli.job import job_spec
+from rlpost.cli.runs import newest_job
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
 from rlpost.config.keys import without_keys
 from rlpost.config.load import absolute_paths
@@ -25,6 +26,7 @@ from rlpost.fleet.fleet_folder import FleetFolder
 from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
 from slurm.executor import submit_fleet
+from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import queue
 
 PROJECT = Path(__file__).parents[2]
@@ -96,7 +98,7 @@ def fleet_spec(
         run_folder=str(run.root),
         output=log,
     )
-    return FleetSpec(job, number, after)
+    return FleetSpec(job, number, None if after is None else number_of(after))
 
 
 def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
@@ -107,7 +109,8 @@ def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
     folder = FleetFolder(run.root)
     folder.create()
     folder.order(stop=False)
-    array = submit_fleet(spec, run, without_keys(os.environ))
+    cluster = cluster_of(newest_job(run) or "")
+    array = submit_fleet(spec, run, without_keys(os.environ), cluster=cluster)
     run.ledger.append("fleet", array=array, engines=spec.num_engines)
     return array
 
@@ -122,8 +125,11 @@ def stop_engines(run: RunFolder) -> int:
         return 0
     # First: a task that is being requeued then exits without a cancellation.
     folder.order(stop=True)
-    entries = queue(_tasks(run))
-    arrays = {entry.job_id.split("_")[0] for entry in entries.values() if not entry.is_over}
+    arrays = {
+        on_cluster(entry.job_id.partition("_")[0], cluster_of(entry.job_id))
+        for entry in queue(_tasks(run)).values()
+        if not entry.is_over
+    }
     for array in sorted(arrays):
         cancel(array)
     return len(arrays)

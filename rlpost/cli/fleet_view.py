@@ -14,6 +14,7 @@ from rlpost.cli.terminal import aligned
 from rlpost.fleet.records import EngineRecord, EngineState, Lease, Orders
 from rlpost.report.fleet_use import used_of
 from slurm.arrays import job_and_task
+from slurm.job_id import number_of
 from slurm.queue import QueueEntry
 from slurm.states import JobState
 
@@ -25,6 +26,7 @@ class EngineView:
     """One engine.
 
     Attributes:
+        job_id: for Slurm's commands: the engine's name, with its cluster.
         job_state: Slurm's state of the job; None for an engine that no job of the ledger started.
         agent: the last report of its agent; empty before the agent has started.
         driver: how the driver uses it; empty if the driver does not know the engine.
@@ -33,6 +35,7 @@ class EngineView:
     """
 
     engine: str
+    job_id: str
     job_state: JobState | None
     agent: str = ""
     driver: str = ""
@@ -59,16 +62,18 @@ def views(
 ) -> list[EngineView]:
     """Return a view of every engine whose job has not ended, or that has a file."""
     used, by_name = used_of(ledger), {record.engine: record for record in records}
-    waiting = [name for name, entry in jobs.items() if not entry.is_over]
+    by_engine = {number_of(job): entry for job, entry in jobs.items()}
+    waiting = [name for name, entry in by_engine.items() if not entry.is_over]
     found = []
     for engine in sorted({*by_name, *waiting}, key=_in_order):
-        record, job = by_name.get(engine), jobs.get(engine)
+        record, job = by_name.get(engine), by_engine.get(engine)
         has_ended = job is not None and job.is_over
         # The record of an engine that was preempted says "gone" until its job runs again.
         is_gone = job is None and record is not None and record.state is EngineState.GONE
         found.append(
             EngineView(
                 engine=engine,
+                job_id=engine if job is None else job.job_id,
                 job_state=None if job is None else job.state,
                 agent=_agent(record),
                 driver="" if lease is None or has_ended else lease.engines.get(engine, ""),

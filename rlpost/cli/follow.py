@@ -16,6 +16,7 @@ from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from common.run_folder import RunFolder
 from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
+from rlpost.cli.terminal import visible
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.local import request_stop
@@ -99,9 +100,8 @@ class _LogTail:
         width = max(map(len, new), default=0)
         today = wall_seconds(datetime.now()) // DAY * DAY
         for name, record in merged(new, days=dict.fromkeys(new, today), since=self._since):
-            print(
-                record if self._wanted.is_one else prefixed(name, record, width), end="", flush=True
-            )
+            shown = record if self._wanted.is_one else prefixed(name, record, width)
+            print(visible(shown), end="", flush=True)
 
     def _new_lines(self, path: Path) -> list[str]:
         with path.open("rb") as file:
@@ -149,9 +149,10 @@ def conclude(run: RunFolder) -> int:
     verdict = verdict_file.read_text().strip()
     if verdict != "done":
         cause = run.attempts / "latest" / VERDICT_JSON
-        print(f"ended: {verdict}" + (f"\n{cause.read_text().strip()}" if cause.exists() else ""))
+        why = f"\n{cause.read_text().strip()}" if cause.exists() else ""
+        print(visible(f"ended: {verdict}{why}"))
         return EXIT_CODES.get(verdict, 1)
-    print("\n".join(summary(run)))
+    print(visible("\n".join(summary(run))))
     return 0
 
 

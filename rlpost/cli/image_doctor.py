@@ -24,7 +24,9 @@ from rlpost.config.load import files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from slurm.client import cancel
 from slurm.errors import SlurmError
+from slurm.job_id import read_submission
 from slurm.render import render_look
 from slurm.variables import submission_environment
 
@@ -107,14 +109,15 @@ def _submitted(script: str, folder: Path) -> int:
         ) from None
     with waiting:
         assert waiting.stdout is not None
-        job = waiting.stdout.readline().strip().partition(";")[0]
+        # before the job ends, and after whatever a site's script prints
+        job = next(filter(None, map(read_submission, waiting.stdout)), "")
         if job:
             print(f"waiting for job {job}, one node", file=sys.stderr)
         try:
             code = waiting.wait()
         except KeyboardInterrupt:
             if job:
-                subprocess.run(["scancel", job], env=submission_environment(os.environ))
+                cancel(job)
             raise
     return _show(folder, code)
 

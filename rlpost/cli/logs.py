@@ -23,6 +23,7 @@ from rlpost.cli.log_lines import (
     wall_seconds,
 )
 from rlpost.cli.runs import add_run_options, current_job, find_run
+from rlpost.cli.terminal import visible
 from rlpost.errors import ConfigError
 
 _MAX_UNTIMED = 1000
@@ -93,7 +94,7 @@ def _print(
         )
         for name, record in records if tail is None else deque(records, maxlen=tail):
             ended = record if record.endswith("\n") else record + "\n"
-            print(ended if wanted.is_one else prefixed(name, ended, width), end="")
+            print(visible(ended if wanted.is_one else prefixed(name, ended, width)), end="")
     finally:
         for file in files.values():
             file.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.counting import counted
+from common.jit_caches import jit_cache_environment
 from rlpost.arguments import add_switch
 from rlpost.cli.command_line import parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, planned_recipe
@@ -109,6 +111,7 @@ def rehearsed(
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
+        os.environ.update(jit_cache_environment(os.environ))  # torch reads them at import
         try:
             from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
         except ImportError as error:

@@ -18,6 +18,7 @@ from rlpost.cli.follow import summary
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.cli.status import rows
 from rlpost.cli.statuses import statuses
+from rlpost.cli.terminal import visible
 from rlpost.metrics.plot import plot_rewards
 from rlpost.metrics.writer import read_metrics
 from rlpost.report.write import write_report
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         plot_rewards(run.metrics, run.report / "reward.png")
     text = "\n".join([*report_lines(run), "", f"page {page}"]) + "\n"
     write_atomic(run.report / "report.txt", text)
-    print(text, end="")
+    print(visible(text), end="")
     return 0
 
 

@@ -125,7 +125,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
     latest = run.attempts / "latest"
     verdict = text_or_empty(latest / VERDICT_FILE) or None
     events = run.ledger.read()
-    entry = _of_ledger(entry or _local_entry(job_id, verdict, events), events)
+    entry = of_ledger(entry or _local_entry(job_id, verdict, events), events)
     attempt = newest_attempt(run)
     ended = last(events, "verdict")
     if attempt is None or str(ended.get("attempt")) != attempt:
@@ -293,9 +293,13 @@ def _local_entry(
     return QueueEntry("", state)
 
 
-def _of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
-    """The entry of a job that Slurm does not know, with the state in which the ledger ends."""
-    if entry.state is not JobState.UNKNOWN:
+def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
+    """The entry, with the state in which the ledger ends where Slurm's record does not hold it.
+
+    That is a job that Slurm does not know, or one PREEMPTED: since Slurm 24.05 this is the final
+    state of a job that was preempted once and restarted, however it ended.
+    """
+    if entry.state not in (JobState.UNKNOWN, JobState.PREEMPTED):
         return entry
     ends = (one for one in reversed(events) if one.get("event") in _ENDS)
     ended: Entry = next(ends, {})

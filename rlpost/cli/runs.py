@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import psutil
 from common.ledger import Entry
 from common.run_folder import RunFolder
 from rlpost.errors import ConfigError, suggestion
+from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import QueueEntry, queue
 from slurm.states import JobState
 
@@ -63,7 +64,7 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
             )
         return runs[0]
     named = [run for run in runs if run.root.name == word] or [
-        run for run in runs if word in job_ids(run)
+        run for run in runs if any(_is_meant(word, job) for job in job_ids(run))
     ]
     if named:
         return named[0]
@@ -84,13 +85,36 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 
 def job_ids(run: RunFolder) -> list[str]:
-    """The jobs of a run in order. A run of plain ``sbatch`` is named NAME-JOBID."""
-    ids = [str(entry["job_id"]) for entry in run.ledger.read() if entry.get("job_id")]
+    """The jobs of a run in order, see ``slurm.job_id``. A run of plain sbatch is NAME-JOBID."""
+    entries = [entry for entry in run.ledger.read() if entry.get("job_id")]
+    if entries:
+        return _with_clusters(entries)
     name = run.root.name
     # NAME-YYYYMMDD-HHMMSS, the folder of rlpost submit, holds no job id.
-    if not ids and not re.search(r"-\d{8}-\d{6}$", name) and (named := re.search(r"-(\d+)$", name)):
-        ids.append(named[1])
+    named = re.search(r"-(\d+(?:_\d+)?)$", name)
+    return [named[1]] if named and not re.search(r"-\d{8}-\d{6}$", name) else []
+
+
+def _with_clusters(entries: Sequence[Entry]) -> list[str]:
+    """Ids of the ledger with the cluster to which the run was submitted; jobs write numbers alone.
+
+    A job may write before its submission is recorded.
+    """
+    submitted = {
+        number_of(entry["job_id"]): cluster_of(entry["job_id"])
+        for entry in entries
+        if entry["event"] == "submitted"
+    }
+    ids, cluster = [], ""
+    for entry in entries:
+        number = number_of(entry["job_id"])
+        cluster = cluster_of(entry["job_id"]) or submitted.get(number, cluster)
+        ids.append(on_cluster(number, cluster))
     return list(dict.fromkeys(ids))
+
+
+def _is_meant(word: str, job: str) -> bool:
+    return word == job or word == number_of(job)
 
 
 def newest_job(run: RunFolder) -> str | None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that act on a terminal: controls but tab and newline, and marks of text direction."""
 LEAST = 40
 """Least number of columns that are used: with fewer, lines would hold single words."""
+
+
+def visible(text: str) -> str:
+    """Return text from a run for standard output: as it is, on a terminal without its commands.
+
+    Logs and causes may quote an answer of the model, which could hide or forge other lines.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def terminal_width() -> int | None:

@@ -22,7 +22,9 @@ from typing import BinaryIO
 
 from rlpost.errors import DataError
 
-BATCH_ROWS = 256  # rows of Parquet in memory at once, besides the reader's buffers
+BATCH_ROWS = 64  # rows of Parquet in memory at once, besides the reader's buffers
+MAX_EXPANSION, MIN_BOUND = 100, 256 << 20
+"""Bytes of text that a byte of Parquet may become; a file of any size may become MIN_BOUND."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -152,6 +154,15 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
     return numbers, offsets
 
 
+def _too_large(path: Path) -> DataError:
+    """Return the error of a file that would fill the disk: a few bytes can repeat long values."""
+    size = path.stat().st_size
+    return DataError(
+        f"{path}: its {size:,} bytes of Parquet become more than {max(MAX_EXPANSION * size, MIN_BOUND):,} bytes of "
+        "text; if that is right, convert it to JSON Lines"
+    )
+
+
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
     """Convert Parquet to JSON Lines in an unnamed temporary file; dates become text."""
     try:
@@ -165,9 +176,12 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
             lines = tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the rows are used
+            left = max(MAX_EXPANSION * path.stat().st_size, MIN_BOUND)
             for batch in source.iter_batches(BATCH_ROWS, columns=kept):
+                if batch.nbytes > left:
+                    raise _too_large(path)
                 for row in batch.to_pylist():
-                    lines.write(json.dumps(row, default=str).encode() + b"\n")
+                    left -= lines.write(json.dumps(row, default=str).encode() + b"\n")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file ({error})") from error
     lines.flush()

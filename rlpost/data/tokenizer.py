@@ -43,6 +43,9 @@ class HfTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
 
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """Return an entry of the vocabulary."""
+
     def decode(
         self,
         token_ids: list[int],

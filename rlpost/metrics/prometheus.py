@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,9 @@ from rlpost.metrics.prometheus_names import COUNTERS, prometheus_name
 
 logger = logging.getLogger(__name__)
 
-REQUEST_S = 10.0  # socket timeout of a client
+REQUEST_S = 5.0  # socket timeout of a client
+MAX_CLIENTS = 32
+"""Connections at a time. One more ends the oldest: without a token, connections are free to all."""
 LAST_STEP = "rlpost_last_step_timestamp_seconds"
 
 
@@ -75,11 +78,10 @@ class PrometheusServer:
             def page(self) -> bytes:
                 return generate_latest(registry)
 
-        class Server(ThreadingHTTPServer):
+        class Server(_Server):
             """Listens on an IPv4 or IPv6 address."""
 
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
 
         try:
             self._server = Server((host, port), Handler)
@@ -123,6 +125,37 @@ class PrometheusServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self._clients: dict[Any, None] = {}  # oldest first
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a request in a thread; end the oldest if there are too many."""
+        with self._lock:
+            self._clients[request] = None
+            too_many = list(self._clients)[: len(self._clients) - MAX_CLIENTS]
+        for oldest in too_many:
+            with suppress(OSError):  # it has ended in this moment
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log failures of our own alone: any user can break a connection, as often as they like."""
+        if not isinstance(sys.exception(), OSError):
+            logger.warning("prometheus: a request failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

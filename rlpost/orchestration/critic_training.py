@@ -73,14 +73,6 @@ class CriticTraining:
         stored = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
         return CriticBatches(steps, stored)
 
-    async def trains_policy(self) -> bool:
-        """Whether the rollouts of --num-critic-only-steps are over.
-
-        Counted by the critic's optimizer steps, which a checkpoint holds.
-        """
-        only = self._config.critic.num_critic_only_steps * self._config.num_steps_per_rollout
-        return only == 0 or await self._actors.num_critic_steps() >= only
-
     async def train(
         self,
         groups: Sequence[SampleGroup],

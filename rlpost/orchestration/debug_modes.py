@@ -54,7 +54,7 @@ class RolloutOnly(RunStages):
         await self.observation.attach(None, self._fleet, None)
         await self.follow_engines(self._fleet)
 
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+    async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
         """Do nothing."""
         return {}
 
@@ -87,9 +87,10 @@ class TrainOnly(RunStages):
         await self.startup.within_deadline(self.start_trainer(placement, ports, checkpoint))
         await self.observation.attach(self.ranks.actors, None, None)
 
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+    async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""
-        return await self.observation.around(groups, self.training.train(groups))
+        training = self.training.train(groups, rollout, self.versions)
+        return await self.observation.around(groups, training)
 
     async def sync(self, policy_version: int) -> None:
         """Do nothing: there are no engines."""

@@ -213,6 +213,7 @@ async def _train(
             journal=journal,
             metrics=metrics,
             stop=stop,
+            versions=stages.versions,
             loop_lag=loop_lag.take,
         )
         state = await loop.run(state, saved=checkpoint is not None)

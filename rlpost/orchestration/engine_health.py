@@ -270,8 +270,8 @@ class EngineHealth:
             if self._restarts[index] > MAX_RESTARTS:
                 raise EngineDied(
                     f"engine {index} died or hung again after {MAX_RESTARTS} restarts, and no batch was trained in "
-                    f"between; see the end of engine-{index}-server.log in the attempt's folder. If a forward pass "
-                    "takes this long, raise --rollout-health-check-timeout or lower --sglang-chunked-prefill-size"
+                    f"between; see the end of engine-{index}-server.log in the attempt's folder. If it is killed for "
+                    "memory, lower --sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
                 )
 
     async def _restart(

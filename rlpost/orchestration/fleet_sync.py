@@ -49,7 +49,8 @@ KEPT = 2  # folders of weights to keep: an engine may still read the previous on
 ACCOUNT_S = 300.0  # between lines of the ledger
 SAY_AGAIN_S = 30.0
 
-Export = Callable[[str], Awaitable[object]]
+Export = Callable[[str, int], Awaitable[object]]
+"""``export(folder, version)``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class FleetSync:
         """
         Args:
             lease: with the attempt, the settings and the address of this driver.
-            export: writes the weights that engines read to a folder; collective over the actors.
+            export: writes the weights of a version, as engines read them, to a folder; collective
+                over the actors.
             check: raises Fenced when another attempt owns the run.
         """
         self._folder, self._lease, self._places = folder, lease, places
@@ -126,7 +128,7 @@ class FleetSync:
         if version == self._written:
             return  # an update that is repeated after an engine died sends the same weights
         await in_daemon(lambda: shutil.rmtree(folder, ignore_errors=True))
-        await self._export(str(folder))
+        await self._export(str(folder), version)
         self._num_bytes = await in_daemon(lambda: folder_bytes(folder))
         self._written = version
 

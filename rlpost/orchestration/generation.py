@@ -38,6 +38,7 @@ from rlpost.metrics.samples import FIXED_PROMPTS
 from rlpost.orchestration.grading import StoppableGrader, StoppableTeacher
 from rlpost.orchestration.loop import Rollouts
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.policy_versions import PolicyVersions
 from rlpost.reward.grader import Grader, make_grader
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector, Replay, Watched, unwatched
@@ -176,14 +177,21 @@ class Generation:
         if self._environments is not None:
             self._closing.push_async_callback(self._environments.close)
 
-    def rollouts(self, state: RunState, journal: Journal, watched: Watched = unwatched) -> Rollouts:
+    def rollouts(
+        self,
+        state: RunState,
+        journal: Journal,
+        versions: PolicyVersions,
+        watched: Watched = unwatched,
+    ) -> Rollouts:
         """Return the source of batches, resumed from ``state`` and the journal records after it.
 
-        ``watched`` health-checks the engines while a batch is awaited. Call ``read_prompts`` first.
+        ``versions`` are those of the engines. ``watched`` health-checks them while a batch is
+        awaited. Call ``read_prompts`` first.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
-        buffer = RolloutBuffer(rules(config), state.backlog, step=state.step)
+        buffer = RolloutBuffer(rules(config, versions), state.backlog, step=state.step)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
@@ -365,7 +373,7 @@ def route_format(config: Config) -> RouteFormat | None:
     )
 
 
-def rules(config: Config) -> Rules:
+def rules(config: Config, versions: PolicyVersions) -> Rules:
     """Return the batch sizes and staleness limits of the rollout buffer."""
     rollout = config.rollout
     return Rules(
@@ -376,5 +384,5 @@ def rules(config: Config) -> Rules:
         if rollout.rollout_mode == "fully_async"
         else None,
         keep_partial=rollout.partial_rollout,
-        update_interval=rollout.update_weights_interval,
+        versions=versions,
     )

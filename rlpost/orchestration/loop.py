@@ -36,6 +36,7 @@ from rlpost.metrics.spans import span
 from rlpost.metrics.writer import MetricsWriter
 from rlpost.orchestration.batches import rollout_metrics, staleness_metrics
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.policy_versions import PolicyVersions
 from rlpost.rollout.journal import Journal
 from rlpost.types import Backlog, SampleGroup
 
@@ -46,15 +47,15 @@ class Stages(Protocol):
     """The operations of the loop on the cluster. Each may raise Preempted at a consistent point."""
 
     @abstractmethod
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Run all optimizer steps of a rollout; return their metrics."""
+    async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
+        """Run all optimizer steps of ``rollout``, counted from 1; return their metrics."""
 
     @abstractmethod
     async def sync(self, policy_version: int) -> None:
         """Send the trainer's weights of that version to every engine and check the version on each.
 
         It is the trainer's current version, or that of the last update
-        (``RolloutConfig.engine_version``).
+        (``PolicyVersions.engines``).
         """
 
     @abstractmethod
@@ -132,15 +133,21 @@ class Loop:
         journal: Journal,
         metrics: MetricsWriter,
         stop: StopRequest,
+        versions: PolicyVersions,
         loop_lag: Callable[[], float] | None = None,
     ) -> None:
-        """``loop_lag`` returns the event loop's longest delay in seconds since the last call."""
+        """
+        Args:
+            versions: of the policy in this attempt.
+            loop_lag: returns the event loop's longest delay in seconds since the last call.
+        """
         self._stages = stages
         self._config = config
         self._rollouts = rollouts
         self._journal = journal
         self._metrics = metrics
         self._stop = stop
+        self._versions = versions
         self._loop_lag = loop_lag
         self.state = RunState()
 
@@ -228,7 +235,7 @@ class Loop:
                 **self._rollouts.counts(),
             }
             with _timed(metrics, "time/train_s"):
-                metrics |= await self._stages.train(groups)
+                metrics |= await self._stages.train(groups, self.state.step + 1)
             self._rollouts.trained()
             self.state = self.state.trained(metrics)
             with _timed(metrics, "time/generate_s"):
@@ -252,7 +259,7 @@ class Loop:
     @property
     def _engine_version(self) -> int:
         """The version of the weights that engines generate with after this step."""
-        return self._config.rollout.engine_version(self.state.step)
+        return self._versions.engines(self.state.step)
 
     async def _sync(self) -> None:
         await self._stages.sync(self._engine_version)

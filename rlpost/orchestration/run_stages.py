@@ -29,9 +29,16 @@ from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.startup import Startup
 from rlpost.orchestration.worker_groups import TrainingRanks
+from rlpost.policy_versions import PolicyVersions
 from rlpost.rollout.journal import Journal
 
 logger = logging.getLogger(__name__)
+
+
+def policy_versions(config: Config, *, start: int, kept: int | None) -> PolicyVersions:
+    """Return the versions of an attempt whose ranks have ``start`` and perhaps ``kept``."""
+    interval, of_reference = config.rollout.update_weights_interval, config.grpo.ref_update_interval
+    return PolicyVersions(interval, start, kept, of_reference)
 
 
 class RunStages(Stages):
@@ -68,6 +75,8 @@ class RunStages(Stages):
             episodes=run / FILE_NAME,
             run_folder=run,
         )
+        self.versions = policy_versions(config, start=0, kept=None)
+        """Versions of the policy in this attempt; those of the ranks, once a trainer has started."""
         self.closing = AsyncExitStack()
         self.ranks: TrainingRanks
         """The ranks that train; a mode that trains creates them."""
@@ -88,7 +97,7 @@ class RunStages(Stages):
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches, resumed from ``state``."""
         self.observation.step = state.step
-        return self.generation.rollouts(state, journal)
+        return self.generation.rollouts(state, journal, self.versions)
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
@@ -100,6 +109,8 @@ class RunStages(Stages):
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
         self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
+        start, kept = await self.ranks.actors.versions()
+        self.versions = policy_versions(self.config, start=start, kept=kept)
 
     async def save_ranks(
         self,

@@ -28,7 +28,7 @@ def actor_settings(config: Config) -> ActorSettings:
         "num_engines": config.num_engines,
         "policy_loss": grpo.policy_loss or (estimator if estimator in ESTIMATOR_OF else "ppo"),
         "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
-        "num_steps_per_rollout": config.num_steps_per_rollout,
+        "keeps_old_policy": config.keeps_old_policy,
         "lr_decay_iters": config.lr_decay_iters,
         "model_args": {key: value for key, value in given.items() if value is not None},
         "megatron": config.megatron.options,

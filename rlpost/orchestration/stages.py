@@ -137,12 +137,11 @@ class ClusterStages(RunStages):
             host=head.host,
             address=head.ip,
         )
-        actors, interval = self._actors, self.config.rollout.update_weights_interval
         return FleetSync(
             FleetFolder(self.run_folder),
             lease,
             self._fleet.router.fleet,
-            export=actors.write_old_engine_folder if interval > 1 else actors.write_engine_folder,
+            export=self._actors.write_engine_folder,
             rules=fleet_rules(self.config, self.hf),
             check=self.checkpoints.check_owner,
             record=self.record,
@@ -162,8 +161,8 @@ class ClusterStages(RunStages):
         Engines and ranks are watched while it generates.
         """
         self.observation.step = state.step
-        self.recovery.resume(state.step, partial(self._batches_again, journal))
-        return self.generation.rollouts(state, journal, self._watched)
+        self.recovery.resume(state.step, self.versions, partial(self._batches_again, journal))
+        return self.generation.rollouts(state, journal, self.versions, self._watched)
 
     async def _watched(self, generating: Awaitable[T]) -> T:
         """Await ``generating``; restart engines and idle ranks that die before it ends."""
@@ -188,18 +187,19 @@ class ClusterStages(RunStages):
             until=until,
         )
 
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+    async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""
         self.stop.check()
 
         async def train() -> Mapping[str, float]:
             await self.stop.unless_requested(self._fleet_sync.settled())
             await self._offload.train()
-            return await self.observation.around(groups, self.recovery.training.train(groups))
+            training = self.recovery.training.train(groups, rollout, self.versions)
+            return await self.observation.around(groups, training)
 
         metrics = await self.recovery.over("train", train)
-        step = self.recovery.trained()
-        self._engine_health.trained(self.config.rollout.engine_version(step))
+        self.recovery.trained(rollout)
+        self._engine_health.trained(self.versions.engines(rollout))
         return metrics
 
     async def sync(self, policy_version: int) -> None:

@@ -44,6 +44,7 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_ranks import TrainerRanks
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import TrainingRanks
+from rlpost.policy_versions import PolicyVersions
 from rlpost.process_end import ProcessId
 from rlpost.recovery.decision import Death, Phase, Recovery, Situation, refusal
 from rlpost.recovery.rank_errors import lost_peer_or_device
@@ -97,6 +98,7 @@ class TrainerRecovery:
         self._past: list[Recovery] = []
         self._processes: list[tuple[str, ProcessId]] = []
         self._step = 0
+        self._versions = PolicyVersions()
         self._batches: Batches | None = None
         self._early: asyncio.Task[None] | None = None  # a recovery beside generation
         self.training: Training
@@ -106,18 +108,14 @@ class TrainerRecovery:
         self.training = training
         await self._note_ranks()
 
-    def resume(self, step: int, batches: Batches) -> None:
+    def resume(self, step: int, versions: PolicyVersions, batches: Batches) -> None:
         """Set the number of trained steps, and the source of batches to train again."""
-        self._step, self._batches = step, batches
+        self._step, self._versions, self._batches = step, versions, batches
 
-    def trained(self) -> int:
-        """Record that the trainer has completed one more step; return the number of steps.
-
-        Standbys are started now.
-        """
-        self._step += 1
+    def trained(self, step: int) -> None:
+        """Record that the trainer has completed ``step`` steps. Standbys are started now."""
+        self._step = step
         self._ranks.stand_by(self._placement)
-        return self._step
 
     async def over(self, phase: Phase, operation: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``operation``; after a death of ranks, restart them and repeat it.
@@ -269,7 +267,8 @@ class TrainerRecovery:
         self._placement = placement
         for step in steps:
             assert batches is not None
-            await self.training.train(await batches.groups(step))
+            groups = await batches.groups(step)
+            await self.training.train(groups, step + 1, self._versions)
             logger.info("step %d is trained again", step + 1)
         return self._step - state.step
 

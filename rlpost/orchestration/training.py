@@ -47,6 +47,7 @@ from rlpost.orchestration.worker_groups import (
     StoredLogprobs,
 )
 from rlpost.orchestration.workers import Stored
+from rlpost.policy_versions import PolicyVersions
 from rlpost.progress.stragglers import Stragglers
 from rlpost.types import SampleGroup, StepResult, TrainBatch
 
@@ -106,8 +107,12 @@ class Training:
         calls = InterruptibleCalls(critics.ranks, stop)
         return CriticTraining(critic_ranks(self._config), critics, calls)
 
-    async def train(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+    async def train(
+        self, groups: Sequence[SampleGroup], rollout: int, versions: PolicyVersions
+    ) -> Mapping[str, float]:
         """Run all optimizer steps of a rollout; return the metrics of the last one.
+
+        ``rollout`` is its number in the run, from 1; ``versions`` are those of the attempt.
 
         Raises:
             TrainingError: a guard rejected the metrics of a step.
@@ -123,7 +128,7 @@ class Training:
         # Stored once for all passes. The store frees them with these lists, at the end of the
         # rollout's training.
         batches = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
-        trains_policy = self._critic is None or await self._critic.trains_policy()
+        trains_policy = rollout > self._config.critic.num_critic_only_steps
         old: list[StoredLogprobs] = [self._nothing] * len(steps)
         advantages: list[SentAdvantages] = [self._nothing] * len(steps)
         trains_distilled = trains_policy and distillation.in_advantage(given)
@@ -131,7 +136,8 @@ class Training:
         is_compared = trains_policy and has_old_policy and not grpo.use_rollout_logprobs
         needs_own = trains_distilled and not grpo.use_rollout_logprobs
         if grpo.kl_coef or is_compared or needs_own:
-            old = [await self._logprobs(own) for own in batches]
+            old_version = versions.old(rollout - 1)
+            old = [await self._logprobs(own, old_version) for own in batches]
         penalties = None
         if grpo.kl_coef:
             penalties = await self._group_penalties(groups, steps, batches, old)
@@ -157,6 +163,7 @@ class Training:
                 distillation.base_advantages, groups, grpo, given, penalties
             )
         if not trains_policy:
+            await self._actors.skip_rollout(rollout)
             return metrics
         if trains_distilled and estimated is not None:
             estimated = await asyncio.to_thread(
@@ -165,7 +172,8 @@ class Training:
         if estimated is not None:
             advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
-            call = partial(self._actors.train_step, *arguments)
+            place = versions.place(rollout, number + 1, len(steps))
+            call = partial(self._actors.train_step, *arguments, place)
             # A critic has changed by now, so a stop must not interrupt any step, even the first.
             is_first_change = number == 0 and self._critic is None
             results = await self._calls.make(call, what="train_step", may_leave=is_first_change)
@@ -208,18 +216,20 @@ class Training:
             samples = rollout_samples(groups, grpo)
         return deal(samples, config, break_even=self._break_even)
 
-    async def _logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs under the weights that generated, or those of --keep-old-actor."""
-        compute = self._actors.compute_logprobs
+    async def _logprobs(self, batches: StoredBatches, old_version: int) -> StoredLogprobs:
+        """Compute log-probs under the policy, or under ``old_version`` with --keep-old-actor."""
         if self._config.grpo.keep_old_actor:
-            compute = self._actors.compute_old_logprobs
-        return await self._pass(compute, batches)
+            return await self._pass(self._actors.compute_old_logprobs, batches, old_version)
+        return await self._pass(self._actors.compute_logprobs, batches)
 
     async def _pass(
-        self, compute: Callable[[StoredBatches], Awaitable[StoredLogprobs]], batches: StoredBatches
+        self,
+        compute: Callable[..., Awaitable[StoredLogprobs]],
+        batches: StoredBatches,
+        *more: int,
     ) -> StoredLogprobs:
         """Make a forward pass before the first optimizer step; a stop request may end it."""
-        call = partial(compute, batches)
+        call = partial(compute, batches, *more)
         return await self._calls.make(call, what=compute.__name__, may_leave=True)
 
     def _pace(self, step: DealtStep, results: Sequence[StepResult]) -> dict[str, float]:

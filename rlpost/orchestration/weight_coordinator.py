@@ -64,11 +64,11 @@ def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]
     return {CUMEM: given.get(CUMEM, "0")}
 
 
-class OldWeightsMover:
-    """Sends the weights of the engines' last update, which trainer ranks keep beside their own.
+class VersionMover:
+    """Sends the weights of the version that is asked for, or fails.
 
-    Directly after a step at which --update-weights-interval is due, these are the trainer's own
-    weights. In between, engines get them when they are restarted or the run is resumed.
+    They are the trainer's own, or those of an earlier update, which its ranks keep with
+    --update-weights-interval: engines get these when they are restarted or the run is resumed.
     """
 
     def __init__(self, mover: Mover, actors: ActorGroup) -> None:
@@ -77,8 +77,8 @@ class OldWeightsMover:
         self.in_session = mover.in_session
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """See ``Mover``."""
-        await self._actors.use_old_weights()
+        """See ``Mover``. Raises SyncError when the ranks do not have that version."""
+        await self._actors.use_weights(version)
         try:
             await self._mover.move(receivers, version)
         finally:
@@ -182,9 +182,7 @@ class WeightCoordinator:
         """Bring all engines to ``version``; see ``WeightUpdate.update``. Leaves no files behind."""
         try:
             with span("update weights"):
-                mover = self._mover
-                if self._config.rollout.update_weights_interval > 1:
-                    mover = OldWeightsMover(mover, self._actors)
+                mover = VersionMover(self._mover, self._actors)
                 await self._update.update(version, mover, pause=pause, ready=ready)
         finally:
             await in_daemon(self._remove_files)
@@ -250,7 +248,7 @@ class WeightCoordinator:
         """Write the weights, or the adapters alone, of this version to a folder; return it."""
         self._stop.check()
         folder = str(self._version_folder(version))
-        adapter_bytes = await self._actors.write_engine_folder(folder)
+        adapter_bytes = await self._actors.write_engine_folder(folder, version)
         if adapter_bytes is not None:
             self.num_bytes = adapter_bytes
         return folder

@@ -20,7 +20,7 @@ from rlpost.orchestration.hang_watch import HangWatch
 from rlpost.orchestration.workers import StandbyWorker, Stored, WorkerGroup
 from rlpost.process_end import ProcessId
 from rlpost.progress.position import Position
-from rlpost.types import Bucket, StepResult, TrainBatch
+from rlpost.types import Bucket, StepPlace, StepResult, TrainBatch
 from rlpost.weights.delta import WrittenUpdate
 
 T = TypeVar("T")
@@ -126,6 +126,10 @@ class ActorGroup:
         """Restore a checkpoint."""
         await self._workers.call("load", str(folder))
 
+    async def versions(self) -> tuple[int, int | None]:
+        """Return the version of the loaded policy, and an older one that ranks have as well."""
+        return (await self._workers.call("versions"))[0]
+
     # -- train -------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
@@ -146,18 +150,18 @@ class ActorGroup:
                 return [column for micro_batch in by_micro_batch for column in micro_batch]
         return None
 
-    async def _computed(self, method: str, batches: StoredBatches) -> StoredLogprobs:
+    async def _computed(self, method: str, batches: StoredBatches, *more: int) -> StoredLogprobs:
         """Make a forward pass; its results stay in the object store."""
-        call = self._workers.call_each_stored(method, [(batch,) for batch in batches])
+        call = self._workers.call_each_stored(method, [(batch, *more) for batch in batches])
         return await self._watched(method, call)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Compute log-probs of response tokens under the current weights."""
         return await self._computed("compute_logprobs", batches)
 
-    async def compute_old_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Like ``compute_logprobs``, under the weights of --keep-old-actor."""
-        return await self._computed("compute_old_logprobs", batches)
+    async def compute_old_logprobs(self, batches: StoredBatches, version: int) -> StoredLogprobs:
+        """Like ``compute_logprobs``, under the policy's weights of ``version``."""
+        return await self._computed("compute_old_logprobs", batches, version)
 
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
@@ -176,9 +180,11 @@ class ActorGroup:
         batches: StoredBatches,
         old_logprobs: StoredLogprobs,
         advantages: Sequence[Stored[Sequence[Advantage]] | None],
+        place: StepPlace,
     ) -> list[StepResult]:
-        """Run one optimizer step; all arguments have one entry per rank."""
-        arguments = list(zip(batches, old_logprobs, advantages, strict=True))
+        """Run one optimizer step; all arguments but ``place`` have one entry per rank."""
+        places = [place] * len(batches)
+        arguments = list(zip(batches, old_logprobs, advantages, places, strict=True))
         return await self._watched("train_step", self._workers.call_each("train_step", arguments))
 
     async def train_critic(
@@ -193,9 +199,9 @@ class ActorGroup:
             "train_critic", self._workers.call_each("train_critic", arguments)
         )
 
-    async def num_critic_steps(self) -> int:
-        """Return the optimizer steps of the critic so far, in all attempts."""
-        return (await self._workers.call("num_critic_steps"))[0]
+    async def skip_rollout(self, rollout: int) -> None:
+        """Record that a rollout has not changed the policy's weights."""
+        await self._workers.call("old_policy.skip", rollout)
 
     async def hold(self) -> list[StopPoint]:
         """Stop every rank at the next stop point that it reaches; return these points."""
@@ -220,14 +226,10 @@ class ActorGroup:
         """Write the weights as a Hugging Face folder."""
         await self._workers.call("export", folder)
 
-    async def write_engine_folder(self, folder: str) -> int | None:
+    async def write_engine_folder(self, folder: str, version: int) -> int | None:
         """Write the files that engines read; return the bytes of adapters, else None."""
-        written: list[int | None] = await self._workers.call("write_engine_folder", folder)
+        written: list[int | None] = await self._workers.call("write_engine_folder", folder, version)
         return next((size for size in written if size is not None), None)
-
-    async def write_old_engine_folder(self, folder: str) -> None:
-        """Like ``write_engine_folder``, with the weights of the engines' last update."""
-        await self._workers.call("write_old_engine_folder", folder)
 
     async def export_critic(self, folder: str) -> None:
         """Write the critic as a Hugging Face folder."""
@@ -281,9 +283,12 @@ class ActorGroup:
         """Abort the current broadcast on all ranks."""
         await self._workers.call_aside("broadcast.abort")
 
-    async def use_old_weights(self) -> None:
-        """Give the model the weights that engines have, until ``use_own_weights``."""
-        await self._workers.call("old_policy.swap_in")
+    async def use_weights(self, version: int) -> None:
+        """Give the model the weights of ``version`` until ``use_own_weights``.
+
+        Raises SyncError when the ranks do not have that version.
+        """
+        await self._workers.call("old_policy.swap_in", version)
 
     async def use_own_weights(self) -> None:
         """Give the model its own weights back."""

@@ -25,8 +25,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rlpost.policy_versions import PolicyVersions
 from rlpost.types import Backlog, Prompt, SampleGroup, Unfinished
 
 FILTERED, ABORTED, CONTINUED, WASTED = COUNTED = (
@@ -42,7 +43,7 @@ class Rules:
     """Sizes and limits of the rollout buffer.
 
     There are ``batch_size`` groups per step for ``num_steps`` steps; ``start_size`` groups are
-    started for a batch. Engines get new weights after every ``update_interval`` steps.
+    started for a batch. ``versions`` say which weights engines have after each step.
     """
 
     batch_size: int
@@ -50,11 +51,7 @@ class Rules:
     num_steps: int
     max_staleness: int | None = None
     keep_partial: bool = False  # keep the tokens of aborted answers
-    update_interval: int = 1
-
-    def engine_version(self, step: int) -> int:
-        """Return the version of the weights that engines have after ``step`` steps."""
-        return step - step % self.update_interval
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
 
 
 class Tally:
@@ -158,7 +155,7 @@ class RolloutBuffer:
 
     def __init__(self, rules: Rules, backlog: Backlog, *, step: int) -> None:
         self.rules = rules
-        self.step, self.version = step, rules.engine_version(step)
+        self.step, self.version = step, rules.versions.engines(step)
         self.is_open = False  # whether groups may be started
         self._tally = Tally(backlog)
         # Ordered: groups leave from the front, where a plain dict would pass over all that have

@@ -105,6 +105,7 @@ class ServerProcess:
                 "ready_fd": theirs,
                 "gpus_per_node": gpus_per_node,
                 "ignores_term": ignores_term,
+                "scratch": self._scratch,
             }
         )
         assert self._process.stdin is not None

@@ -110,7 +110,7 @@ class _Trial:
         except KeyError as prompt_id:
             return f"the batch of step {step} has a group of prompt {prompt_id}, which is not there"
         self._buffer.trained()
-        self._buffer.version = self._buffer.rules.engine_version(self._buffer.step)
+        self._buffer.version = self._buffer.rules.versions.engines(self._buffer.step)
         return None
 
     def _fetch(self, newest_id: int) -> None:

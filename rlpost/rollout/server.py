@@ -1,9 +1,10 @@
 """The process of one engine or of the router: ``python -m rlpost.rollout.server engine|router``.
 
 Input: one line of JSON on standard input, ``{"arguments": {...}, "ready_fd": N, "gpus_per_node":
-N, "ignores_term": false}``, with the fields of SGLang's ``ServerArgs`` or of the router's
-``RouterArgs``. They include the API key, so it never appears in a command line. Output: the server,
-and for an engine one line on ``ready_fd`` once it answers.
+N, "ignores_term": false, "scratch": FOLDER}``, with the fields of SGLang's ``ServerArgs`` or of the
+router's ``RouterArgs``. They include the API key, so it never appears in a command line. Output: the
+server, and for an engine one line on ``ready_fd`` once it answers. At the end ``scratch``, its
+folder for temporary files, is removed.
 
 Invariants: the server ends when standard input ends, so it never outlives the process that started
 it; the key is redacted from the log; without CUDA the engine uses the stand-ins of
@@ -18,6 +19,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
@@ -92,15 +94,16 @@ def not_in_children(fd: int) -> None:
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
 
 
-def end_with_parent() -> None:
+def end_with_parent(scratch: str = "") -> None:
     """Fork a watcher that kills this process group when standard input, held by the parent, closes.
 
-    A process instead of a thread, because the router never releases Python's global interpreter
-    lock.
+    Then another process removes the folder ``scratch``. Processes instead of threads, because the
+    router never releases Python's global interpreter lock.
     """
     # TERM to all processes of the job must not end the watcher before its parent.
     at_term = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork() == 0:
+        _remove_later(scratch)
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -108,6 +111,18 @@ def end_with_parent() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def _remove_later(folder: str) -> None:
+    """Fork a process that removes a folder when this one, which has no children, has ended."""
+    ended, held = os.pipe()
+    if not folder or os.fork() != 0:
+        return
+    os.close(held)
+    os.setpgid(0, 0)  # the end of the process group must not end it
+    os.read(ended, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def redact(secret: str | None) -> None:
@@ -211,9 +226,24 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
             server_args,
             launch_callback=lambda: say_ready(ready_fd, server_args.host, server_args.port),
             **manager_options(server_args),
+            **prepared_processes(server_args.api_key or ""),
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def prepared_processes(secret: str) -> dict[str, Any]:
+    """Prepare this process; return options of ``launch_server`` that prepare SGLang's others."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from rlpost.rollout.engine_processes import Guarded, prepare
+
+    prepare(secret)
+    return {
+        "run_scheduler_process_func": Guarded(run_scheduler_process, secret),
+        "run_detokenizer_process_func": Guarded(run_detokenizer_process, secret),
+    }
 
 
 def manager_options(server_args: Any) -> dict[str, Any]:
@@ -280,7 +310,7 @@ def main(argv: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ready_fd = int(document["ready_fd"])
     not_in_children(ready_fd)  # end-of-file must mean that this process has ended
-    end_with_parent()
+    end_with_parent(document.get("scratch", ""))
     redact(arguments.get("api_key"))
     configure_logging()
     if argv == ["engine"]:

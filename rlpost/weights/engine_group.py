@@ -3,8 +3,10 @@
 Input: an address and the number of engine ranks. Output: broadcasts that return or raise, even if
 engines die.
 
-The group is formed as SGLang does it (TCP rendezvous, keys under the group's name), with torch's
-private helper, because torch has no public API for a group with processes outside the world.
+The group is formed as SGLang does it (rendezvous at an address, keys under the group's name), with
+torch's private helper, because torch has no public API for a group with processes outside the world.
+The store of the rendezvous is authenticated (``common.torch_store``), except with engines that were
+started outside the run.
 
 On NCCL a collective returns at once, and with a dead peer it never completes: its kernel spins on
 the GPU. So a broadcast is started asynchronously, polled until it completes on the device, and
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,10 +35,10 @@ from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _new_process_group_helper,
     _world,
-    rendezvous,
 )
 
 from common.addresses import host_port
+from common.torch_store import AuthenticatedStore, open_store
 from rlpost.errors import SyncError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +53,15 @@ NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 class EngineGroup:
     """A group in which this process is rank 0 and the engine ranks follow."""
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
-        """Use a group that ``form`` created; ``timeout`` is the deadline of each broadcast."""
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout: timedelta, store: dist.Store | None = None
+    ) -> None:
+        """Use a group that ``form`` created; ``timeout`` is the deadline of each broadcast.
+
+        ``store`` is that of the group, closed by ``leave``.
+        """
         self._group: dist.ProcessGroup | None = group
+        self._store = store
         self._timeout = timeout
         self._cancelled = threading.Event()
 
@@ -65,18 +74,24 @@ class EngineGroup:
         num_engine_ranks: int,
         backend: str,
         timeout: timedelta,
+        secret: str | None,
     ) -> EngineGroup:
         """Listen on ``address`` until all engine ranks have joined.
+
+        Only those who know ``secret`` can join. None: engines outside the run join, as anyone can.
 
         Raises:
             SyncError: they did not join within the timeout.
         """
         host, port = address
         world_size = 1 + num_engine_ranks
-        url = f"tcp://{host_port(host, port)}"
         try:
-            store, _, _ = next(rendezvous(url, 0, world_size, timeout=timeout))
-            store.set_timeout(timeout)
+            if secret is None:
+                store = _open_to_anyone(host, port, world_size, timeout)
+            else:
+                store = open_store(
+                    host, port, rank=0, world_size=world_size, secret=secret, timeout=timeout
+                )
             with _without_watchdog():
                 group, _ = _new_process_group_helper(
                     world_size,
@@ -88,14 +103,14 @@ class EngineGroup:
                     backend_options=None,
                     timeout=timeout,
                 )
-        except (dist.DistError, RuntimeError) as error:
+        except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise SyncError(
                 f"cannot form group {name!r} with {num_engine_ranks} engine ranks at "
                 f"{host_port(host, port)} within {timeout.total_seconds():.0f} s: {error}"
             ) from error
         # The helper does not register the ranks of the group, and torch looks them up here.
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-        return cls(group, timeout=timeout)
+        return cls(group, timeout=timeout, store=store)
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Send ``flat`` to all engine ranks; returns when the device no longer reads it.
@@ -145,6 +160,8 @@ class EngineGroup:
             logger.warning(
                 "the abort of the engine group did not finish within %.0f s; abandoned it", ABORT_S
             )
+        if isinstance(self._store, AuthenticatedStore):
+            self._store.close()
 
     def _start_of(self, flat: torch.Tensor) -> Callable[[], dist.Work]:
         group = self._group
@@ -166,6 +183,13 @@ class EngineGroup:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not completed within {self._timeout.total_seconds():.0f} s")
             pause = min(2 * pause, LONGEST_POLL_S)
+
+
+def _open_to_anyone(host: str, port: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return torch's store, which listens on this address instead of on all."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=world_size + 16)
+    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
 class _Cancelled(Exception):

@@ -6,8 +6,9 @@ attention and a gated SiLU MLP without biases. A family describes its difference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from rlpost.model_types import HfConfig, MegatronFields
 from rlpost.weights.names import Rule
@@ -23,7 +24,9 @@ class Family:
 
     rules: tuple[Rule, ...]
     fields: Callable[[HfConfig], MegatronFields] = _no_fields
-    """Fields of Megatron's TransformerConfig, from config.json."""
+    """Fields of Megatron's TransformerConfig, from a config.json that is ``resolved``."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that config.json may leave out: those of transformers' class, sizes excepted."""
     refused: tuple[str, ...] = ()
     """Keys of config.json that must be absent or false: the features they enable are not supported.
     """
@@ -46,6 +49,17 @@ class Family:
 
     They are trained with ``--enable-mtp-training``. Otherwise they are exported unchanged.
     """
+
+    def resolved(self, hf: HfConfig) -> dict[str, Any]:
+        """Return config.json with the values of keys that it leaves out or sets to null.
+
+        A null for ``head_dim`` or ``num_key_value_heads`` means another size.
+        """
+        given = {key: hf[key] for key in hf if hf[key] is not None or key == "head_dim"}
+        found = {**hf, **self.defaults, **given}
+        if "num_key_value_heads" in hf and hf["num_key_value_heads"] is None:
+            found["num_key_value_heads"] = hf["num_attention_heads"]
+        return found
 
     def is_tied(self, hf: HfConfig) -> bool:
         """Return whether the output layer is the embedding."""

@@ -107,14 +107,22 @@ class Broadcast:
     """
 
     def __init__(
-        self, buckets: Buckets, *, gathers: bool, is_source: bool, backend: str, timeout_s: float
+        self,
+        buckets: Buckets,
+        *,
+        gathers: bool,
+        is_source: bool,
+        backend: str,
+        timeout_s: float,
+        secret: str | None,
     ) -> None:
         """Create an unconnected sender.
 
         ``gathers``: this rank holds parts of the same model replica as the source of its stage.
         ``is_source``: it is that source. ``timeout_s`` is the deadline of connecting, and of each
-        broadcast.
+        broadcast. ``secret``: see ``EngineGroup.form``.
         """
+        self.secret = secret
         self.buckets = buckets
         self.stage = buckets.stage
         self.gathers = gathers
@@ -148,6 +156,7 @@ class Broadcast:
             num_engine_ranks=num_engine_ranks,
             backend=self.backend,
             timeout=self.timeout,
+            secret=self.secret,
         )
 
     def send(self, index: int) -> None:

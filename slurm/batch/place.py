@@ -98,7 +98,7 @@ def find_run_folder(options: Options, environ: Mapping[str, str]) -> str:
     """The run folder of this job, absolute. Pure.
 
     Raises:
-        SpecError: the tasks of an array would share one.
+        SpecError: the tasks of an array would share one, or Slurm cannot write logs into it.
     """
     task = environ.get("SLURM_ARRAY_TASK_ID", "")
     if options.run_folder:
@@ -110,6 +110,12 @@ def find_run_folder(options: Options, environ: Mapping[str, str]) -> str:
         return options.run_folder
     home = environ["RLPOST_HOME"]
     given = environ.get("RLPOST_RUN_FOLDER", "")
+    folder = os.path.join(home, f"{given}-{task}" if task else given)
     if not given:
-        return f"{home}/runs/{options.name}-{job_name(environ)}"
-    return os.path.join(home, f"{given}-{task}" if task else given)
+        folder = f"{home}/runs/{options.name}-{job_name(environ)}"
+    if "%" in folder:
+        raise SpecError(
+            f"RLPOST_RUN_FOLDER={folder}: contains '%', which srun replaces in the names of log files; "
+            "choose another path"
+        )
+    return folder

@@ -20,6 +20,7 @@ from slurm.batch.options import Options, expand
 from slurm.batch.place import Place, find_run_folder
 from slurm.batch.signals import ignore_term
 from slurm.batch.steps import agents_step, watch_step
+from slurm.job_id import explain_submission, find_by_script, read_submission
 from slurm.supervise import Budgets, Ending, RestartDecision, exit_code
 from slurm.variables import submission_environment
 
@@ -193,10 +194,15 @@ def _chain(
     except OSError as error:
         host.log(f"chain: {error}")
         return End(EXIT_PREEMPTED)
-    lines = done.stdout.split()
-    if done.returncode or not lines:
+    if done.returncode:
         return End(EXIT_PREEMPTED)
-    job = lines[-1].partition(";")[0]
+    job = read_submission(done.stdout)
+    if not job:
+        found = find_by_script(script, environ, but=host.job.name)
+        host.log(f"chain: {explain_submission(done.stdout, script, found)}")
+        if len(found) != 1:
+            return End(EXIT_PREEMPTED)
+        job = found[0]
     host.log(f"chain: job {job} resumes the run")
     supervise.record_chained(attempt.run_folder, attempt.number, job)
     return End(EXIT_DONE)

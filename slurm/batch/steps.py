@@ -30,8 +30,8 @@ KEEP_OTHER_TASKS = ("--kill-on-bad-exit=0", "--wait=0")
 
 
 def output_pattern(folder: str, name: str) -> str:
-    """The value of srun's ``--output``, which expands ``%`` in the name alone."""
-    return f"--output={folder.replace('%', '%%')}/{name}"
+    """srun's option for the output of the tasks; srun expands ``%`` in the whole of it."""
+    return f"--output={folder}/{name}"
 
 
 def in_container(place: Place) -> List[str]:

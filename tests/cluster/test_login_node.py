@@ -69,8 +69,12 @@ def test_submitit_submits_our_script_and_the_job_can_be_followed_and_cancelled(l
 
 def test_a_submitted_run_finishes_in_its_folder(lab: Lab) -> None:
     run = create_run_folder(lab.shared / "finished", "{}")
-    job = python(lab, SUBMIT, str(run.root), "done", str(STUB_HOME))
-    log = run.root / f"slurm-{job}.out"
+    # Slurm before 23.02 fails a job whose log has no folder, later versions create it on the node
+    log_folder = lab.shared / "logs/of-finished"
+    program = SUBMIT.replace("nodes=2", f"nodes=2, output='{log_folder}/slurm-%j.out'")
+    job = python(lab, program, str(run.root), "done", str(STUB_HOME))
+    assert log_folder.is_dir()
+    log = log_folder / f"slurm-{job}.out"
     until(lambda: log.exists() and "verdict: done" in log.read_text(), lab, "the run is done")
     assert json.loads((run.attempts / "0/verdict.json").read_text())["verdict"] == "done"
 

@@ -19,7 +19,7 @@ SECRET = "5" * 64
 # connections that send nothing.
 STRANGER = """
 import socket, sys
-from bootstrap.agent.message_codec import MessageCodec, hello_key
+from common.message_codec import MessageCodec, hello_key
 host, port, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
 hello = MessageCodec(hello_key(secret), "node").pack({"kind": "hello", "nonce": "recorded"})
 forged = MessageCodec(hello_key(b"f" * 64), "node").pack({"kind": "hello", "nonce": "n"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.attempt import SECRET_FILE, SECRET_VARIABLE
+from common.files import write_first
+
 if TYPE_CHECKING:
     from tests.contract.forked_engines import ForkedEngines
 
 ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 600.0  # on a machine that is busy with other work
+
+
+@pytest.fixture(scope="session", autouse=True)
+def secret_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The secret with which ranks of these tests, as those of an attempt, join each other."""
+    path = tmp_path_factory.mktemp("attempt") / SECRET_FILE
+    write_first(path, secrets.token_hex(32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET_VARIABLE, str(path))
+        yield
 
 
 @pytest.fixture(scope="session")

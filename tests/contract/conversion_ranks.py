@@ -57,9 +57,10 @@ def _rank_main(
             for layout, forward in ((each.there, True), (each.back, False)):
                 settings = ActorSettings(original, distributed_timeout_minutes=2, **layout)
                 settings = with_mtp_layer(settings, original if forward else kept)
-                converter = Converter(
-                    settings, Rendezvous(rank, num_ranks, "127.0.0.1", next(remaining))
+                meeting = Rendezvous(
+                    rank, num_ranks, "127.0.0.1", next(remaining), secret="of the conversion"
                 )
+                converter = Converter(settings, meeting)
                 if forward:
                     converter.from_hugging_face(original)
                     converter.to_torch_dist(kept)

@@ -82,7 +82,7 @@ def train_critic(
         "weights": whole_tensors(Of(actor), gradients=False),
         "hash": actor.critic.weights_hash(max_bytes=10_000),
         "policy_hash": actor.weights_hash(),
-        "num_steps": actor.num_critic_steps,
+        "num_steps": actor.critic.num_optimizer_steps,
         "num_parameters": sum(
             parameter.numel() for chunk in actor.critic.chunks for parameter in chunk.parameters()
         ),
@@ -138,7 +138,7 @@ def train_alone(
     while not rank.save_is_done():
         time.sleep(0.05)
     weights = rank.critic.weights_hash(max_bytes=10_000)
-    return seen | {"hash": weights, "num_steps": rank.num_critic_steps}
+    return seen | {"hash": weights, "num_steps": rank.critic.num_optimizer_steps}
 
 
 def values_of(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:

@@ -226,13 +226,18 @@ def make_family(folder: Path, name: str) -> None:
     kind, config = _config(name)
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    set_weights(model, kind)
+    model.save_pretrained(folder)
+    if name.endswith(WITH_MTP):
+        _add_mtp_layer(folder)
+
+
+def set_weights(model: torch.nn.Module, kind: str) -> None:
+    """Fill all weights of a model of transformers with random values; ``kind`` names its class."""
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" not in key and "embed_scale" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
-    model.save_pretrained(folder)
-    if name.endswith(WITH_MTP):
-        _add_mtp_layer(folder)
 
 
 def _center(kind: str, key: str) -> float:

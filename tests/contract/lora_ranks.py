@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.types import TrainSample
+from rlpost.types import StepPlace, TrainSample
 from tests.contract.actor_ranks import Files, logits, my_batch, train
 
 
@@ -94,8 +94,9 @@ def versions_of_adapters(
     actor.import_weights()
     found = [_logprobs(actor, samples)]
     for number, step in enumerate(steps, start=1):
-        actor.train_step(my_batch(actor, step, max_tokens=None))
-        actor.write_engine_folder(f"{folder}/{number}")
+        place = StepPlace(number, 1, 1, old_version=number - 1)
+        actor.train_step(my_batch(actor, step, max_tokens=None), place=place)
+        actor.write_engine_folder(f"{folder}/{number}", number)
         found.append(_logprobs(actor, samples))
     return found
 

@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.attempt import attempt_secret
+from common.torch_store import replace_rendezvous
 from rlpost.actor.settings import ActorSettings
 from tests.contract.actor_ranks import (
     connect_without_engines,
@@ -80,6 +82,7 @@ def join(port: int, group_name: str) -> Any:
 def receive(connections: list[list[int]], group_name: str, plan: tuple, results: Any) -> None:
     """Join every stage's group, receive all buckets and put {name: array}, for each connection."""
     bucket_module = sglang_tensor_bucket()
+    replace_rendezvous(attempt_secret())
     for ports in connections:
         groups = [join(port, f"{group_name}-{stage}") for stage, port in enumerate(ports)]
         tensors: dict[str, Any] = {}

@@ -81,7 +81,7 @@ def test_both_parts_answer_as_one_model_and_take_new_weights(
     }
     whole = WeightUpdate([engine], api_key=KEY, timeout_s=120)
     assert num_engine_ranks(whole.receivers) == 2
-    sender = Sender(weights, in_buckets(weights, 2))
+    sender = Sender(weights, in_buckets(weights, 2), secret=KEY)
 
     async def update() -> None:
         await sender.meet(whole)

@@ -20,6 +20,7 @@ from rlpost.orchestration.placement import Slot
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup
 from rlpost.progress.overdue import ENOUGH, OverdueRule
+from rlpost.types import StepPlace
 from tests.contract.actor_ranks import positions_of_a_step, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 ray = pytest.importorskip("ray")
 
 WORLD = 4
+PLACE = StepPlace(1, 1, 1, old_version=0)
 ODD = 2  # in the tensor-parallel group of ranks 2 and 3
 RULE = OverdueRule(factor=5.0, min_s=2.0)
 
@@ -67,7 +69,9 @@ class Rank:
         else:
             dist.send(torch.ones(1), peer)
 
-    def train_step(self, batch: None, old_logprobs: str, advantages: None) -> None:
+    def train_step(
+        self, batch: None, old_logprobs: str, advantages: None, place: StepPlace
+    ) -> None:
         import torch
         import torch.distributed as dist
 
@@ -119,10 +123,10 @@ async def hang(node: Any, folder: Path) -> tuple[Hang, float]:
     uneven = await workers.call("counts")
     assert any(one["default_pg"] for one in uneven), "why groups of pipeline stages are left out"
     for _ in range(ENOUGH):
-        await group.train_step([None] * WORLD, ["trains"] * WORLD, [None] * WORLD)
+        await group.train_step([None] * WORLD, ["trains"] * WORLD, [None] * WORLD, PLACE)
     began = time.monotonic()
     with pytest.raises(Hang) as found:
-        await group.train_step([None] * WORLD, ["skips"] * WORLD, [None] * WORLD)
+        await group.train_step([None] * WORLD, ["skips"] * WORLD, [None] * WORLD, PLACE)
     return found.value, time.monotonic() - began
 
 

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, model: str, **more: Any) -> ActorSettings:
+    given: dict[str, Any] = {"lora_targets": TARGETS[model], **more}
     return ActorSettings(
         str(folder / model),
         lr=1e-2,
@@ -50,8 +51,7 @@ def settings(folder: Path, model: str, **more: Any) -> ActorSettings:
         distributed_timeout_minutes=2,
         lora_rank=RANK,
         lora_alpha=ALPHA,
-        lora_targets=TARGETS[model],
-        **more,
+        **given,
     )
 
 
@@ -144,15 +144,29 @@ def test_the_peft_folder_has_the_update_of_every_merged_weight(folder, dense):
     assert not factors, "factors of modules that the model does not have"
 
 
+@pytest.fixture(scope="module")
+def sparse_export(folder: Path) -> dict[str, Any]:
+    """Train attention of the mixture of experts: the targets that may be exported for PEFT."""
+    given = settings(folder, MOE, lora_targets=ALL[:2])
+    own = folder / "sparse"
+    (found,) = run_ranks(look_at_adapters, 1, given, steps=STEPS, folder=str(own))
+    return found
+
+
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_peft_loads_the_folder_with_equal_logits(folder, dense):
+@pytest.mark.parametrize(
+    ("model", "trained", "own"), [(DENSE, "dense", "."), (MOE, "sparse_export", "sparse")]
+)
+def test_peft_loads_the_folder_with_equal_logits(folder, request, recwarn, model, trained, own):
+    """Every adapter is used; PEFT only warns about those that it drops."""
     import peft
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / DENSE)
-    model = peft.PeftModel.from_pretrained(base, folder / "peft")
-    ours = dense["adapted after"]
-    assert np.abs(ours - logits_of(model)).max() < 1e-5 * np.abs(ours).max()
+    ours = request.getfixturevalue(trained)["adapted after"]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / model)
+    adapted = peft.PeftModel.from_pretrained(base, folder / own / "peft")
+    assert not [one for one in recwarn if "adapter keys" in str(one.message)]
+    assert np.abs(ours - logits_of(adapted)).max() < 1e-5 * np.abs(ours).max()
 
 
 def hf_logits(folder: Path) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlpost.actor.settings import ActorSettings
+from rlpost.policy_versions import PolicyVersions
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
@@ -15,6 +16,7 @@ from tests.contract.test_actor import make_model
 pytestmark = pytest.mark.timeout(300)
 
 FOUR = [*STEPS, STEPS[0]]
+VERSIONS = PolicyVersions(ref_interval=2)
 
 
 def settings(folder: Path) -> ActorSettings:
@@ -24,18 +26,20 @@ def settings(folder: Path) -> ActorSettings:
         use_kl_loss=True,
         kl_loss_coef=0.5,
         kl_loss_type="k2",
-        ref_update_interval=2,
         distributed_timeout_minutes=2,
     )
 
 
 def train_four(actor: Any, *, folder: str) -> dict[str, Any]:
-    """Train four rollouts of one step each; save after the third."""
+    """Train four rollouts, of one step and of two by turns; save after the third."""
     actor.import_weights()
     found: dict[str, Any] = {"is_policy": [], "metrics": []}
     for number, samples in enumerate(FOUR, start=1):
         batch = my_batch(actor, samples, max_tokens=None)
-        found["metrics"].append(dict(actor.train_step(batch).metrics))
+        for step in range(1, 2 + number % 2):
+            place = VERSIONS.place(number, step, 1 + number % 2)
+            metrics = dict(actor.train_step(batch, place=place).metrics)
+        found["metrics"].append(metrics)
         found["is_policy"].append(
             actor.compute_ref_logprobs(batch) == actor.compute_logprobs(batch)
         )
@@ -47,7 +51,8 @@ def train_four(actor: Any, *, folder: str) -> dict[str, Any]:
 def resume(actor: Any, *, folder: str) -> dict[str, Any]:
     """Load, and train the last step."""
     assert actor.load(folder) == 3
-    metrics = dict(actor.train_step(my_batch(actor, FOUR[3], max_tokens=None)).metrics)
+    batch, place = my_batch(actor, FOUR[3], max_tokens=None), VERSIONS.place(4, 1, 1)
+    metrics = dict(actor.train_step(batch, place=place).metrics)
     return {"metrics": metrics, "hash": actor.weights_hash()}
 
 

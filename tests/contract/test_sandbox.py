@@ -130,6 +130,44 @@ def test_limits_end_a_command_and_are_reported():
     inside(work, quick)
 
 
+SOCKETS = """
+import socket, sys, time
+held, total = [], 0
+listener = socket.create_server(("127.0.0.1", 0)) if sys.argv[1] == "tcp" else None
+for _ in range(28):
+    if listener:
+        pair = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    else:
+        pair = socket.socketpair()
+    held.append(pair)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 20)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+        end.settimeout(0.05)
+        try:
+            while True:
+                total += end.send(bytes(1 << 16))
+        except TimeoutError:
+            pass
+print(total)
+time.sleep(1)
+"""
+
+
+def test_data_in_sockets_is_bounded_or_counts_as_memory():
+    """It belongs to no process, and a user may make buffers as large as net.core.wmem_max."""
+    default = int(Path("/proc/sys/net/core/wmem_default").read_text())
+
+    async def work(sandbox):
+        command = ["python3", "-c", SOCKETS]
+        unix = await sandbox.run([*command, "unix"])
+        assert unix.ok and int(unix.text) < 56 * 2 * default
+        tcp = await sandbox.run([*command, "tcp"], timeout=30)
+        assert tcp.ended is Ended.MEMORY or int(tcp.text) < SMALL.memory_mib << 20
+
+    inside(work, replace(SMALL, wall_seconds=60))
+
+
 def test_commands_of_a_driver_with_low_priority_run_at_its_priority():
     source = """
 import asyncio, os

@@ -222,24 +222,37 @@ def test_sandboxes_end_with_their_driver_and_servers_with_the_lease(tmp_path):
         assert not Registry(tmp_path).nodes()
 
 
-def test_clients_without_the_secret_get_no_sandbox_and_no_information(tmp_path):
-    async def whole() -> None:
+def test_clients_without_the_secret_get_no_sandbox_no_answer_and_no_memory(tmp_path):
+    """Not even one that forwards what a driver says to another port, where a server has ended."""
+
+    async def whole(server: psutil.Process) -> None:
         (node,) = Registry(tmp_path).nodes()
-        reader, writer = await asyncio.open_connection(node.host, node.port)
+        secret, address = Registry(tmp_path).secret(), (node.host, node.port)
+        reader, writer = await asyncio.open_connection(*address)
         with pytest.raises((wire.PeerRefused, EOFError, OSError)):
-            await wire.greet(reader, writer, b"wrong", "driver")
+            await wire.greet(reader, writer, b"wrong", "driver", address)
         writer.close()
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\xff" * 8):
-            reader, writer = await asyncio.open_connection(node.host, node.port)
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(text)
-            challenge, _ = await wire.receive(reader, 5)
-            assert set(challenge) == {"challenge", "size"}
             writer.write_eof()
             assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
+        reader, writer = await asyncio.open_connection(*address)
+        with pytest.raises((wire.PeerRefused, EOFError, OSError)):
+            await wire.greet(reader, writer, secret, "driver", (node.host, node.port + 1))
+        writer.close()
+        before = server.memory_info().rss
+        pairs = [await asyncio.open_connection(*address) for _ in range(100)]
+        for _, writer in pairs:
+            writer.write((1 << 30).to_bytes(4, "big") + bytes(1 << 20))
+        await asyncio.wait([asyncio.ensure_future(reader.read()) for reader, _ in pairs[-30:]])
+        assert server.memory_info().rss - before < 32 << 20
+        for _, writer in pairs:
             writer.close()
         async with RemotePool(tmp_path, LIMITS) as pool, fresh(pool) as sandbox:
             assert (await sandbox.run("echo fine")).text == "fine\n"
 
-    with servers(tmp_path, 1):
-        asyncio.run(whole())
+    with servers(tmp_path, 1) as (server,):
+        asyncio.run(whole(server))
     assert (tmp_path / "sandboxes/secret").stat().st_mode & 0o777 == 0o600

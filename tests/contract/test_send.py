@@ -21,7 +21,16 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import WorkerGroup
-from rlpost.types import Sample, SampleGroup, ScoredSample, StepResult, TrainBatch, TrainSample
+from rlpost.policy_versions import PolicyVersions
+from rlpost.types import (
+    Sample,
+    SampleGroup,
+    ScoredSample,
+    StepPlace,
+    StepResult,
+    TrainBatch,
+    TrainSample,
+)
 
 pytestmark = pytest.mark.timeout(120)
 ray = pytest.importorskip("ray")
@@ -73,7 +82,9 @@ class Rank:
             return []
         return [[sample.rollout_logprobs[:] for sample in micro] for micro in batch.micro_batches]
 
-    def train_step(self, batch: TrainBatch, old_logprobs: Any, advantages: Any) -> StepResult:
+    def train_step(
+        self, batch: TrainBatch, old_logprobs: Any, advantages: Any, place: StepPlace
+    ) -> StepResult:
         self._see("train", batch)
         assert (old_logprobs is None) == (self.rank < RANKS_OF_NODE)
         for sample, own in zip(
@@ -207,7 +218,7 @@ def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
         actors = ActorGroup(workers)
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
         old = await actors.compute_logprobs(stored)
-        await actors.train_step(stored, old, [None] * NUM_RANKS)
+        await actors.train_step(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0))
         counts = [count for count, _ in stored_objects(nodes)]
         assert counts == [1, 1 + RANKS_OF_NODE], (
             "the batch on each node, log-probs only on the second"
@@ -234,7 +245,7 @@ def test_log_probs_do_not_pass_through_the_driver(
         monkeypatch.setattr(FloatColumn, "view", None)  # unpickling a column would call it
         old = await actors.compute_logprobs(stored)
         assert [own is None for own in old] == [True] * RANKS_OF_NODE + [False] * RANKS_OF_NODE
-        await actors.train_step(stored, old, [None] * NUM_RANKS)
+        await actors.train_step(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0))
         monkeypatch.undo()
         assert not pickled
         assert old[-1] is not None
@@ -275,9 +286,9 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
         training = Training(
             config, ActorGroup(workers), data_ranks, stop=stop, is_fresh=True, break_even=1e9
         )
-        for _ in range(3):
+        for rollout in range(1, 4):
             pickled.clear()
-            await training.train(groups)
+            await training.train(groups, rollout, PolicyVersions())
             assert pickled["IntColumn"] == len(groups)
             await settled(nodes, [(0, 0)] * NUM_NODES)
 

@@ -75,7 +75,7 @@ async def update(address: EngineAddress, folder: Path, buckets: list[list[str]])
     """Send the weights of a folder over a process group."""
     weights = load_folder(folder)
     whole = WeightUpdate([address], api_key=KEY, timeout_s=120)
-    sender = Sender(weights, buckets_of(weights, buckets))
+    sender = Sender(weights, buckets_of(weights, buckets), secret=KEY)
     await sender.meet(whole)
     await whole.update(1, sender.mover)
     await sender.part(whole)

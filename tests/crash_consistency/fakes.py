@@ -300,6 +300,10 @@ class Actors:
     async def _weights_hash(self) -> str:
         return self.observed.weights
 
+    async def _versions(self) -> tuple[int, int | None]:
+        step, (kept, _) = len(self.observed.history), self.observed.old_policy
+        return step, None if kept == step else kept
+
     async def _load(self, folder: str) -> None:
         state = json.loads((Path(folder) / SHARD).read_text())
         self.observed.weights, self.observed.history = state["weights"], state["history"]
@@ -337,9 +341,10 @@ class Training:
         self, config: Any, actors: Any, data_ranks: Sequence[int], *, stop: Any, **more: Any
     ) -> None:
         self._observed, self._stop = ROOM.attempt.observed, stop
-        self._interval = config.rollout.update_weights_interval
 
-    async def train(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    async def train(
+        self, groups: Sequence[SampleGroup], rollout: int, versions: Any
+    ) -> dict[str, float]:
         """Train a step and return its metrics; raises Preempted before it on a stop request."""
         self._stop.check()
         await asyncio.sleep(TRAIN_S)
@@ -347,8 +352,9 @@ class Training:
         seen.trained.append((len(seen.history), digest(json.dumps(batch, sort_keys=True))))
         seen.history = [*seen.history, batch]
         seen.weights = next_weights(seen.weights, batch)
-        if len(seen.history) % self._interval == 0:
-            seen.old_policy = (len(seen.history), seen.weights)
+        assert len(seen.history) == rollout, f"rollout {rollout} is trained as another one"
+        if versions.engines(rollout) == rollout:
+            seen.old_policy = (rollout, seen.weights)
         return {
             "train/loss": 0.5,
             "train/grad_norm": 1.0,

@@ -34,16 +34,24 @@ def end_run(folder: Path) -> None:
 class LocalRun:
     """A run on this machine, in attempt 0.
 
-    Its folder is ``folder/run``; relative paths of the recipe are resolved in ``home``.
+    Its folder is ``folder/run``; relative paths of the recipe are resolved in ``home``. ``prefix`` is
+    a command that runs the rest in other namespaces, where ``folder`` is ``seen_as``.
     """
 
     def __init__(
-        self, folder: Path, settings: Sequence[str], *, recipe: str = RECIPE, home: Path = ROOT
+        self,
+        folder: Path,
+        settings: Sequence[str],
+        *,
+        recipe: str = RECIPE,
+        home: Path = ROOT,
+        prefix: Sequence[str] = (),
+        seen_as: Path | None = None,
     ) -> None:
         self.folder = folder / "run"
         self.log = folder / "submit.log"
         command = [sys.executable, "-m", "rlpost.submit", recipe, "--local", *settings]
-        command += ["--run-folder", str(self.folder)]
+        command = [*prefix, *command, "--run-folder", str((seen_as or folder) / "run")]
         environment = {**os.environ, **USER_ENVIRONMENT}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

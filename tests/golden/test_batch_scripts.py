@@ -88,7 +88,7 @@ SPECS = {
         setup_commands=("a'; touch x", "$(touch x) # x"),
         home="/home/a'; touch x",
         python="/home/$(touch x)/python",
-        run_folder='/runs/%j "; touch x; #',
+        run_folder='/runs/$j "; touch x; #',
         output="/runs/a'; touch x #/slurm-%j.out",
     ),
 }

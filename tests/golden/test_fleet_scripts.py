@@ -52,7 +52,7 @@ SPECS = {
             agent_args=("$(touch x)",),
             home="/home/a; touch x",
             python="/home/$(touch x)/python",
-            run_folder='/runs/%j "; touch x; #',
+            run_folder='/runs/$j "; touch x; #',
             output="/runs/a'; touch x #/%A_%a.batch",
         ),
         num_engines=1,

@@ -32,7 +32,7 @@ HOSTILE = replace(
     job_name="hostile",
     home="/home/a; touch x",
     python="/home/$(touch x)/python",
-    run_folder='/runs/%j "; touch x; #',
+    run_folder='/runs/$j "; touch x; #',
     output="/runs/a'; touch x #/%A_%a.batch",
     requeue="never",
 )

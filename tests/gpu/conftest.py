@@ -9,6 +9,8 @@ import os
 
 import pytest
 
+from tests.contract.conftest import secret_of_ranks  # noqa: F401
+
 ON_CPU = os.environ.get("RLPOST_GPU_TESTS_ON") == "cpu"
 
 

@@ -88,8 +88,12 @@ def receive_on(
         rendezvous,
     )
 
+    from common.attempt import attempt_secret
+    from common.torch_store import replace_rendezvous
+
     if device != "cpu":
         torch.cuda.set_device(device)
+    replace_rendezvous(attempt_secret())
     timeout = timedelta(seconds=90)
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
     store.set_timeout(timeout)

@@ -1,10 +1,14 @@
 """``tools/install.sh``: the check of Python's version, and the calls of pip on a machine with GPUs."""
 
+import configparser
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,10 +65,42 @@ def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_report
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and (venv / ".installed").exists(), done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    (stack,) = (index for index, call in enumerate(calls) if ".[gpu,dev]" in call)
+    (stack,) = (index for index, call in enumerate(calls) if "-r tools/locks/gpu.txt" in call)
+    assert "--require-hashes" in calls[stack]
     compiled = [index for index, call in enumerate(calls) if "--no-build-isolation" in call]
     assert len(compiled) == has_nvcc and all(index > stack for index in compiled)
     if has_nvcc:
         assert (venv / "compiled.txt").read_text() == "transformer-engine==PINNED\n"
     assert (why is None) == ("without TransformerEngine" not in done.stderr)
     assert why is None or why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lock", "extras"), [("cpu.txt", ("cpu", "dev", "otlp")), ("gpu.txt", ("gpu", "dev", "otlp"))]
+)
+def test_every_requirement_is_locked_with_hashes(lock, extras):
+    """Run ``make lock`` after a change to setup.cfg."""
+    locked = {}
+    for block in re.split(r"\n(?=\S)", (ROOT / "tools/locks" / lock).read_text()):
+        name, version = re.match(r"([a-zA-Z0-9._-]+)==([^ ;\\]+)", block).groups()
+        locked.setdefault(canonicalize_name(name), set()).add(version)
+        assert "--hash=sha256:" in block, name
+    for requirement in requirements(extras):
+        name = canonicalize_name(requirement.name)
+        if (lock, name) == ("cpu.txt", "torch"):
+            continue  # installed first, from the index of the machine
+        assert name in locked, f"{requirement}: not in tools/locks/{lock}; make lock"
+        assert any(version in requirement.specifier for version in locked[name]), requirement
+
+
+def requirements(extras):
+    """The requirements of setup.cfg for these extras, with those they include."""
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    for extra in extras:
+        for line in options["options.extras_require"][extra].splitlines():
+            if line.strip() and not line.startswith("#"):
+                yield Requirement(line)
+    for line in options["options"]["install_requires"].splitlines():
+        if line.strip():
+            yield Requirement(line)

@@ -7,19 +7,20 @@ besides the tensors. Not collective: each rank reads independently.
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from rlpost.actor.torch_dist.metadata import read_metadata
 from rlpost.actor.torch_dist.shards import Chunk
 from rlpost.errors import CheckpointError
 
@@ -31,9 +32,12 @@ class StoredTensors:
     """The tensors of a checkpoint."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read the metadata. Raises OSError."""
+        """Read the metadata. Raises OSError, and CheckpointError if it would run code."""
         self._folder = Path(folder)
-        metadata = FileSystemReader(self._folder).read_metadata()
+        try:
+            metadata = read_metadata(str(self._folder))
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
         self._tensors = {
             key: found
             for key, found in metadata.state_dict_metadata.items()
@@ -95,7 +99,10 @@ class StoredTensors:
     def _read_file(
         self, name: str, needed: dict[int, Needed], target: Callable[[Chunk], torch.Tensor]
     ) -> None:
-        with open(self._folder / name, "rb") as file:
+        path = self._folder / name
+        if path.parent.resolve() != self._folder.resolve():
+            raise CheckpointError(f"{self._folder}: .metadata names {name}, outside of the folder")
+        with open(path, "rb") as file:
             for offset, wanted in sorted(needed.items()):
                 length = self._places[wanted[0][0].storage_index].length
                 one = _create_file_view(file, offset, length)

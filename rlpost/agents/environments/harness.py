@@ -7,25 +7,26 @@ each trajectory that the gateway recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlpost.agents.environments.calls import call, call_if_there, closed
 from rlpost.agents.environments.plain import finite
 from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.results import EpisodeResult, TurnResult
-from rlpost.agents.gateway import EpisodeLimits, Gateway
+from rlpost.agents.gateway import EpisodeLimits, Gateway, Limit
 from rlpost.agents.trajectory import Trajectory, to_samples
-from rlpost.errors import GradingLost
+from rlpost.errors import ConfigError, GradingLost
 from rlpost.rollout.connection import Halted
 from rlpost.rollout.response_builder import ResponseBuilder
-from rlpost.types import Prompt
+from rlpost.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
 class HarnessRunner:
     """Runs the episodes of one harness, whose object is shared by all episodes.
 
-    The gateway refuses requests after ``max_requests``; the harness is given ``max_turns``.
+    The gateway refuses requests after ``max_requests``; the harness is given ``max_turns``. An
+    episode that raises after a limit refused a request has the reward ``limit_reward``.
     """
 
     word: str
@@ -33,6 +34,7 @@ class HarnessRunner:
     gateway: Gateway
     max_turns: int
     max_requests: int | None = None
+    limit_reward: float = 0.0
 
     async def start(self) -> None:
         """Call the harness's ``start``."""
@@ -49,7 +51,7 @@ class HarnessRunner:
             Halted: generation is suspended.
             RolloutError: a request to an engine failed permanently.
             GradingLost: the harness sent no request to the model.
-            ConfigError: the harness returned no reward.
+            ConfigError: the harness returned no reward, or rewards of turns that no answer has.
             Exception: whatever the harness raises.
         """
         limits = EpisodeLimits(max_requests=self.max_requests)
@@ -74,6 +76,7 @@ class HarnessRunner:
                 },
                 max_turns=self.max_turns,
             )
+            limit: Limit | None = None
             try:
                 given = await call(self.harness.run, asked)
             except Exception as error:
@@ -81,22 +84,63 @@ class HarnessRunner:
                     raise Halted from error
                 if episode.error is not None:
                     raise episode.error from error
-                raise
+                limit = episode.limit_reached
+                if limit is None or not episode.trajectories():
+                    raise
+                # Clients raise when a request is refused. The policy caused it, by a loop or long
+                # answers, so the episode is scored.
+                given = Outcome(self.limit_reward, info={"error": f"{error}"[:2000]})
             if episode.halted:
                 raise Halted
             if episode.error is not None:
                 raise episode.error
-            found = episode.trajectories()
-        if not found:
+            trajectories = episode.trajectories()
+        if not trajectories:
             raise GradingLost(f"--env {self.word}: run ended without a request to the model")
         outcome = given if isinstance(given, Outcome) else Outcome(finite(self.word, given, "run"))
-        samples = to_samples(found, prompt.prompt_id, builder.index, label=prompt.label)
+        samples = to_samples(trajectories, prompt.prompt_id, builder.index, label=prompt.label)
+        if limit is not None:
+            samples = _truncated(samples, trajectories)
         return EpisodeResult(
             tuple(samples),
-            turns_of_trajectories(found, outcome.turn_rewards, builder),
+            turns_of_trajectories(trajectories, self._turn_rewards(outcome, trajectories), builder),
             finite(self.word, outcome.reward, "the reward of run"),
             info=outcome.info,
+            limit=limit,
         )
+
+    def _turn_rewards(self, outcome: Outcome, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the rewards of turns as finite numbers, at most one for each answered request.
+
+        Raises ConfigError.
+        """
+        rewards = [
+            finite(self.word, reward, f"turn_rewards[{number}] of run")
+            for number, reward in enumerate(outcome.turn_rewards)
+        ]
+        num_requests = len(_request_numbers(trajectories))
+        if len(rewards) > num_requests:
+            raise ConfigError(
+                f"--env {self.word}: run returned {len(rewards)} turn_rewards for {num_requests} "
+                "answered requests to the model; return one for each answer at most"
+            )
+        return rewards
+
+
+def _truncated(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> list[Sample]:
+    """Mark the sample with the last answer of an episode as ended by a limit."""
+    last = max(_request_numbers(trajectories))
+    ends = [trajectory.turns[-1].request for trajectory in trajectories]
+    return [
+        replace(sample, finish_reason="length") if end == last else sample
+        for sample, end in zip(samples, ends, strict=True)
+    ]
+
+
+def _request_numbers(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the numbers of the requests that were answered, in order."""
+    turns = [turn for each in trajectories for turn in each.turns if turn.is_trained]
+    return sorted({turn.request for turn in turns})
 
 
 def turns_of_trajectories(
@@ -107,9 +151,7 @@ def turns_of_trajectories(
     ``rewards`` belong to requests in that order. The ``n`` answers to one request share its reward.
     """
     found: list[tuple[int, int, TurnResult]] = []
-    numbers = sorted(
-        {turn.request for each in trajectories for turn in each.turns if turn.is_trained}
-    )
+    numbers = _request_numbers(trajectories)
     for position, each in enumerate(trajectories):
         first = next(turn for turn in each.turns if turn.is_trained)
         ends = [turn.start for turn in each.turns[1:]] + [len(each.token_ids)]
@@ -126,6 +168,7 @@ def turns_of_trajectories(
                 reward=rewards[place] if place < len(rewards) else 0.0,
                 said=builder.decode(each.token_ids[turn.end : until]),
                 before=builder.decode(each.token_ids[: turn.start]) if turn is first else "",
+                cause=each.cause if turn is first and position else "",
                 seconds=turn.ended_at - turn.began_at,
             )
             found.append((turn.request, position, result))

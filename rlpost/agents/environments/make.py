@@ -124,7 +124,14 @@ def _runner(
         return PlainRunner(name.word, create, max_turns)
     # An adapter's library has its own limits, at which it scores the episode.
     max_requests = max_turns if name.kind == "own" else None
-    return HarnessRunner(name.word, made, gateway(), max_turns, max_requests=max_requests)
+    return HarnessRunner(
+        name.word,
+        made,
+        gateway(),
+        max_turns,
+        max_requests=max_requests,
+        limit_reward=config.env.env_limit_reward,
+    )
 
 
 def _with_sandboxes(create: Callable[[], UsesSandboxes], pool: Pool) -> UsesSandboxes:

@@ -21,6 +21,7 @@ class TurnResult:
     """A turn of the model, and the text that followed it.
 
     ``before`` is the text between the prompt and the first turn of a sample.
+    ``cause`` says of the first turn of a sample why it did not continue an earlier sample.
     ``sample`` is the position of its sample in the episode, ``start`` and ``end`` its tokens in
     that sample's response. ``seconds`` are those of the model, ``env_seconds`` those of the
     environment.
@@ -36,6 +37,7 @@ class TurnResult:
     seconds: float = 0.0
     env_seconds: float = 0.0
     before: str = ""
+    cause: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return the turn as an entry of a record; empty values are left out."""
@@ -51,6 +53,7 @@ class TurnResult:
             "said": self.said,
             "tool": self.tool,
             "branch": self.sample,
+            "cause": self.cause,
         }
         return record | {key: value for key, value in optional.items() if value}
 
@@ -64,12 +67,14 @@ class EpisodeResult:
         turns: in the order of their requests.
         score: the reward of the whole episode, beside those of its turns.
         info: further JSON values for the record.
+        limit: the limit that ended the episode before its environment scored it.
     """
 
     samples: tuple[Sample, ...]
     turns: tuple[TurnResult, ...]
     score: float = 0.0
     info: Mapping[str, object] = field(default_factory=dict)
+    limit: str | None = None
 
     @property
     def reward(self) -> float:
@@ -125,4 +130,6 @@ def record_of(result: EpisodeResult) -> dict[str, object]:
         "versions": sorted(versions.items()),
         "turns": [turn.to_json() for turn in result.turns],
     }
+    if result.limit is not None:
+        record["limit"] = result.limit
     return record | ({"info": dict(result.info)} if result.info else {})

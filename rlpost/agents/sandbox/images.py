@@ -7,6 +7,7 @@ of ``inner`` over the unpacked folder, which stays read-only under a writable la
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -36,10 +37,10 @@ def unpacked(image: str | None, name: str) -> Iterator[str | None]:
     folder = _folder(name)
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        raise ConfigError(f"{folder} is not a leftover of this server; remove it") from None
-    (folder / MARK).write_text(name)
+    except FileExistsError:  # of another user
+        folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
     try:
+        (folder / MARK).write_text(name)
         environment = {**os.environ, "ENROOT_DATA_PATH": str(folder)}
         command = ["enroot", "create", "--name", "root", image]
         try:
@@ -56,14 +57,15 @@ def unpacked(image: str | None, name: str) -> Iterator[str | None]:
 
 
 def remove_leftovers(name: str) -> None:
-    """Remove the folder that a killed server of this name left; no folder of another owner."""
-    folder = _folder(name)
-    try:
-        is_own = folder.lstat().st_uid == os.getuid() and (folder / MARK).read_text() == name
-    except OSError:
-        return
-    if is_own and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders that a killed server of this name left; no folder of another owner."""
+    nominal = _folder(name)
+    for folder in (nominal, *nominal.parent.glob(f"{glob.escape(nominal.name)}-*")):
+        try:
+            is_own = folder.lstat().st_uid == os.getuid() and (folder / MARK).read_text() == name
+        except OSError:
+            continue
+        if is_own and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder(name: str) -> Path:

@@ -38,12 +38,12 @@ class RemoteSandbox(Sandbox):
         self,
         limits: Limits,
         node: str,
-        reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         super().__init__(limits, name=node)  # until the server has chosen the sandbox
         self.node = node
-        self._reader, self._writer = reader, writer
+        self._writer = writer
+        self._wire: wire.Wire
         self._busy = asyncio.Lock()
         self._open = True
 
@@ -56,11 +56,12 @@ class RemoteSandbox(Sandbox):
                 reader, writer = await asyncio.open_connection(node.host, node.port)
         except (OSError, TimeoutError) as error:
             raise SandboxLost(f"sandbox server {node.name} ({node.host}): {error}") from error
-        sandbox = cls(limits, node.name, reader, writer)
+        sandbox = cls(limits, node.name, writer)
         try:
             wire.keep_alive(writer)
-            await wire.greet(reader, writer, secret, "driver")
-            await wire.send(writer, {"limits": asdict(limits)})
+            address = (node.host, node.port)
+            sandbox._wire = await wire.greet(reader, writer, secret, "driver", address)
+            await sandbox._wire.send({"limits": asdict(limits)})
             header, _ = await sandbox._answer()
             sandbox.name = str(header["ready"])
         except BaseException as error:
@@ -76,7 +77,7 @@ class RemoteSandbox(Sandbox):
             if not self._open:
                 raise SandboxLost(f"sandbox {self.name} is closed")
             try:
-                await wire.send(self._writer, {"request": request}, stdin)
+                await self._wire.send({"request": request}, stdin)
                 header, body = await self._answer()
             except (OSError, EOFError, wire.PeerRefused) as error:
                 await self.close()
@@ -91,7 +92,7 @@ class RemoteSandbox(Sandbox):
     async def _answer(self) -> tuple[wire.Header, bytes]:
         """Return the next answer; heartbeats only extend the wait."""
         while True:
-            header, body = await wire.receive(self._reader, wire.SILENCE_SECONDS)
+            header, body = await self._wire.receive(wire.SILENCE_SECONDS)
             if "lost" in header:
                 raise SandboxLost(header["lost"])
             if "beat" not in header:

@@ -38,6 +38,8 @@ from rlpost.errors import ConfigError, RlpostError
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 1800.0  # a run without a renewed lease has ended; long, because of requeues
+MAX_UNPROVEN = 64
+"""Connections at a time that have not proven that they know the secret."""
 Message = tuple[wire.Header, bytes]
 T = TypeVar("T")
 
@@ -45,9 +47,11 @@ T = TypeVar("T")
 class SandboxServer:
     """Serves the sandboxes of one pool."""
 
-    def __init__(self, pool: Pool, secret: bytes) -> None:
-        self.pool, self.secret = pool, secret
+    def __init__(self, pool: Pool, secret: bytes, host: str) -> None:
+        """``host``: the address to listen on, as the record of this server has it."""
+        self.pool, self.secret, self.host = pool, secret, host
         self.connections: set[asyncio.Task[None]] = set()
+        self.num_unproven = 0
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection: one sandbox."""
@@ -56,8 +60,7 @@ class SandboxServer:
         self.connections.add(task)
         try:
             wire.keep_alive(writer)
-            await wire.greet(reader, writer, self.secret, "server")
-            await self._serve(reader, writer)
+            await self._serve(await self._greeted(reader, writer))
         except (wire.PeerRefused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)
         except (OSError, EOFError, TimeoutError):
@@ -66,27 +69,40 @@ class SandboxServer:
             self.connections.discard(task)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        header, _ = await wire.receive(reader, wire.SILENCE_SECONDS)
+    async def _greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> wire.Wire:
+        """Let the other side prove itself; see ``wire.greet`` for the errors."""
+        if self.num_unproven >= MAX_UNPROVEN:
+            raise wire.PeerRefused(f"{MAX_UNPROVEN} connections have not proven themselves")
+        self.num_unproven += 1
+        try:
+            address = (self.host, writer.get_extra_info("sockname")[1])
+            return await wire.greet(reader, writer, self.secret, "server", address)
+        finally:
+            self.num_unproven -= 1
+
+    async def _serve(self, peer: wire.Wire) -> None:
+        header, _ = await peer.receive(wire.SILENCE_SECONDS)
         limits = Limits(**header["limits"])
         inbox: asyncio.Queue[Message | None] = asyncio.Queue()
-        reading = asyncio.ensure_future(_read_all(reader, inbox))
+        reading = asyncio.ensure_future(_read_all(peer, inbox))
         sandbox: Sandbox | None = None
         try:
-            sandbox = await self._while_alive(self.pool.acquire(limits), reading, writer)
-            await wire.send(writer, {"ready": sandbox.name})
+            sandbox = await self._while_alive(self.pool.acquire(limits), reading, peer)
+            await peer.send({"ready": sandbox.name})
             while (request := await inbox.get()) is not None:
-                answer = await self._while_alive(answered(sandbox, *request), reading, writer)
-                await wire.send(writer, *answer)
+                answer = await self._while_alive(answered(sandbox, *request), reading, peer)
+                await peer.send(*answer)
         except SandboxLost as lost:
-            await wire.send(writer, {"lost": str(lost)})
+            await peer.send({"lost": str(lost)})
         finally:
             reading.cancel()
             if sandbox is not None:
                 await asyncio.shield(sandbox.close())
 
     async def _while_alive(
-        self, work: Awaitable[T], reading: asyncio.Task[None], writer: asyncio.StreamWriter
+        self, work: Awaitable[T], reading: asyncio.Task[None], peer: wire.Wire
     ) -> T:
         """Await work and send heartbeats to the driver; cancel it when the driver is gone."""
         task = asyncio.ensure_future(work)
@@ -101,7 +117,7 @@ class SandboxServer:
                     break
                 if reading.done():
                     raise EOFError("the driver is gone")
-                await wire.send(writer, {"beat": True})
+                await peer.send({"beat": True})
             return task.result()
         finally:
             if not task.done():
@@ -117,11 +133,11 @@ class SandboxServer:
         await asyncio.gather(*self.connections, return_exceptions=True)
 
 
-async def _read_all(reader: asyncio.StreamReader, inbox: asyncio.Queue[Message | None]) -> None:
+async def _read_all(peer: wire.Wire, inbox: asyncio.Queue[Message | None]) -> None:
     """Read requests until the connection ends, so that its end is seen during a command."""
     try:
         while True:
-            await inbox.put(await wire.receive(reader, None))
+            await inbox.put(await peer.receive(None))
     except (OSError, EOFError, wire.PeerRefused):
         await inbox.put(None)
 
@@ -137,7 +153,7 @@ async def serve(
     registry: Registry, name: str, pool: LocalPool, host: str, stopped: Callable[[], bool]
 ) -> int:
     """Serve until the run is over (0) or this job ends (75)."""
-    server = SandboxServer(pool, registry.secret())
+    server = SandboxServer(pool, registry.secret(), host)
     listening = await asyncio.start_server(server.connected, host, 0)
     port = listening.sockets[0].getsockname()[1]
     lease = LeaseWatch(registry)

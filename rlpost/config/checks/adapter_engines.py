@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpost.config.checks.layout import EXPERT_KEYS
+from rlpost.config.checks.lora import ATTENTION
 from rlpost.config.engine_args import MODULES, adapter_args
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
@@ -19,7 +20,6 @@ DRAFTING = ("NGRAM", "EAGLE", "NEXTN", "EAGLE3", "DFLASH", "DSPARK")
 
 Source: sglang/srt/arg_groups/lora_hook.py.
 """
-ATTENTION = ("linear_qkv", "linear_proj")
 
 
 def adapter_engine_problems(config: Config) -> list[str]:

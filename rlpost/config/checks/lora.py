@@ -10,6 +10,8 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.model_types import HfConfig
 
+ATTENTION = ("linear_qkv", "linear_proj")
+"""Targets that are projections of attention."""
 WITHOUT_ADAPTERS = frozenset(
     {
         *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),  # latent attention
@@ -98,8 +100,16 @@ def lora_model_problems(config: Config, model: HfConfig) -> list[str]:
             f"{spelled(config, 'lora_rank')}: adapters do not exist for the attention or the experts of "
             f"{architecture}; omit it to train all weights"
         ]
-    has_experts = any(model.get(key) for key in EXPERT_KEYS)
-    if has_experts or "experts" not in config.lora.lora_targets:
+    targets = config.lora.lora_targets
+    if any(model.get(key) for key in EXPERT_KEYS):
+        if config.lora.lora_export == "merged" or set(targets) <= {*ATTENTION, "experts"}:
+            return []
+        return [
+            f"--lora-export peft with {spelled(config, 'lora_targets')}: in a model with routed experts PEFT takes "
+            "adapters of gate, up and down projections for those of the experts, and drops the ones of dense layers "
+            "and shared experts with a warning; use --lora-targets linear_qkv linear_proj, or --lora-export merged"
+        ]
+    if "experts" not in targets:
         return []
     return [
         f"{spelled(config, 'lora_targets')}: the model's config.json has no routed experts; use --lora-targets without "

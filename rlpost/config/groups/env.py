@@ -44,7 +44,10 @@ class EnvConfig(Group):
     """What a token is rewarded for: the reward of the whole episode, or the rewards of its turn and
     of all later ones."""
     env_max_turns: Positive = 16
-    """Maximum turns of the model in an episode; of environments with reset and step."""
+    """Maximum turns of the model in an episode."""
+    env_limit_reward: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Reward of an episode whose harness ends with an error after the gateway refused a request
+    beyond --env-max-turns or the context."""
     env_timeout_s: PositiveNumber = 1800.0
     """Timeout in seconds of an episode, waiting for engines included; on expiry it is left out."""
     env_concurrency: Positive = 256

@@ -50,7 +50,8 @@ class GrpoConfig(Group):
     """Ratio that --loss-type policy_loss clips: per token (ppo), per sequence (gspo), or a detached
     per-token weight (cispo). Default: the one that --advantage-estimator names, else ppo."""
     disable_grpo_std_normalization: bool = False
-    """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
+    """Do not divide advantages by the group's standard deviation: the advantages of Dr. GRPO, whose
+    loss is a sum over tokens (docs/actor.md)."""
     disable_rewards_normalization: bool = False
     """Take rewards as advantages, without a baseline (REINFORCE)."""
     disable_compute_advantages_and_returns: bool = False

@@ -139,7 +139,3 @@ class RolloutConfig(Group):
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch of --num-epoch ends with this many steps."""
         return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
-
-    def engine_version(self, step: int) -> int:
-        """Return the version of the weights that engines have after ``step`` steps."""
-        return step - step % self.update_weights_interval

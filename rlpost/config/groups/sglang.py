@@ -25,7 +25,8 @@ class SglangConfig(Group):
     rollout_health_check_interval: Annotated[float, Field(gt=0.0)] = 30.0
     """Seconds between health checks of the engines; a dead or hung engine is restarted."""
     rollout_health_check_timeout: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds without an answer after which an engine counts as hung."""
+    """Seconds that a health check may take; an engine that does not answer and does not compute
+    counts as hung (docs/engines.md)."""
 
     @property
     def given_server_args(self) -> dict[str, object]:

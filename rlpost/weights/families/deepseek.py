@@ -10,17 +10,16 @@ rotary embedding, which rotates adjacent pairs.
 
 from __future__ import annotations
 
+from rlpost.actor.rope import rope as options_of
 from rlpost.errors import WeightError
 from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.families.glm import mixture
+from rlpost.weights.families.glm import EXPERTS, mixture
 from rlpost.weights.family import Family
 from rlpost.weights.names import in_layer
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the narrow vectors: a constant in transformers, not ``rms_norm_eps``."""
-SCORES_OF_A_GROUP = 2
-"""Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
 
 ATTENTION: tuple[names.Rule, ...] = (
     in_layer("input_layernorm.weight", "input_layernorm.weight"),
@@ -45,22 +44,15 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     Raises:
         WeightError: a key has a value that Megatron-core computes differently.
     """
-    if not hf.get("rope_interleave", True):
+    if not hf["rope_interleave"]:
         raise WeightError(
             "rope_interleave = false is not supported: Megatron-core rotates adjacent pairs in latent "
             "attention; use a checkpoint with rope_interleave = true"
         )
-    groups, topk = hf.get("n_group") or 1, hf["num_experts_per_tok"]
-    if groups > 1 and topk // hf["topk_group"] != SCORES_OF_A_GROUP:
-        raise WeightError(
-            f"num_experts_per_tok = {topk} with topk_group = {hf['topk_group']} is not supported: "
-            f"Megatron-core ranks a group by its best {topk // hf['topk_group']} experts, the model "
-            f"by its best {SCORES_OF_A_GROUP}; use topk_group = {topk // SCORES_OF_A_GROUP}"
-        )
     return mixture({**hf, "first_k_dense_replace": _num_dense(hf)}) | {
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": hf.get("q_lora_rank"),
+        "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": hf["kv_lora_rank"],
         "qk_head_dim": hf["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
@@ -77,8 +69,7 @@ def _num_dense(hf: HfConfig) -> int:
     """
     types = hf.get("mlp_layer_types")
     if types is None:
-        # transformers' default for Glm4MoeLiteForCausalLM is one, and DeepSeek's files name it
-        return hf.get("first_k_dense_replace", 1)
+        return int(hf["first_k_dense_replace"])
     count = types.index("sparse") if "sparse" in types else len(types)
     if "dense" in types[count:]:
         raise WeightError(
@@ -97,7 +88,7 @@ def _rotary(hf: HfConfig) -> dict[str, object]:
     Raises:
         WeightError: YaRN with options that Megatron-core lacks.
     """
-    rope = hf.get("rope_parameters") or (dict(hf) | (hf.get("rope_scaling") or {}))
+    rope: HfConfig = options_of(hf)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     fields: dict[str, object] = {"rotary_base": rope["rope_theta"]}
     if kind != "yarn":
@@ -126,20 +117,26 @@ def _rotary(hf: HfConfig) -> dict[str, object]:
     }
 
 
-_FAMILY = Family(
-    rules=(
-        *names.OUTSIDE_LAYERS,
-        *ATTENTION,
-        *names.MLP_NORM,
-        *names.DENSE_MLP,
-        *names.SIGMOID_EXPERTS,
-        *names.MTP_LAYER,
-    ),
-    fields=_fields,
-    refused=("attention_bias",),
-    carries_extra_layers=True,
-)
+def _family(**defaults: object) -> Family:
+    return Family(
+        rules=(
+            *names.OUTSIDE_LAYERS,
+            *ATTENTION,
+            *names.MLP_NORM,
+            *names.DENSE_MLP,
+            *names.SIGMOID_EXPERTS,
+            *names.MTP_LAYER,
+        ),
+        fields=_fields,
+        defaults=EXPERTS | {"rope_interleave": True} | defaults,
+        refused=("attention_bias",),
+        carries_extra_layers=True,
+    )
+
+
 FAMILIES: dict[str, Family] = {
-    "DeepseekV3ForCausalLM": _FAMILY,
-    "Glm4MoeLiteForCausalLM": _FAMILY,
+    "DeepseekV3ForCausalLM": _family(
+        n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5
+    ),
+    "Glm4MoeLiteForCausalLM": _family(routed_scaling_factor=1.8),
 }

@@ -6,6 +6,7 @@ norms on both sides, and embeddings are scaled.
 
 from __future__ import annotations
 
+from rlpost.actor.rope import FULL, SLIDING
 from rlpost.errors import WeightError
 from rlpost.model_types import HfConfig
 from rlpost.weights import names
@@ -24,7 +25,7 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     scale of the softmax.
 
     Raises:
-        WeightError: config.json names another activation.
+        WeightError: config.json names another activation, or rope options that are ignored.
         KeyError: a key is missing.
     """
     if (activation := hf.get("hidden_activation", ACTIVATION)) != ACTIVATION:
@@ -32,8 +33,19 @@ def _fields(hf: HfConfig) -> dict[str, object]:
             f"hidden_activation = {activation!r} is not supported; use a checkpoint with "
             f"hidden_activation = {ACTIVATION!r}"
         )
-    if not hf.get("rope_parameters"):
+    nested, scaling = hf.get("rope_parameters"), hf.get("rope_scaling") or {}
+    if not nested:
         _ = hf["rope_local_base_freq"]  # of the layers with a window; transformers 5 nests it
+    elif FULL not in nested:
+        raise WeightError(
+            f"rope_parameters = {nested!r} has no {FULL}, and transformers ignores other options for "
+            f"this model; nest them in {FULL} and {SLIDING}"
+        )
+    if scaling and "rope_type" not in scaling:
+        raise WeightError(
+            f"rope_scaling = {scaling!r} has no rope_type, without which transformers ignores it for "
+            "this model; add rope_type, or leave rope_scaling out"
+        )
     return {
         "activation_func": "gelu_tanh",
         "layernorm_zero_centered_gamma": True,
@@ -68,6 +80,7 @@ FAMILIES: dict[str, Family] = {
             in_layer("mlp.linear_fc2.end_norm.weight", "post_feedforward_layernorm.weight"),
         ),
         fields=_fields,
+        defaults={"head_dim": 256, "query_pre_attn_scalar": 256},
         # transformers ignores attn_logit_softcapping in the attention of Gemma-3
         refused=("attention_bias", "attn_logit_softcapping", "use_bidirectional_attention"),
         sandwich_norms=True,

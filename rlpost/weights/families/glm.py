@@ -24,11 +24,11 @@ def mixture(hf: HfConfig) -> dict[str, object]:
     Raises:
         WeightError: the selected scores are not divided by their sum, which Megatron always does.
     """
-    if not hf.get("norm_topk_prob", True):
+    if not hf["norm_topk_prob"]:
         raise WeightError(
             "norm_topk_prob = false is not supported; use a checkpoint with norm_topk_prob = true"
         )
-    num_dense, num_groups = hf.get("first_k_dense_replace", 0), hf.get("n_group", 1)
+    num_dense, num_groups = hf["first_k_dense_replace"], hf["n_group"]
     groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if num_groups > 1:
         groups = {"moe_router_num_groups": num_groups, "moe_router_group_topk": hf["topk_group"]}
@@ -42,7 +42,7 @@ def mixture(hf: HfConfig) -> dict[str, object]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_pre_softmax": True,
         **groups,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
         **expert_fields(
             hf,
             num_experts=hf["n_routed_experts"],
@@ -50,6 +50,16 @@ def mixture(hf: HfConfig) -> dict[str, object]:
         ),
     }
 
+
+EXPERTS: dict[str, object] = {
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+}
+"""transformers' defaults of ``Glm4MoeConfig``."""
 
 FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(
@@ -66,6 +76,7 @@ FAMILIES: dict[str, Family] = {
             in_layer("mlp.linear_fc2.end_norm.weight", "post_mlp_layernorm.weight"),
         ),
         fields=_dense,
+        defaults={"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5},
         sandwich_norms=True,
     ),
     "Glm4MoeForCausalLM": Family(
@@ -80,6 +91,7 @@ FAMILIES: dict[str, Family] = {
             *names.MTP_LAYER,
         ),
         fields=mixture,
+        defaults=EXPERTS | {"partial_rotary_factor": 0.5},
         carries_extra_layers=True,
     ),
 }

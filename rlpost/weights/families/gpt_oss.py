@@ -18,6 +18,17 @@ config.json may repeat it as ``swiglu_limit``.
 """
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""transformers' default of ``rope_parameters``, whose base is ``rope_theta``."""
+
+
 def _fields(hf: HfConfig) -> dict[str, object]:
     """Each layer is sparse. The router takes the softmax of the selected scores.
 
@@ -30,7 +41,7 @@ def _fields(hf: HfConfig) -> dict[str, object]:
         "activation_func_clamp_value": hf.get("swiglu_limit", SWIGLU_LIMIT),
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        **window_fields(hf, hf["layer_types"]),
+        **window_fields(hf, _layer_types(hf)),
         "moe_router_pre_softmax": False,
         **expert_fields(
             hf,
@@ -39,6 +50,14 @@ def _fields(hf: HfConfig) -> dict[str, object]:
             ffn="intermediate_size",
         ),
     }
+
+
+def _layer_types(hf: HfConfig) -> list[str]:
+    """Kind of each layer; without them every other layer has a window, the first one included."""
+    if kinds := hf.get("layer_types"):
+        return list(kinds)
+    pattern = ("sliding_attention", "full_attention")
+    return [pattern[number % 2] for number in range(hf["num_hidden_layers"])]
 
 
 def _stacked(megatron: str, hugging_face: str, layout: Layout) -> Rule:
@@ -68,5 +87,6 @@ FAMILIES: dict[str, Family] = {
             _stacked("linear_fc2.bias", "down_proj_bias", "plain"),
         ),
         fields=_fields,
+        defaults={"head_dim": 64, "rope_parameters": _YARN},
     ),
 }

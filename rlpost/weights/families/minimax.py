@@ -63,6 +63,7 @@ FAMILIES: dict[str, Family] = {
             in_layer(_EXPERT + "linear_fc2.weight", _EXPERT_THERE + "w2.weight"),
         ),
         fields=_fields,
+        defaults={"head_dim": 128},
         refused=("sliding_window", "shared_intermediate_size", "router_jitter_noise"),
         projection_norms=True,
     ),

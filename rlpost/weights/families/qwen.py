@@ -15,8 +15,10 @@ from rlpost.weights.family import Family, expert_fields, window_fields
 
 _DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
 
-MAX_WINDOW_LAYERS = 28
-"""Default of ``max_window_layers`` in transformers."""
+_WINDOWS: dict[str, object] = {"use_sliding_window": False, "max_window_layers": 28}
+"""transformers' defaults of the windows; ``Qwen3MoeConfig`` has only the first."""
+EXPERTS: dict[str, object] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
+"""transformers' defaults of ``Qwen3MoeConfig`` and ``Qwen2MoeConfig``."""
 
 
 def _windows(hf: HfConfig, is_windowed: Callable[[int, int], bool]) -> dict[str, object]:
@@ -28,8 +30,8 @@ def _windows(hf: HfConfig, is_windowed: Callable[[int, int], bool]) -> dict[str,
     Raises:
         WeightError: a layer has a window that is switched off; transformers fails on it.
     """
-    kinds, bound = hf.get("layer_types"), hf.get("max_window_layers", MAX_WINDOW_LAYERS)
-    if hf.get("use_sliding_window") and hf["sliding_window"] is not None:
+    kinds, bound = hf.get("layer_types"), hf["max_window_layers"]
+    if hf["use_sliding_window"] and hf["sliding_window"] is not None:
         if kinds is None:
             kinds = [
                 "sliding_attention" if is_windowed(number, bound) else "full_attention"
@@ -51,7 +53,7 @@ def _dense_windows(hf: HfConfig) -> dict[str, object]:
 
 def mixture(hf: HfConfig) -> dict[str, object]:
     """Layers are sparse by the rule of ``Qwen3MoeDecoderLayer`` in transformers."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
     sparse = [
         number not in dense and (number + 1) % step == 0
         for number in range(hf["num_hidden_layers"])
@@ -59,7 +61,7 @@ def mixture(hf: HfConfig) -> dict[str, object]:
     return {
         # Softmax over all experts, divided by the sum of the selected, is softmax over the
         # selected.
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not hf["norm_topk_prob"],
         **expert_fields(
             hf, num_experts=hf.get("num_experts") or hf["num_local_experts"], layer_is_sparse=sparse
         ),
@@ -68,7 +70,8 @@ def mixture(hf: HfConfig) -> dict[str, object]:
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, object]:
     """Every layer has the window (``Qwen3MoeModel`` in transformers)."""
-    windows = _windows({**hf, "layer_types": None}, lambda number, bound: True)
+    every = {**hf, "layer_types": None, "max_window_layers": None}
+    windows = _windows(every, lambda number, bound: True)
     return {"qk_layernorm": True, **mixture(hf), **windows}
 
 
@@ -85,7 +88,7 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, object]:
     """Windows in every other layer before ``max_window_layers`` (``Qwen2MoeConfig``)."""
     return {
         **_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
-        "add_qkv_bias": hf.get("qkv_bias", True),
+        "add_qkv_bias": hf["qkv_bias"],
         **gated_shared_expert(hf),
         **mixture(hf),
     }
@@ -95,22 +98,26 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS),
         fields=lambda hf: {"add_qkv_bias": True, **_dense_windows(hf)},
+        defaults=_WINDOWS,
         engines_lack_windows=True,
     ),
     "Qwen2MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_qwen2_moe,
+        defaults=_WINDOWS | EXPERTS | {"qkv_bias": True},
         engines_lack_windows=True,
     ),
     "Qwen3ForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM),
         fields=lambda hf: {"qk_layernorm": True, **_dense_windows(hf)},
+        defaults=_WINDOWS | {"head_dim": 128},
         refused=("attention_bias",),
         engines_lack_windows=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM, *names.EXPERTS),
         fields=_qwen3_moe,
+        defaults=EXPERTS | {"use_sliding_window": False},
         refused=("attention_bias",),
         engines_lack_windows=True,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rlpost.model_types import HfConfig
 from rlpost.weights import names
-from rlpost.weights.families.qwen import gated_shared_expert, mixture
+from rlpost.weights.families.qwen import EXPERTS, gated_shared_expert, mixture
 from rlpost.weights.family import Family
 from rlpost.weights.names import Rule, in_layer
 
@@ -34,6 +34,12 @@ def _linear_layers(hf: HfConfig) -> list[int]:
     return [int((number + 1) % interval != 0) for number in range(hf["num_hidden_layers"])]
 
 
+_DEFAULTS: dict[str, object] = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+}
+"""transformers' defaults of both."""
 LINEAR_SIZES = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
@@ -115,18 +121,21 @@ FAMILIES: dict[str, Family] = {
             *names.GATED_SHARED_EXPERT,
         ),
         fields=_next,
+        defaults=_DEFAULTS | EXPERTS | {"norm_topk_prob": True},
         refused=("attention_bias",),
         carries_extra_layers=True,
     ),
     "Qwen3_5ForCausalLM": Family(
         rules=(*_OF_3_5, *names.DENSE_MLP),
         fields=_hybrid,
+        defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         rules=(*_OF_3_5, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_mixture_of_3_5,
+        defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,
     ),

@@ -59,6 +59,7 @@ def faked_world(rank: int, size: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(parallel.destroy)
+        stack.enter_context(mock.patch.object(parallel, "open_store", lambda *_, **__: FakeStore()))
         stack.enter_context(mock.patch.object(dist, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))

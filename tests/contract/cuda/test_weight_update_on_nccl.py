@@ -131,7 +131,14 @@ def engines() -> Iterator[Engines]:
 
 
 def trainer(timeout_s: float, backend: str = NAME) -> Broadcast:
-    return Broadcast(Buckets(), gathers=True, is_source=True, backend=backend, timeout_s=timeout_s)
+    return Broadcast(
+        Buckets(),
+        gathers=True,
+        is_source=True,
+        backend=backend,
+        timeout_s=timeout_s,
+        secret=None,  # the engine here joins with torch's own store, as one outside of a run
+    )
 
 
 def connect(

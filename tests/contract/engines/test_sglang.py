@@ -375,9 +375,13 @@ class InOneProcess:
 class Sender:
     """The trainer's side of a broadcast, without its actors."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], buckets: list[Bucket]) -> None:
+    def __init__(
+        self, weights: dict[str, torch.Tensor], buckets: list[Bucket], *, secret: str
+    ) -> None:
         own = InOneProcess(weights, buckets)
-        self.broadcast = Broadcast(own, gathers=True, is_source=True, backend="gloo", timeout_s=60)
+        self.broadcast = Broadcast(
+            own, gathers=True, is_source=True, backend="gloo", timeout_s=60, secret=secret
+        )
         self.mover = BroadcastMover(buckets, self.send, group_name=GROUP)
 
     async def send(self, index: int) -> None:
@@ -415,7 +419,7 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
     assert wanted != hf_greedy(old, prompts)
 
     whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
-    sender = Sender(weights, buckets := in_buckets(weights, 3))
+    sender = Sender(weights, buckets := in_buckets(weights, 3), secret=sglang.api_key)
 
     async def move() -> None:
         await sender.meet(whole)

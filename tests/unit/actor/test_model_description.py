@@ -11,6 +11,7 @@ from rlpost.actor.model_description import read_description
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
 from rlpost.weights.names import Dimensions
+from tests.unit.config.test_models import PUBLISHED
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -32,8 +33,11 @@ def folder_with(folder: Path, **changes) -> Path:
 
 
 def test_the_head_dimension_follows_from_the_hidden_size_unless_given(tmp_path):
-    assert read_description(folder_with(tmp_path)).dims == Dimensions(2, 16, 97)
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"]}
+    assert read_description(folder_with(tmp_path, **qwen2)).dims == Dimensions(2, 16, 97)
     assert read_description(folder_with(tmp_path, head_dim=32)).dims == Dimensions(2, 32, 97)
+    # the default of Qwen3Config
+    assert read_description(folder_with(tmp_path)).dims == Dimensions(2, 128, 97)
 
 
 def test_the_rope_base_is_found_where_either_version_of_transformers_writes_it(tmp_path):
@@ -102,6 +106,7 @@ def test_stages_of_a_single_chunk_are_not_interleaved(tmp_path, layers, chunks):
     )
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 8,
@@ -241,6 +246,7 @@ def test_a_factor_that_engines_ignore_is_refused(tmp_path):
 
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": LOCAL}
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
     "query_pre_attn_scalar": 24,
@@ -272,12 +278,52 @@ def test_gemma_has_windows_and_rotary_embeddings_by_layer_in_each_format_of_conf
         assert found.fields["window_attn_skip_freq"] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_scaling_replaces_other_options_as_in_transformers(tmp_path, key):
+    given = {"rope_parameters": {"rope_theta": 37.0}, "rope_theta": 1e6}
+    given |= {key: {"rope_type": "linear", "factor": 8.0}}
+    options = read_description(folder_with(tmp_path, **given)).rope
+    assert options == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("glm45_355b", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        ("minimax_m2_230b", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        ("gpt_oss_20b", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        (
+            "glm45_355b",
+            {"n_group": 8, "topk_group": 2},
+            "8 with topk_group = 2 .*; use topk_group = 4",
+        ),
+        ("deepseek_v3", {"topk_group": 2}, "8 with topk_group = 2 .* use topk_group = 4"),
+        ("glm45_355b", {"head_dim": 24, "partial_rotary_factor": 0.125}, "rotates 3 dimensions"),
+        (
+            "glm45_355b",
+            {"rope_parameters": {**LINEAR, "partial_rotary_factor": 1.0}},
+            "partial_rotary_factor=1.0 is not supported",
+        ),
+    ],
+)
+def test_a_model_that_megatron_or_transformers_computes_otherwise_is_refused(
+    tmp_path, name, change, said
+):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | change))
+    with pytest.raises(WeightError, match=said):
+        read_description(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
         ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ({"rope_parameters": LOCAL}, "rope_parameters = .* has no full_attention"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling = .* has no rope_type"),
         (
             {
                 "rope_parameters": {
@@ -291,7 +337,7 @@ def test_gemma_has_windows_and_rotary_embeddings_by_layer_in_each_format_of_conf
 )
 def test_unsupported_options_of_gemma_are_refused(tmp_path, change, said):
     with pytest.raises(WeightError, match=said):
-        read_description(folder_with(tmp_path, **GEMMA | change))
+        read_description(folder_with(tmp_path, **{"rope_parameters": NESTED} | GEMMA | change))
 
 
 def test_a_layer_with_a_disabled_window_is_refused(tmp_path):

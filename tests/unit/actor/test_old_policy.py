@@ -1,5 +1,7 @@
 """The old policy and the reference in one model of one weight, without process groups."""
 
+import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,11 +11,14 @@ import torch
 from rlpost.actor.kept_weights import KeptWeights
 from rlpost.actor.old_policy import OldPolicy
 from rlpost.actor.settings import ActorSettings
+from rlpost.errors import SyncError
+from rlpost.policy_versions import PolicyVersions
+from rlpost.types import StepPlace
 from rlpost.weights.inventory import Inventory
 
 
 class Model:
-    """One weight; the version of the policy is its value."""
+    """One weight; each optimizer step adds 1."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(1)
@@ -24,10 +29,11 @@ class Model:
     def value(self) -> float:
         return float(self.weight)
 
-    def step(self, old: OldPolicy, number: int) -> None:
-        old.before_step(number - 1)
-        self.weight.fill_(number)
-        old.after_step(number)
+    def step(self, old: OldPolicy, place: StepPlace) -> None:
+        old.swap_out()
+        old.before_step(place)
+        self.weight.add_(1)
+        old.after_step(place)
 
 
 def nothing() -> None:
@@ -39,20 +45,21 @@ def model() -> Model:
     return Model()
 
 
-def old_policy(model: Model, reference: object = None, **given: object) -> OldPolicy:
-    settings = ActorSettings("model", **given)  # type: ignore[arg-type]
+def old_policy(model: Model, reference: object = None) -> OldPolicy:
+    settings = ActorSettings("model", keeps_old_policy=True)
     found = OldPolicy(settings, model.inventory, prepare=nothing, reference=reference)
-    found.start()
+    found.start(0)
     return found
 
 
 def test_an_export_between_two_buckets_leaves_the_old_weights_for_the_second(model):
-    old = old_policy(model, update_weights_interval=2)
-    model.step(old, 1)
-    old.swap_in()
-    with old.swapped_in():
+    old = old_policy(model)
+    model.step(old, StepPlace(1, 1, 1, old_version=0))
+    old.swap_in(0)
+    for version in (0, 1):
+        with old.swapped_in(version):
+            assert model.value == version
         assert model.value == 0
-    assert model.value == 0
     old.swap_out()
     assert model.value == 1
 
@@ -62,10 +69,151 @@ def test_a_reference_and_the_old_policy_share_the_copy_of_the_models_own_weights
     reference = KeptWeights(model.inventory, "reference", prepare=nothing)
     reference.take()
     model.weight.fill_(0)
-    old = old_policy(model, reference, keep_old_actor=True)
+    old = old_policy(model, reference)
     for number in (1, 2):
-        model.step(old, number)
-        for kept, value in ((reference, -1), (old, number - 1)):
-            with kept.swapped_in():
-                assert model.value == value
-            assert model.value == number
+        model.step(old, StepPlace(number, 1, 1, old_version=number - 1))
+        with reference.swapped_in():
+            assert model.value == -1
+        with old.swapped_in(number - 1):
+            assert model.value == number - 1
+        assert model.value == number
+
+
+@pytest.mark.parametrize(
+    ("place", "asked", "has"),
+    [
+        (StepPlace(1, 1, 2, old_version=1), 0, "weights in the middle of a rollout"),
+        (StepPlace(1, 1, 1, old_version=1), 0, "version 1"),
+        (StepPlace(1, 1, 1, old_version=0), 2, "version 1 and the kept version 0"),
+        (None, 1, "weights in the middle of a rollout"),
+    ],
+)
+def test_a_version_that_a_rank_does_not_have_is_refused(model, place, asked, has):
+    old = old_policy(model)
+    model.step(old, place)
+    with pytest.raises(SyncError) as found:
+        old.swap_in(asked)
+    asks = f"policy version {asked} is asked for"
+    assert str(found.value) == f"{asks}, but the trainer has {has}"
+    assert model.value == 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of the run below."""
+
+    step: int
+    oldest: int  # version with the same weights
+    weight: float
+    kept: tuple[int, float] | None
+    reference: float
+
+
+class Run:
+    """A run of several attempts; ``weights[v]`` is the weight of policy version v."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.weights = {0: 0.0}
+        self.saved = Saved(0, 0, 0.0, None, 0.0)
+        self.critic_only = self.random.choice([0, 0, 2, 5])
+
+    def load(self) -> None:
+        """Start ranks from the newest checkpoint, as ``Actor.load`` does."""
+        self.model, saved = Model(), self.saved
+        reference = KeptWeights(self.model.inventory, "reference", prepare=nothing)
+        self.model.weight.fill_(saved.reference)
+        reference.take()
+        self.old = OldPolicy(
+            ActorSettings("model", keeps_old_policy=self.keeps_old),
+            self.model.inventory,
+            prepare=nothing,
+            reference=reference,
+        )
+        if saved.kept is not None and self.old._weights is not None:
+            self.model.weight.fill_(saved.kept[1])
+            self.old._weights.take(saved.kept[0])
+        self.model.weight.fill_(saved.weight)
+        self.old.start(saved.step, saved.oldest)
+        self.reference, self.step = reference, saved.step
+
+    def save(self) -> None:
+        version = self.old.kept_version
+        kept = None if version is None else (version, self.weight_of(version))
+        with self.reference.swapped_in():
+            reference = self.model.value
+        oldest = self.old.own_versions.start
+        self.saved = Saved(self.step, oldest, self.model.value, kept, reference)
+
+    def weight_of(self, version: int) -> float:
+        with self.old.swapped_in(version):
+            return self.model.value
+
+    def begin_attempt(self) -> None:
+        """Resume with other settings."""
+        choose = self.random.choice
+        interval, keep_old_actor = choose([1, 1, 2, 3, 4]), choose([False, True])
+        self.keeps_old, self.compares = keep_old_actor or interval > 1, keep_old_actor
+        self.num_steps, self.ref_interval = choose([1, 2, 4]), choose([None, 2, 3])
+        self.load()
+        own, kept = self.old.own_versions[-1], self.old.older_version
+        self.versions = PolicyVersions(interval, own, kept, self.ref_interval)
+        self.check()
+
+    def train(self) -> None:
+        """Train a rollout; its gradings may be lost, so that it has fewer steps."""
+        rollout, of = self.step + 1, self.random.randint(1, self.num_steps)
+        if self.compares:
+            compared = self.versions.old(self.step)
+            assert self.weight_of(compared) == self.weights[compared]
+        if rollout <= self.critic_only:
+            self.old.skip(rollout)
+        else:
+            for number in range(1, of + 1):
+                place = self.versions.place(rollout, number, of)
+                self.model.step(self.old, place)
+                if place.is_last and place.updates_reference:
+                    self.reference.take()
+        self.step, self.weights[rollout] = rollout, self.model.value
+        self.check()
+
+    def check(self) -> None:
+        """Check what engines get now, and how old it is."""
+        version = self.versions.engines(self.step)
+        assert self.weight_of(version) == self.weights[version]
+        assert self.step - version < max(self.versions.interval, 1)
+        assert self.model.value == self.weights[self.step]
+
+    def die(self) -> None:
+        """Lose the ranks, and train again what follows the checkpoint, within the attempt."""
+        until = self.step
+        self.load()
+        while self.step < until:
+            self.train()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_engines_get_the_weights_of_their_label_whatever_the_resumes_change(seed):
+    """Resumes change the steps of a rollout, intervals and --keep-old-actor; gradings are lost.
+
+    Some runs begin with rollouts of a critic alone; ranks die. ``Run.check`` compares what the ranks
+    give for a label with the recorded weights.
+    """
+    for trial in range(25):
+        run = Run(1000 * seed + trial)
+        for _ in range(4):
+            run.begin_attempt()
+            for _ in range(run.random.randint(1, 7)):
+                run.train()
+                if run.random.random() < 0.4:
+                    run.save()
+                if run.random.random() < 0.2:
+                    run.die()
+        # an undisturbed resume continues with the versions that engines had
+        run.save()
+        before = run.versions.engines(run.step), run.versions.old(run.step)
+        run.load()
+        kept, of = run.old.older_version, run.versions
+        again = PolicyVersions(of.interval, run.step, kept, of.ref_interval)
+        if run.keeps_old and run.step > run.critic_only:
+            assert (again.engines(run.step), again.old(run.step)) == before

@@ -4,13 +4,12 @@ Markers, ends of turns, and the rules for tool calls, tool outputs and reasoning
 the last user message) are the same; the text around the tools is shorter. The vocabulary is a
 byte-level BPE trained on a few lines, so that most texts have many tokenisations.
 
-The environment variable RLPOST_CHAT_TEMPLATES may name a folder of real templates (NAME.jinja,
-where NAME starts with "qwen" or "glm"). The property tests then run on those as well.
+Real templates are those that the package trl brings along; the property tests run on them too.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from pathlib import Path
 
 QWEN = """
@@ -104,6 +103,7 @@ SPECIAL = {
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"]
 MARKS += ["<arg_value>", "</arg_value>", "<tool_response>", "</tool_response>"]
 STOPS = {"qwen": ["<|im_end|>", "<|endoftext|>"]}
+STOPS["xml"], SPECIAL["xml"] = STOPS["qwen"], SPECIAL["qwen"]
 STOPS["glm"] = ["<|endoftext|>", "<|user|>", "<|observation|>"]
 CORPUS = [
     "The weather in Paris is fine, and the answer is 42. Let me think about it first.",
@@ -137,11 +137,12 @@ def write_model(folder: Path, kind: str, template: str | None = None) -> str:
     return str(folder)
 
 
-def real_templates() -> dict[str, tuple[str, str]]:
-    """Return name -> (kind, template) of the folder in RLPOST_CHAT_TEMPLATES."""
-    folder = os.environ.get("RLPOST_CHAT_TEMPLATES")
-    files = sorted(Path(folder).glob("*.jinja")) if folder else []
-    return {
-        file.stem: ("glm" if file.stem.startswith("glm") else "qwen", file.read_text())
-        for file in files
-    }
+REAL = {"qwen3": "qwen", "qwen3_6": "xml", "glm4moe": "glm"}
+"""Templates of trl on which the property tests run, and their kind."""
+
+
+def real_template(name: str) -> str:
+    """Return the chat template NAME.jinja of the installed trl."""
+    found = importlib.util.find_spec("trl")  # not imported: it loads torch
+    assert found is not None and found.origin is not None, "pip install trl"
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()

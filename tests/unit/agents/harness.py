@@ -30,8 +30,11 @@ Body = dict[str, Any]
 class Writer:
     """Generates answers of a policy in the format of ``kind``, some of them untidy."""
 
-    def __init__(self, kind: str, draw: random.Random, *, untidy: float = 0.3) -> None:
+    def __init__(
+        self, kind: str, draw: random.Random, *, untidy: float = 0.3, opens_thinking: bool = False
+    ) -> None:
         self.kind, self.draw, self.untidy = kind, draw, untidy
+        self.opens_thinking = opens_thinking
 
     def words(self, most: int = 8) -> str:
         """Return up to ``most`` random words."""
@@ -44,6 +47,9 @@ class Writer:
         content = self.words().strip() if tidy else self.words() + draw.choice(["", " ", "\n\n"])
         thought = self.words().strip() if draw.random() < 0.5 else ""
         calls = [self._call(tidy) for _ in range(draw.choice([0, 0, 1, 1, 2]))]
+        if self.kind == "xml":  # the prompt ends with <think>, or with an empty thought
+            head = f"{thought}\n</think>\n\n" if self.opens_thinking else ""
+            return head + content + ("\n\n" + "\n".join(calls) if calls else "")
         if self.kind == "qwen":
             head = f"<think>\n{thought}\n</think>\n\n" if thought else ""
             if calls and tidy and draw.random() < 0.5:
@@ -59,6 +65,11 @@ class Writer:
             arguments["days"] = self.draw.randrange(9)
         if not tidy and self.draw.random() < 0.2:
             return "<tool_call>\n{not a call</tool_call>"
+        if self.kind == "xml":
+            pairs = "".join(
+                f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+            )
+            return f"<tool_call>\n<function=weather>\n{pairs}</function>\n</tool_call>"
         if self.kind == "qwen":
             spelled = json.dumps(arguments, ensure_ascii=False, indent=None if tidy else 1)
             return f'<tool_call>\n{{"name": "weather", "arguments": {spelled}}}\n</tool_call>'

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from rlpost.agents.environments.env_names import parse_envs
@@ -68,9 +69,13 @@ async def ask(episode: Episode, messages: Sequence[dict[str, Any]]) -> dict[str,
         return (await answer.json())["choices"][0]["message"]
 
 
-def episodes(made: Setup, harness: Any, record: Any = None, **settings: Any) -> Episodes:
+def episodes(
+    made: Setup, harness: Any, record: Any = None, limit_reward: float = 0.0, **settings: Any
+) -> Episodes:
     config = EnvConfig(env=("pkg.mod:Talk",), **settings)
-    runner = HarnessRunner("pkg.mod:Talk", harness, made.gateway, 4, max_requests=4)
+    runner = HarnessRunner(
+        "pkg.mod:Talk", harness, made.gateway, 4, max_requests=4, limit_reward=limit_reward
+    )
     environments = EnvironmentSet(parse_envs(config.env), {"Talk": runner}, config)
     return Episodes(environments, seed=1, record=record, pause_s=0.001)
 
@@ -81,12 +86,17 @@ def builder(made: Setup, folder: str) -> ResponseBuilder:
 
 
 def play(
-    folder: str, harness: Any, answers: Sequence[str], **settings: Any
+    folder: str,
+    harness: Any,
+    answers: Sequence[str],
+    context_length: int | None = None,
+    **settings: Any,
 ) -> tuple[Sequence[Sample], list[dict[str, Any]]]:
     records: list[dict[str, Any]] = []
 
     async def played() -> Sequence[Sample]:
         async with setup(folder, answers) as made:
+            made.gateway.policy.context_length = context_length
             function = episodes(made, harness, records.append, **settings)
             found = await function(builder(made, folder), PROMPT, SAMPLING)
             await function._environments.close()
@@ -111,6 +121,49 @@ def test_a_conversation_of_a_harness_is_one_sample_with_the_rewards_of_its_turns
     assert (harness.began, harness.closed) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ((0.5, float("nan")), r"turn_rewards\[1\] of run is nan"),
+        ((0.5, None), r"turn_rewards\[1\] of run is None"),
+        ((1, 2, 3), "3 turn_rewards for 2 answered requests"),
+    ],
+)
+def test_turn_rewards_are_finite_and_at_most_as_many_as_answers(
+    folder: str, rewards: Sequence[Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        play(folder, Asks(["first?", "second?"], Outcome(1.0, rewards)), ["one", "two"])
+
+
+def test_turn_rewards_of_numpy_become_numbers_of_json(folder: str) -> None:
+    rewards = Outcome(np.float32(1.0), (np.float32(0.25),))
+    (sample,), (record,) = play(folder, Asks(["a?"], rewards), ["one"], env_reward="turn")
+    assert json.loads(json.dumps(dict(sample.extra)))["reward"] == 1.25
+    assert json.loads(json.dumps(record))["reward"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("limit", "answer", "num_turns"), [("requests", "one", 4), ("context", "Fine. " * 60, 1)]
+)
+def test_an_episode_that_its_policy_drives_into_a_limit_is_scored_and_not_repeated(
+    folder: str, limit: str, answer: str, num_turns: int
+) -> None:
+    """The client raises at the refusal; aiohttp's as those of OpenAI and Anthropic."""
+    harness = Asks(["again?"] * 5)
+    samples, (record,) = play(folder, harness, [answer] * 9, limit_reward=-0.5, context_length=99)
+    assert len(harness.keys) == 1
+    assert [sample.extra["reward"] for sample in samples] == [-0.5]
+    assert [sample.finish_reason for sample in samples] == ["length"]
+    assert (record["outcome"], record["limit"]) == ("scored", limit)
+    assert len(record["turns"]) == num_turns and "400" in record["info"]["error"]
+
+
+def test_a_prompt_that_exceeds_the_context_before_any_answer_is_left_out(folder: str) -> None:
+    with pytest.raises(GradingLost, match="400"):
+        play(folder, Asks(["long " * 99]), [], context_length=99, env_retries=0)
+
+
 class Branches(Asks):
     """Two conversations with one key."""
 
@@ -125,6 +178,8 @@ def test_branches_are_samples_of_one_answer_with_one_reward(folder: str) -> None
     assert [sample.index for sample in samples] == [3, 3]
     assert [sample.extra["reward"] for sample in samples] == [0.5, 0.5]
     assert [turn.get("branch", 0) for turn in record["turns"]] == [0, 1]
+    causes = [turn.get("cause") for turn in record["turns"]]
+    assert causes == [None, "message 0 (user) differs from that of an earlier request"]
 
 
 class Plain:

@@ -384,7 +384,8 @@ def test_the_routes_of_all_turns_are_recorded_and_those_of_tool_outputs_left_to_
 
     async def act(talk: Talk) -> None:
         messages = await talk.ask([USER], tools=TOOLS)
-        output = {"role": "tool", "content": "sunny", "tool_call_id": "x"}
+        (call,) = messages[-1]["tool_calls"]
+        output = {"role": "tool", "content": "sunny", "tool_call_id": call["id"]}
         await talk.ask([*messages, output], tools=TOOLS)
         await talk.ask([*messages, {**output, "content": "rainy"}], tools=TOOLS)  # a branch
 

@@ -1,6 +1,6 @@
 """Token identity in random conversations: the trained tokens are those that were sampled.
 
-By default 120 conversations are run; RLPOST_CONVERSATIONS=10000 runs all (about two minutes).
+By default 300 conversations are run; RLPOST_CONVERSATIONS=10000 runs all (about two minutes).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import EpisodeLimits, OpenEpisode, Policy
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
-from tests.unit.agents.chat_models import STOPS, TEMPLATES, real_templates, write_model
+from tests.unit.agents.chat_models import REAL, STOPS, TEMPLATES, real_template, write_model
 from tests.unit.agents.harness import Harness, Writer
 from tests.unit.agents.sampled import ROUTES, SampledTokens, check
 
-NUM = int(os.environ.get("RLPOST_CONVERSATIONS", "120"))
-KINDS = {**{kind: (kind, text) for kind, text in TEMPLATES.items()}, **real_templates()}
+NUM = int(os.environ.get("RLPOST_CONVERSATIONS", "300"))
+KINDS = {kind: (kind, text) for kind, text in TEMPLATES.items()}
+KINDS |= {name: (kind, real_template(name)) for name, kind in REAL.items()}
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -38,7 +39,7 @@ async def converse(kind: str, policy: Policy, seed: int) -> Counter[str]:
     draw = random.Random(seed)
     engine = SampledTokens(
         policy.template,
-        Writer(kind, draw),
+        Writer(kind, draw, opens_thinking=True),
         # mostly the usual end-of-turn token
         [STOPS[kind][-1 if kind == "glm" else 0]] * 8 + STOPS[kind],
         draw,
@@ -47,13 +48,13 @@ async def converse(kind: str, policy: Policy, seed: int) -> Counter[str]:
     )
     episode = OpenEpisode(
         Prompt(seed, "", ()),
-        SamplingParams(max_new_tokens=80, max_context_len=2000),
+        SamplingParams(max_new_tokens=140, max_context_len=2500),
         index=0,
         connection=engine,  # type: ignore[arg-type]
         policy=policy,
         url="http://127.0.0.1",
         api_key="sk-rlpost-0-0123456789",
-        limits=EpisodeLimits(max_tokens=2000),
+        limits=EpisodeLimits(max_tokens=2500),
     )
     harness = Harness(episode, draw)
     await harness.talk(draw.randint(1, 8))
@@ -73,4 +74,4 @@ def test_every_sampled_token_is_trained_once_after_the_tokens_its_engine_read(
     print(dict(counts))
     # the random harness must exercise all kinds of answers
     assert min(counts[kind] for kind in ("trajectories", "stop", "length", "tool_calls")) > 20
-    assert counts["turns"] > 1.2 * counts["trajectories"]
+    assert counts["turns"] > 1.1 * counts["trajectories"]

@@ -22,7 +22,6 @@ from bootstrap.agent.deadline import JobClock
 from bootstrap.agent.head import HeadAgent
 from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link
-from bootstrap.agent.message_codec import MessageCodec
 from bootstrap.agent.monitor import StopSignals
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.rendezvous import BringupError, NodeReport
@@ -32,6 +31,7 @@ from bootstrap.network.detect import detect
 from bootstrap.network.here import Address
 from bootstrap.network.network_facts import Interface, NetworkFacts
 from common.cluster import Cluster, Node
+from common.message_codec import MessageCodec
 
 HOSTS = ("n1", "n2", "n3")
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")

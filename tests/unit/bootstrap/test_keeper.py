@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-async def keep(*command: str, scratch: str = "") -> Kept:
+async def keep(*command: str, scratch: Sequence[str] = ()) -> Kept:
     nothing = os.open(os.devnull, os.O_RDWR)
     try:
         return await Kept.start(
@@ -157,7 +157,7 @@ supervise._KEEPER = "impatient_keeper"
 async def main():
     command = [sys.executable, "-c", {STUBBORN_TREE!r}, {str(tmp_path)!r}]
     environ = dict(os.environ, PYTHONPATH={f"{tmp_path}:{REPOSITORY}"!r})
-    await supervise.Kept.start("test", command, environ=environ, stdio=(0, 1), scratch={str(scratch)!r})
+    await supervise.Kept.start("test", command, environ=environ, stdio=(0, 1), scratch=[{str(scratch)!r}])
     await asyncio.Event().wait()
 asyncio.run(main())
 """

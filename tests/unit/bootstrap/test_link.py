@@ -10,7 +10,7 @@ import pytest
 
 from bootstrap.agent import link as link_module
 from bootstrap.agent.link import Link, LinkLost, plain_ip
-from bootstrap.agent.message_codec import MessageCodec
+from common.message_codec import MessageCodec
 
 KEY = b"key"
 

@@ -5,6 +5,7 @@ registered nodes and of Ray's end. The real process runs the stub of Ray under a
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 from bootstrap.agent import local_ray
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.ports import PortBlock, claim_block, ephemeral_floor
-from bootstrap.agent.ray_command import RayNode
+from bootstrap.agent.ray_command import RayNode, ray_temp_dir
 from bootstrap.agent.ray_process import parse_registered, registered_line
+from bootstrap.agent.session_folder import make_session_folder
+from common.private_folders import is_private
 
 REPOSITORY = Path(__file__).parents[3]
 HEAD, OTHER = "127.0.0.1", "127.0.0.3"
@@ -47,7 +50,8 @@ async def prepared(folder: Path) -> LocalRay:
         **os.environ,
         "PYTHONPATH": f"{REPOSITORY}/bootstrap/simulated/ray_stub:{REPOSITORY}",
     }
-    return await LocalRay.prepare(str(folder / "session"), environ, folder / "ray.log")
+    session = make_session_folder(str(folder / "session"), {})
+    return await LocalRay.prepare(session, environ, folder / "ray.log")
 
 
 def test_a_line_about_a_node_reads_back_as_it_was_written() -> None:
@@ -160,11 +164,33 @@ def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> N
     run(scene)
 
 
-def test_a_session_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+def test_a_session_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     async def scene() -> None:
-        (tmp_path / "session").symlink_to("/tmp")
-        with pytest.raises(RayError, match="belongs to another user"):
-            await prepared(tmp_path)
-        assert (tmp_path / "session").is_symlink()
+        missing = make_session_folder(str(tmp_path / "missing" / "session"), {})
+        with pytest.raises(RayError, match="cannot be made: No such file"):
+            await LocalRay.prepare(missing, {}, tmp_path / "ray.log")
+        assert missing.environment == {}
 
     run(scene)
+
+
+def test_temporary_files_of_an_attempt_are_private_wherever_the_user_wants_them(
+    tmp_path: Path,
+) -> None:
+    nominal = tmp_path / "r1.0"
+    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short, as sockets need it
+    for given, parent in ((None, nominal), (scratch, scratch), (tmp_path / "none", nominal)):
+        (nominal / "left by a killed agent").mkdir(parents=True, exist_ok=True)
+        environ = {} if given is None else {"TMPDIR": str(given)}
+        session = make_session_folder(str(nominal), environ)
+        assert session.path == nominal and session.temp is not None
+        assert session.temp.parent == parent and is_private(session.temp)
+        assert session.environment == {"TMPDIR": str(session.temp)}
+        session.remove()
+        assert not nominal.exists() and not list(scratch.iterdir())
+    nominal.symlink_to("/tmp")  # as another user can take the name
+    session = make_session_folder(str(nominal), {})
+    assert session.path != nominal and is_private(session.path) and nominal.is_symlink()
+    assert len(ray_temp_dir(f"/tmp/{session.path.name}")) <= 40
+    session.remove()
+    scratch.rmdir()

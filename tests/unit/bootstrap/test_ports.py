@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootstrap.agent import ports
 from bootstrap.agent.ports import (
     BLOCK_SIZE,
     PortBlock,
@@ -86,6 +87,18 @@ def test_a_block_with_a_busy_service_port_is_passed_over() -> None:
         second, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
         claim.close()
     assert second != first
+
+
+def test_sockets_at_all_predictable_blocks_do_not_keep_a_job_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predictable, claim = claim_block("7", ephemeral_floor(), "127.0.0.2")
+    monkeypatch.setattr(ports, "candidate_blocks", lambda *_: iter([predictable]))
+    with claim:  # another user's
+        found, own = claim_block("7", ephemeral_floor(), "127.0.0.2")
+        own.close()
+    assert found != predictable
+    assert 10_000 <= found.base <= ephemeral_floor() - BLOCK_SIZE
 
 
 def test_an_address_of_another_host_is_not_taken_for_busy_ports() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bootstrap.agent import rendezvous
-from bootstrap.agent.message_codec import MessageCodec, hello_key
 from bootstrap.agent.ports import claim_block, ephemeral_floor
 from bootstrap.agent.rendezvous import (
     BringupError,
@@ -22,6 +21,7 @@ from bootstrap.agent.rendezvous import (
     join,
 )
 from bootstrap.network.here import Address
+from common.message_codec import MessageCodec, hello_key
 
 SECRET = b"the secret of the attempt"
 

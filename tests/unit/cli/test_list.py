@@ -110,6 +110,9 @@ def test_a_run_that_slurm_has_forgotten_has_the_state_of_its_ledger(events, stat
     assert status_of(run, "7", forgotten).state == state
     running = QueueEntry("7", JobState.RUNNING)
     assert status_of(run, "7", running).state == "RUNNING", "Slurm knows better"
+    # the record of Slurm 24.05 and later of a job that was preempted once, whatever its end
+    preempted = status_of(run, "7", QueueEntry("7", JobState.PREEMPTED)).state
+    assert preempted == ("PREEMPTED" if state == "UNKNOWN" else state)
 
 
 def test_a_status_is_kept_until_a_file_of_the_run_changes(no_slurm, tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_sbatch_hears_neither_of_an_outer_job_nor_of_defaults_for_what_is_given(
     answers = {"scontrol": "exit 0", "srun": "exit 1", "squeue": "exit 0"}
     for name, text in {
         **answers,
-        "sbatch": f"env >{tmp_path}/seen; echo Submitted batch job 7",
+        "sbatch": f"env >{tmp_path}/seen; echo 7",
     }.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)

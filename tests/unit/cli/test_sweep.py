@@ -31,7 +31,7 @@ def slurm(project: Path, monkeypatch) -> Path:
         "srun": "exit 1",
         "squeue": "exit 0",
         "sacct": "exit 0",
-        "sbatch": f"{count}; echo Submitted batch job $n",
+        "sbatch": f"{count}; echo $n",
     }.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)

@@ -12,11 +12,12 @@ from common import jit_caches
 from common.jit_caches import (
     BASE,
     FOLDERS,
+    IN_TMP,
     cache_variables,
     jit_cache_environment,
     needs_local_caches,
-    own_folder,
 )
+from common.private_folders import own_folder
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -45,6 +46,20 @@ def test_a_local_home_folder_keeps_its_caches(home):
 def test_a_value_of_the_user_stays():
     given = {"TRITON_CACHE_DIR": "/scratch/triton"}
     assert cache_variables(given, Path("/disk")).keys() == FOLDERS.keys() - given.keys()
+
+
+def test_inductor_s_folder_is_never_the_one_that_anyone_can_make(tmp_path):
+    """By default torch's is /tmp/torchinductor_USER, and it loads code from there."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    made = jit_cache_environment({"HOME": str(home)}, disk=tmp_path)
+    assert made == {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/sglang/inductor"}
+    given = {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": "/scratch/warm"}
+    assert jit_cache_environment(given, disk=tmp_path) == {}
+    home.chmod(0o777)  # as a container whose HOME is /tmp
+    made = jit_cache_environment({"HOME": str(home)}, disk=tmp_path)
+    assert made.keys() == FOLDERS.keys()
+    assert {Path(made[BASE]).parent, Path(made["TORCHINDUCTOR_CACHE_DIR"]).parents[1]} == {tmp_path}
 
 
 def test_a_new_folder_is_private_and_is_used_again(tmp_path):
@@ -104,13 +119,6 @@ def test_a_disk_that_cannot_be_written_leaves_the_caches_in_the_home_folder(tmp_
 
 def test_without_a_network_file_system_nothing_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "ext4")
-    assert jit_cache_environment({"HOME": "/"}, disk=tmp_path) == {}
+    made = jit_cache_environment({"HOME": str(tmp_path)}, disk=tmp_path / "disk")
+    assert made.keys() == set(IN_TMP) and not list(tmp_path.iterdir())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_home_folder_that_the_node_cannot_write_to_needs_other_caches(tmp_path, monkeypatch):
-    """As on nodes that boot a read-only image; /proc refuses new files even to root."""
-    monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: "ext4")
-    for home in ("/proc", str(tmp_path / "missing")):
-        made = jit_cache_environment({"HOME": home}, disk=tmp_path)
-        assert made == cache_variables({}, Path(made[BASE])) and Path(made[BASE]).is_dir()

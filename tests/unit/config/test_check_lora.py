@@ -73,6 +73,18 @@ def test_targets_that_the_model_lacks_are_named():
     assert "--lora-targets experts: the model's config.json has no routed experts" in problem
 
 
+def test_adapters_that_peft_would_drop_are_not_exported_for_it():
+    save = {"save_hf": "/there"}
+    peft = config(lora=LORA | {"lora_export": "peft"}, checkpoint=save)
+    (problem,) = lora_model_problems(peft, {"n_routed_experts": 8})
+    assert problem.startswith("--lora-export peft with --lora-targets linear_qkv linear_proj")
+    assert "--lora-export merged" in problem
+    assert lora_model_problems(peft, {"hidden_size": 8}) == []
+    attention = {"lora_export": "peft", "lora_targets": ["linear_qkv", "linear_proj"]}
+    of_attention = config(lora=LORA | attention, checkpoint=save)
+    assert lora_model_problems(of_attention, {"n_routed_experts": 8}) == []
+
+
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM"])
 def test_architectures_without_adapters_are_refused(architecture):
     model = {"architectures": [architecture]}

@@ -247,6 +247,22 @@ def test_the_check_of_settings_reads_every_file_and_counts_the_weights(tmp_path:
         check_prompts(paths, RolloutConfig(prompt_data=paths, bad_prompts="skip"))
 
 
+def test_a_small_parquet_file_that_repeats_a_long_value_does_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dictionary of one value of 1 MiB and 2,000 references to it: about 1 KB."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "bomb.parquet"
+    values = pyarrow.DictionaryArray.from_arrays([0] * 2000, ["x" * (1 << 20)])
+    parquet.write_table(pyarrow.table({"prompt": values}), path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr("rlpost.data.rows.MIN_BOUND", 80 << 20)
+    with pytest.raises(DataError, match=r"become more than 83,886,080 bytes .* JSON Lines"):
+        check_prompt_file(path, FIELDS)
+
+
 MEASURE = """
 import json, os, resource, sys
 from rlpost.data.cursor import PromptCursor

@@ -169,7 +169,7 @@ def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch
     """
     commands = tmp_path / "bin"
     commands.mkdir()
-    answers = {"scontrol": "exit 0", "srun": "exit 1", "sbatch": "echo Submitted batch job 7"}
+    answers = {"scontrol": "exit 0", "srun": "exit 1", "sbatch": "echo 7"}
     for name, text in answers.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)

@@ -4,6 +4,7 @@ by Prometheus's own parser.
 
 import json
 import socket
+import struct
 import sys
 import time
 import urllib.error
@@ -119,6 +120,23 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
         server.close()
     with pytest.raises(urllib.error.URLError):
         scrape(server.port)
+
+
+def test_clients_without_the_token_fill_neither_the_log_nor_the_places(caplog, capfd):
+    pytest.importorskip("prometheus_client")
+    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run="a")
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    try:
+        for _ in range(20):  # each goes away while it is answered
+            with socket.create_connection(("127.0.0.1", server.port)) as rude:
+                rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                rude.sendall(b"GET /metrics HTTP/1.1\r\n" * 10)
+        assert "rlpost_run_info" in scrape(server.port)
+    finally:
+        for connection in idle:
+            connection.close()
+        server.close()
+    assert not capfd.readouterr().err and not [one for one in caplog.records if one.exc_info]
 
 
 def test_the_file_of_targets_follows_the_attempts_and_is_empty_after_the_last(tmp_path):

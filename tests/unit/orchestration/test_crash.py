@@ -36,9 +36,9 @@ class Mortal(FakeStages):
         if self.dies_at == (place, self.passed[place]):
             raise Killed(place)
 
-    async def train(self, groups):
+    async def train(self, groups, rollout):
         self.passes("train")
-        found = await super().train(groups)
+        found = await super().train(groups, rollout)
         self.passes("trained")
         return found
 

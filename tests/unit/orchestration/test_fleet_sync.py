@@ -27,13 +27,13 @@ class World:
             self.folder,
             Lease("2", 0, settings="d", address="127.0.0.1"),
             self.places,
-            export=lambda folder: self.exporting(folder),
+            export=lambda folder, version: self.exporting(folder, version),
             rules=replace(RULES, **rules),
             check=self.check,
             record=lambda event, **details: self.ledger.append({"event": event, **details}),
         )
 
-    async def export(self, folder):
+    async def export(self, folder, version):
         assert not self.places.current, "an engine of the fleet generates"
         self.exported.append(Path(folder).name)
         Path(folder).mkdir()
@@ -156,9 +156,9 @@ def test_with_separate_gpus_the_trainer_writes_while_engines_generate(tmp_path, 
         release = asyncio.Event()
         export = world.export
 
-        async def slow(folder):
+        async def slow(folder, version):
             await release.wait()
-            await export(folder)
+            await export(folder, version)
 
         world.exporting = slow
         await world.sync.before()
@@ -186,7 +186,7 @@ def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
     async def play(world):
         world.ask_for_a_fleet()
 
-        async def full(folder):
+        async def full(folder, version):
             raise OSError(28, "No space left on device")
 
         world.exporting = full

@@ -40,9 +40,9 @@ class PutOff(Mortal):
         super().__init__(dies_at)
         self.versions, self.ages = [0], []
 
-    async def train(self, groups):
+    async def train(self, groups, rollout):
         step = self.passed["train"]
-        found = await super().train(groups)
+        found = await super().train(groups, rollout)
         self.ages += [step - group.oldest_version for group in groups]
         return found
 
@@ -269,8 +269,8 @@ class Sometimes(PutOff):
         if wait or self.rng.random() < 0.3:
             self.committed.append((state, self.weights))
 
-    async def train(self, groups):
-        found = await super().train(groups)
+    async def train(self, groups, rollout):
+        found = await super().train(groups, rollout)
         self.ages[-len(groups) :] = [self.begun + age for age in self.ages[-len(groups) :]]
         return found
 

@@ -16,6 +16,7 @@ from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.run_stages import policy_versions
 from rlpost.rollout.buffer import RolloutBuffer
 from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.journal import Journal
@@ -117,7 +118,7 @@ class FakeStages:
             self.request_stop()
             raise Preempted("test")
 
-    async def train(self, groups):
+    async def train(self, groups, rollout):
         self._enter("train")
         for _ in range(5):
             await asyncio.sleep(0)  # engines generate at this time in the asynchronous modes
@@ -173,7 +174,15 @@ def config(**rollout):
 
 
 def run(
-    folder, stages, state, saved=False, wanted=lambda group: True, bad=(), loop_lag=None, **rollout
+    folder,
+    stages,
+    state,
+    saved=False,
+    wanted=lambda group: True,
+    bad=(),
+    loop_lag=None,
+    kept=None,
+    **rollout,
 ):
     prompts = Prompts(bad)
     cursor = PromptCursor(prompts, shuffle=True, seed=1)
@@ -185,7 +194,8 @@ def run(
     journal = Journal.resume(folder / "journal", state.journal, step=state.step, settings="")
 
     async def whole():
-        buffer = RolloutBuffer(rules(settings), state.backlog, step=state.step)
+        versions = policy_versions(settings, start=state.step, kept=kept)
+        buffer = RolloutBuffer(rules(settings, versions), state.backlog, step=state.step)
         ahead = settings.rollout.rollout_mode == "one_step_off"
         choices = Choices(ahead=ahead, wanted=wanted, counters=prompts.counters)
         engines = FakeEngines(stages)
@@ -205,6 +215,7 @@ def run(
             journal=journal,
             metrics=metrics,
             stop=stop,
+            versions=versions,
             loop_lag=loop_lag,
         )
         return await loop.run(state, saved=saved)
@@ -276,10 +287,12 @@ def test_engines_are_updated_after_each_interval_and_whenever_they_are_onloaded(
     assert stages.seen == list(range(24))
 
 
-def test_a_run_resumed_between_two_updates_sends_the_weights_of_the_last_one(tmp_path):
+@pytest.mark.parametrize(("kept", "first"), [(2, 2), (None, 3), (1, 3)])
+def test_a_run_resumed_between_two_updates_sends_weights_that_its_ranks_have(tmp_path, kept, first):
+    """They are those of the last update, or the policy's own where a checkpoint has none of use."""
     stages, state = FakeStages(), RunState(step=3, pending=None)
-    run(tmp_path, stages, state, saved=True, update_weights_interval=2)
-    assert stages.versions == [2, 4, 6]
+    run(tmp_path, stages, state, saved=True, update_weights_interval=2, kept=kept)
+    assert stages.versions == [first, 4, 6]
 
 
 STOPS = [
@@ -341,10 +354,10 @@ def test_filtered_groups_and_skipped_rows_before_a_stop_are_counted_once(
 
 def test_a_crash_resumes_from_the_last_checkpoint_without_duplicate_lines(tmp_path, untouched):
     class Crash(FakeStages):
-        async def train(self, groups):
+        async def train(self, groups, rollout):
             if len(self.seen) == 16:
                 raise RuntimeError("killed")
-            return await super().train(groups)
+            return await super().train(groups, rollout)
 
     first = Crash()
     with pytest.raises(RuntimeError, match="killed"):

@@ -35,8 +35,8 @@ class Stages(FakeStages):
         super().__init__()
         self.dies_in, self.written = dies_in, []
 
-    async def train(self, groups):
-        found = await super().train(groups)
+    async def train(self, groups, rollout):
+        found = await super().train(groups, rollout)
         if len(self.seen) == 4 * (self.dies_in or -1):
             raise Killed
         values = [

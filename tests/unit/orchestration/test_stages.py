@@ -58,10 +58,10 @@ class Workers:
         return 1
 
     def __getattr__(self, method: str) -> Any:
-        async def answer(*_: Any, **__: Any) -> list[Any]:
+        async def answer(*given: Any, **__: Any) -> list[Any]:
             if method in self._fails:
                 raise SyncError(f"{self._name}: {method} failed")
-            return [None]
+            return [(0, None)] if given == ("versions",) else [None]
 
         return answer
 

@@ -24,6 +24,7 @@ from rlpost.orchestration.checkpoints import Checkpoints
 from rlpost.orchestration.placement import Placement, Slot
 from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.trainer_recovery import TrainerRecovery
+from rlpost.policy_versions import PolicyVersions
 from rlpost.recovery.decision import Death
 from rlpost.rollout.trained_batches import JournalBatches
 from tests.unit.orchestration.test_loop import FakeEngines, FakeStages, comparable, config, run
@@ -60,7 +61,7 @@ class Ranks:
             raise TrainerDied("actor-1 on 10.0.0.1 died: killed\nend of its log", self.dead_ranks)
 
     # training
-    async def train(self, groups):
+    async def train(self, groups, rollout, versions):
         self.passes("train")
         for _ in range(5):
             await asyncio.sleep(0)  # engines generate at this time in the asynchronous modes
@@ -147,7 +148,7 @@ class Stages(FakeStages):
         if not self.is_begun:
             self.is_begun = True
             await self.recovery.begin(self.ranks)
-            self.recovery.resume(0, self.batches)
+            self.recovery.resume(0, PolicyVersions(), self.batches)
 
     async def batches(self, state, checkpoint, until):
         return JournalBatches.read(
@@ -169,9 +170,10 @@ class Stages(FakeStages):
         self.weights = self.ranks.weights
         self.versions.append(policy_version)
 
-    async def train(self, groups):
-        metrics = await self.recovery.over("train", partial(self.recovery.training.train, groups))
-        self.recovery.trained()
+    async def train(self, groups, rollout):
+        train = partial(self.recovery.training.train, groups, rollout, PolicyVersions())
+        metrics = await self.recovery.over("train", train)
+        self.recovery.trained(rollout)
         self.trained.append([[group.prompt_id, group.rewards] for group in groups])
         self.seen += [group.prompt_id for group in groups]
         return metrics
@@ -305,7 +307,7 @@ def settings(**cluster):
 def begun(tmp_path, ranks, **named):
     """Return stages with a running recovery, outside of a loop."""
     stages = Stages(tmp_path, ranks, **named)
-    stages.recovery.resume(0, stages.batches)
+    stages.recovery.resume(0, PolicyVersions(), stages.batches)
     stages.recovery.training = ranks
     return stages
 

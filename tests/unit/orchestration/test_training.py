@@ -15,10 +15,17 @@ from rlpost.orchestration.preemption import StopRequest
 from rlpost.orchestration.training import Training
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.orchestration.workers import Stored
+from rlpost.policy_versions import PolicyVersions
 from rlpost.progress.stragglers import STEPS
-from rlpost.types import Sample, SampleGroup, ScoredSample, StepResult
+from rlpost.types import Sample, SampleGroup, ScoredSample, StepPlace, StepResult
 
+FRESH = PolicyVersions()
 HEALTHY = {"train/ppo_kl": 0.0, "train/grad_norm": 1.0, "train/rollout_logprob_abs_diff": 0.0}
+
+
+def value_of(argument):
+    """Return a stored value, or the argument itself."""
+    return argument.reference if isinstance(argument, Stored) else argument
 
 
 class Actors:
@@ -40,12 +47,12 @@ class Actors:
         return stored.reference
 
     async def call_each(self, method, arguments):
-        values = [tuple(each and each.reference for each in own) for own in arguments]
+        values = [tuple(map(value_of, own)) for own in arguments]
         self.calls.append((method, values))
         return [StepResult(self.metrics)] * len(arguments)
 
     async def call_each_stored(self, method, arguments):
-        self.calls.append((method, [(batch.reference,) for (batch,) in arguments]))
+        self.calls.append((method, [tuple(map(value_of, own)) for own in arguments]))
         value = {
             "compute_logprobs": -1.0,
             "compute_ref_logprobs": -2.0,
@@ -64,9 +71,9 @@ class Actors:
             ),
         ]
 
-    async def call(self, method):
-        assert method == "num_critic_steps"
-        return [len(self.named("train_critic"))] * 2
+    async def call(self, method, *arguments):
+        self.calls.append((method, arguments))
+        return [None] * 2
 
     def of_sample(self, value, sample):
         return FloatColumn([value] * sample.response_length)
@@ -77,7 +84,7 @@ class Actors:
     def trained(self):
         """The samples of all optimizer steps, as the first rank gets them."""
         steps = []
-        for (batch, _, advantages), *_ in self.named("train_step"):
+        for (batch, _, advantages, _), *_ in self.named("train_step"):
             changed = batch if advantages is None else batch.with_advantages(advantages)
             steps += changed.samples
         return steps
@@ -107,6 +114,7 @@ def train(
     critics=None,
     offloads_critic=False,
     rollouts=1,
+    versions=FRESH,
     **grpo,
 ):
     config = Config.model_validate(
@@ -139,8 +147,8 @@ def train(
     )
 
     async def all_rollouts():
-        for _ in range(rollouts):
-            metrics = await training.train(given or groups())
+        for rollout in range(1, rollouts + 1):
+            metrics = await training.train(given or groups(), rollout, versions)
         return metrics
 
     return asyncio.run(all_rollouts())
@@ -162,7 +170,7 @@ def test_with_a_kept_old_policy_even_one_step_is_compared_with_its_log_probs(num
     train(actors, num_steps=num_steps, keep_old_actor=True)
     named = [name for name, _ in actors.calls]
     assert named == ["compute_old_logprobs"] * num_steps + ["train_step"] * num_steps
-    _, (batch, old, _) = actors.named("train_step")[0]
+    _, (batch, old, _, _) = actors.named("train_step")[0]
     assert old == [[actors.of_sample(-4.0, one) for one in micro] for micro in batch.micro_batches]
 
 
@@ -188,6 +196,20 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
         [expected[s.response_length] for s in samples]
     )
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
+
+
+def test_every_step_is_told_its_place_and_old_log_probs_are_those_of_a_version():
+    """Two answers are graded, so that there are two steps instead of four."""
+    actors, versions = Actors(), PolicyVersions(interval=2, start=5, kept=4, ref_interval=3)
+    options = {"num_steps": 4, "keep_old_actor": True, "rollouts": 6, "versions": versions}
+    train(actors, given=groups()[:1], **options)
+    places = [own[0][3] for own in actors.named("train_step")][-4:]
+    assert places == [
+        StepPlace(5, 1, 2, old_version=4), StepPlace(5, 2, 2, old_version=4),
+        StepPlace(6, 1, 2, old_version=6, updates_reference=True),
+        StepPlace(6, 2, 2, old_version=6, updates_reference=True),
+    ]  # fmt: skip
+    assert [own[0][1] for own in actors.named("compute_old_logprobs")][-2:] == [4, 4]
 
 
 def test_a_loss_that_uses_no_advantages_gets_zeros():
@@ -294,7 +316,7 @@ def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp
     async def steps():
         for _ in range(STEPS):
             assert not events
-            metrics = await training.train(groups())
+            metrics = await training.train(groups(), 1, PolicyVersions())
         return metrics
 
     metrics = asyncio.run(steps())
@@ -407,7 +429,7 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
     values = ["compute_values"] * num_steps
     assert names == [*logprobs, *values, *["train_critic"] * num_steps, *["train_step"] * num_steps]
     steps = zip(actors.named("train_critic"), actors.named("train_step"), strict=True)
-    for ((batch, _, returns), last_stage), ((own, _, advantages), _) in steps:
+    for ((batch, _, returns), last_stage), ((own, _, advantages, _), _) in steps:
         assert batch == own
         assert last_stage[1], "the last stage gets its values back"
         for sample, target, advantage in zip(batch.samples, returns, advantages, strict=True):
@@ -573,8 +595,9 @@ def test_the_first_rollouts_may_train_the_critic_alone():
     )
     names = [name for name, _ in actors.calls]
     alone = ["compute_values"] * 2 + ["train_critic"] * 2
-    assert names[:8] == alone * 2
-    assert names[8:] == ["compute_logprobs"] * 2 + alone + ["train_step"] * 2
+    assert names[:10] == [*alone, "old_policy.skip"] * 2
+    assert names[10:] == ["compute_logprobs"] * 2 + alone + ["train_step"] * 2
+    assert actors.named("old_policy.skip") == [(1,), (2,)]
 
 
 def test_a_stop_after_the_critics_first_step_lets_the_others_follow(tmp_path):

@@ -75,7 +75,7 @@ class Actors:
 
     def __init__(self, stop_file: Path, *, backend: str = "gloo") -> None:
         self.stop_file, self.begun, self.ended = stop_file, [], []
-        self.swaps: list[tuple[str, int]] = []  # (method, number of transfers that had ended)
+        self.swaps: list[tuple[object, ...]] = []  # method, version, transfers that had ended
         self.answers = {
             "buckets.plan": [BUCKETS],
             "sync_stage": [0],
@@ -84,7 +84,7 @@ class Actors:
 
     async def call(self, method, *arguments):
         if method.startswith("old_policy."):
-            self.swaps.append((method, len(self.ended)))
+            self.swaps.append((method, *arguments, len(self.ended)))
         return (
             await self.transfer(method, *arguments)
             if method in MOVES
@@ -380,15 +380,16 @@ def test_a_host_that_does_not_answer_at_the_end_is_a_warning(tmp_path, monkeypat
     assert "weights-0 died" in caplog.text
 
 
-def test_between_updates_engines_get_the_weights_of_the_last_one_and_the_trainer_keeps_its_own(
-    tmp_path,
+@pytest.mark.parametrize("interval", [1, 2])
+def test_engines_get_the_version_that_is_asked_for_and_the_trainer_keeps_its_own(
+    tmp_path, interval
 ):
     actors = Actors(tmp_path / "STOP")
-    sent = ("old_policy.swap_in", 0), ("old_policy.swap_out", 1)
+    sent = ("old_policy.swap_in", 2, 0), ("old_policy.swap_out", 1)
     one = coordinator(
         actors,
         tmp_path / "weights",
-        rollout={"num_rollout": 4, "update_weights_interval": 2},
+        rollout={"num_rollout": 4, "update_weights_interval": interval},
         sync={"update_weight_transport": "disk"},
     )
     asyncio.run(updated(one, 2))
@@ -396,4 +397,4 @@ def test_between_updates_engines_get_the_weights_of_the_last_one_and_the_trainer
     Engine.dead.add("http://a")
     with pytest.raises(SyncError):
         asyncio.run(updated(one, 2))
-    assert [method for method, _ in actors.swaps[2:]] == [method for method, _ in sent]
+    assert [method for method, *_ in actors.swaps[2:]] == [method for method, *_ in sent]

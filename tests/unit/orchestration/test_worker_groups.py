@@ -69,7 +69,7 @@ CASES = [
 ]
 OF_A_CRITIC = (
     *("gpu_positions", "setup", "data_parallel_ranks", "import_weights", "load"),
-    *("compute_values", "train_critic", "num_critic_steps", "hold", "release"),
+    *("compute_values", "train_critic", "hold", "release"),
     *("save", "save_is_done", "export_critic", "restore_memory", "offload_memory"),
     *("memory_use", "positions", "write_flight_records"),
 )

@@ -33,7 +33,8 @@ echo "$VERDICT" >run/attempts/latest/verdict
 for ((n = 0; n < 10 * LINGERS; n++)); do /bin/sleep 0.1; done
 echo "srun ended" >>called""",
     "scontrol": 'echo "scontrol $*" >>called',
-    "squeue": """case $* in *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
+    "sbatch": "echo hours left: 1000",
+    "squeue": """case $* in *%o*) cat shown; exit ;; *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
 echo asked >>asked
 [ "$(wc -l <asked)" -gt "$SILENT" ] || { echo 'Unable to contact slurm controller' >&2; exit 1; }
 echo "$STATE"
@@ -172,6 +173,23 @@ def test_an_array_of_one_run_folder_is_refused(tmp_path: Path) -> None:
     code, _, log = run(tmp_path, environ=task)
     assert code == 78 and "--array: all tasks would write to" in log
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("shown", "ended", "chained"), [("8 {script}\n7 {script}\n9 /other", 0, ["8"]), ("", 75, [])]
+)
+def test_a_chain_takes_no_number_from_a_banner(
+    tmp_path: Path, shown: str, ended: int, chained: list[str]
+) -> None:
+    """It finds the job by its file, and leaves itself out."""
+    spec = JobSpec(
+        home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"), requeue="chain"
+    )
+    (tmp_path / "shown").write_text(shown.format(script=tmp_path / "run/job.sbatch"))
+    code, _, log = run(tmp_path, spec=spec)
+    assert code == ended and "printed 'hours left: 1000', no line of which is a job id" in log
+    entries = Ledger(tmp_path / "run/ledger.jsonl").read()
+    assert [entry["job_id"] for entry in entries if entry["event"] == "chained"] == chained, log
 
 
 def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: Path) -> None:

@@ -205,6 +205,22 @@ def test_a_preemption_during_the_setup_commands_is_no_fault_of_theirs(how: str) 
     assert finding.verdict == "failed"
 
 
+def test_lines_of_slurmstepd_without_a_host_count_for_each_host_that_failed() -> None:
+    """The output of srun of Slurm 26.05 for a program that neither node has."""
+    failed = "Exited with exit code 2"
+    launch = "".join(
+        f"[2026-11-26T14:06:00.{ms}] error: execve(): /nowhere: No such file or directory\n"
+        f"srun: error: n0{task + 1}: task {task}: {failed}\n"
+        for task, ms in enumerate((908, 940))
+    )
+    finding = explain({"n01": HostEnd(failed), "n02": HostEnd(failed)}, launch)
+    assert finding is not None and finding.verdict == "config"
+    assert finding.cause.startswith("n01, n02: the interpreter cannot be run (/nowhere: No such")
+    one_failed = explain({"n01": HostEnd("", AGENT), "n02": HostEnd(failed)}, launch)
+    assert one_failed is not None
+    assert (one_failed.verdict, one_failed.exclude) == ("failed", ("n02",))
+
+
 def test_only_the_last_lines_of_a_log_tell_why_it_ended() -> None:
     installed = "".join(
         f"Requirement already satisfied: package-{number}\n" for number in range(40)

@@ -54,7 +54,7 @@ def test_a_controller_that_is_silent_is_not_waited_for(
 
 
 @pytest.mark.parametrize("order", [client.cancel, client.ask_to_requeue])
-@pytest.mark.parametrize("word", ["", "-u", "7;8", "local-12"])
+@pytest.mark.parametrize("word", ["", "-u", "7;-M", "7;8;9", "local-12"])
 def test_no_other_word_than_a_job_id_reaches_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[str], None], word: str
 ) -> None:

@@ -241,6 +241,35 @@ def test_a_cache_is_shared_as_its_folder_is(
 
 
 @needs_root
+@pytest.mark.parametrize("file", ["/tmp/h_evil.sqsh", "../evil.sqsh", f"sha256-{'0' * 64}.sqsh"])
+def test_an_entry_of_another_user_in_a_folder_open_to_all_chooses_no_image(
+    open_registry: Path, file: str
+) -> None:
+    """A job runs the image with the rights and the secrets of its user."""
+    cache = open_registry / "cache"
+    cache.mkdir()
+    cache.chmod(0o1777)
+    entry = cache / f"{key(NAME)}.json"
+    entry.write_text(json.dumps({"image": URI, "file": file}))
+    evil = Path(cache / file)
+    evil.write_text("hsqs evil")
+    try:
+        for path in (entry, evil):
+            os.chown(path, OTHER, OTHER)
+            path.chmod(0o644)
+        done = ask_as(USER, open_registry)
+        assert str(evil.name) not in done.stdout
+        if file.startswith("sha256"):
+            assert done.returncode == 78
+            assert f"{entry.name} belongs to user {OTHER}, who could have chosen" in done.stderr
+        else:  # imported, although the name of the entry is taken
+            digest = hashlib.sha256(TEXT.encode()).hexdigest()
+            assert done.stdout == f"{cache}/sha256-{digest}.sqsh\n", done.stderr
+    finally:
+        evil.unlink()
+
+
+@needs_root
 def test_what_is_found_needs_no_right_to_write(open_registry: Path) -> None:
     """A folder that an administrator fills for a site; only the administrator can write the lock of
     an earlier import.

@@ -38,6 +38,7 @@ def test_what_is_not_understood_is_unknown_and_not_over(text: str) -> None:
         ("CANCELLED by 0", JobState.CANCELLED),
         ("RUNNING+", JobState.RUNNING),
         ("NODE_FAIL\n", JobState.NODE_FAIL),
+        ("EXPEDITING", JobState.EXPEDITING),
     ],
 )
 def test_states_are_read_as_every_command_writes_them(text: str, state: JobState) -> None:

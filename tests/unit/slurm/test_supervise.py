@@ -64,14 +64,14 @@ def test_the_next_job_of_a_chain_is_taken_back_when_the_run_was_cancelled_before
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled between the decision to restart and the entry with the next job."""
-    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $1 >>{tmp_path}/taken\n")
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho $* >>{tmp_path}/taken\n")
     (tmp_path / "scancel").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     record_chained(tmp_path, 0, "8")
     assert not (tmp_path / "taken").exists()
     Ledger(tmp_path / "ledger.jsonl").append("cancelled", job_id="8")
-    record_chained(tmp_path, 0, "9")
-    assert (tmp_path / "taken").read_text() == "9\n"
+    record_chained(tmp_path, 0, "9;big")
+    assert (tmp_path / "taken").read_text() == "--clusters=big 9\n"
 
 
 def test_a_job_that_was_cancelled_while_it_was_requeued_does_not_start_again(

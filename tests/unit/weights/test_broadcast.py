@@ -41,7 +41,9 @@ class FakeGroup:
 
 
 def source(stage):
-    made = Broadcast(FakeBuckets(stage), gathers=True, is_source=True, backend="gloo", timeout_s=1)
+    made = Broadcast(
+        FakeBuckets(stage), gathers=True, is_source=True, backend="gloo", timeout_s=1, secret="s"
+    )
     made.group = FakeGroup()
     return made
 

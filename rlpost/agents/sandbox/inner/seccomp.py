@@ -1,7 +1,7 @@
 """The system-call filter of commands: a denied call fails with EPERM, the program continues.
 
 It denies calls that change the host or reach past the namespaces, and calls that allocate memory
-which no limit counts. The filter is a BPF program for x86_64 and aarch64.
+which no limit counts; buffers of sockets keep their size. The filter is a BPF program for x86_64 and aarch64.
 """
 
 from __future__ import annotations
@@ -88,10 +88,11 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mq_open": (240, 180),
 }
 CLONE, CLONE3 = (56, 220), (435, 435)
-SOCKET, SOCKETPAIR = (41, 198), (53, 199)
+SOCKET, SOCKETPAIR, SETSOCKOPT = (41, 198), (53, 199), (54, 208)
 IOCTL, PRLIMIT, SETPRIORITY = (16, 29), (302, 261), (141, 140)
 FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6
 NETLINK, NETLINK_ROUTE = 16, 0
+SOL_SOCKET, BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE forms
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 X32 = 0x40000000
 
@@ -148,6 +149,7 @@ def program(machine: str = kernel.MACHINE) -> bytes:
     rules.for_call(CLONE[column], _deny(ARGUMENT_0, SET, kernel.NEW_ANY & ~kernel.NEW_TIME))
     rules.for_call(SOCKET[column], _families())
     rules.for_call(SOCKETPAIR[column], _families())
+    rules.for_call(SETSOCKOPT[column], _without_buffer_sizes())
     rules.for_call(IOCTL[column], _deny(ARGUMENT_1, EQUAL, TIOCSTI, TIOCLINUX))
     rules.for_call(PRLIMIT[column], _only_zero(ARGUMENT_0))
     rules.for_call(SETPRIORITY[column], _only_zero(ARGUMENT_1))
@@ -169,6 +171,22 @@ def _only_zero(argument: int) -> _Program:
     body.load(argument)
     body.verdict_if(EQUAL, 0, ALLOW)
     body.add(RETURN, denied())
+    return body
+
+
+def _without_buffer_sizes() -> _Program:
+    """Let sockets keep the size of their buffers, which hold data that belongs to no process.
+
+    The call succeeds, as it does in the kernel when it caps a size.
+    """
+    body = _Program()
+    body.load(ARGUMENT_1)
+    body.add(EQUAL, SOL_SOCKET, 1, 0)
+    body.add(RETURN, ALLOW)
+    body.load(ARGUMENT_2)
+    for option in BUFFER_SIZES:
+        body.verdict_if(EQUAL, option, denied(0))
+    body.add(RETURN, ALLOW)
     return body
 
 

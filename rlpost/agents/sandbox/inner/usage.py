@@ -8,7 +8,7 @@ from dataclasses import dataclass
 PAGE = os.sysconf("SC_PAGESIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 # A Unix socket holds up to net.core.wmem_default of data that belongs to no process.
-UNIX_SOCKET = 208 * 1024
+BUFFER_SIZE, UNIX_SOCKET = "/proc/sys/net/core/wmem_default", 208 * 1024
 FREE_SOCKETS = 512
 
 
@@ -70,9 +70,26 @@ def _proportional(pid: str) -> int:
 
 
 def socket_memory() -> int:
-    """Return bytes that Unix sockets beyond the first FREE_SOCKETS may hold."""
-    text = _read("/proc/net/unix") or b""
-    return max(0, text.count(b"\n") - FREE_SOCKETS) * UNIX_SOCKET
+    """Return bytes that Unix sockets may hold, and that TCP and UDP sockets do hold.
+
+    Unix sockets of the first FREE_SOCKETS x UNIX_SOCKET bytes are not counted. A sandbox cannot
+    change the size of a buffer (``seccomp``); the kernel's default may be larger.
+    """
+    each = int(_read(BUFFER_SIZE) or UNIX_SOCKET)
+    num_unix = (_read("/proc/net/unix") or b"").count(b"\n")
+    total = max(0, num_unix * each - FREE_SOCKETS * UNIX_SOCKET)
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        total += queued(_read(f"/proc/net/{name}") or b"")
+    return total
+
+
+def queued(table: bytes) -> int:
+    """Return the bytes in all queues of a table like /proc/net/tcp (proc(5)): column TX:RX, hex."""
+    total = 0
+    for line in table.splitlines()[1:]:
+        sent, received = line.split()[4].split(b":")
+        total += int(sent, 16) + int(received, 16)
+    return total
 
 
 def _read(path: str) -> bytes | None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.agent.message_codec import (
+from common.message_codec import (
     MAX_BODY_BYTES,
     MessageCodec,
     MessageError,

@@ -1,8 +1,8 @@
-"""Protocol of the agents: authenticated frames over a byte stream. Sans I/O.
+"""Authenticated frames over a byte stream: the links of agents and of stores. Sans I/O.
 
-A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | JSON``. The HMAC also covers the
-sender's side and the frame number in its direction, so a frame that is modified, replayed,
-reordered or reflected to its sender does not verify.
+A frame is ``length (4 bytes, big endian) | HMAC-SHA256 (32) | body``; the body of an agent is JSON.
+The HMAC also covers the sender's side and the frame number in its direction, so a frame that is
+modified, replayed, reordered or reflected to its sender does not verify.
 
 Handshake, after which both sides know that the other holds the secret *now*:
 
@@ -52,7 +52,8 @@ def session_key(secret: bytes, node_nonce: str, head_nonce: str) -> bytes:
 class MessageCodec:
     """One side of a link: packs outgoing messages and unpacks incoming frames."""
 
-    def __init__(self, key: bytes, side: Side) -> None:
+    def __init__(self, key: bytes, side: Side, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.max_body_bytes = max_body_bytes
         self._key = key
         self._side = side
         self._other: Side = "node" if side == "head" else "head"
@@ -65,14 +66,17 @@ class MessageCodec:
         self._key, self._num_packed, self._num_unpacked = key, 0, 0
 
     def pack(self, message: Message) -> bytes:
-        """The frame of a message.
+        """The frame of a message. Raises ValueError as ``pack_body`` does."""
+        return self.pack_body(json.dumps(message).encode())
+
+    def pack_body(self, body: bytes) -> bytes:
+        """The frame of a body.
 
         Raises:
-            ValueError: the message is longer than ``MAX_BODY_BYTES``.
+            ValueError: it is longer than ``max_body_bytes``.
         """
-        body = json.dumps(message).encode()
-        if len(body) > MAX_BODY_BYTES:
-            raise ValueError(f"message of {len(body)} bytes; at most {MAX_BODY_BYTES} fit")
+        if len(body) > self.max_body_bytes:
+            raise ValueError(f"message of {len(body)} bytes; at most {self.max_body_bytes} fit")
         code = self._code(self._side, self._num_packed, body)
         self._num_packed += 1
         return len(body).to_bytes(_LENGTH_BYTES, "big") + code + body
@@ -87,12 +91,26 @@ class MessageCodec:
         Raises:
             MessageError: the frame is invalid or out of sequence.
         """
+        body = self.unpack_body()
+        if body is None:
+            return None
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise MessageError(f"frame holds a {type(message).__name__}, not an object")
+        return message
+
+    def unpack_body(self) -> bytes | None:
+        """Return the next body, or None while its frame is incomplete.
+
+        Raises:
+            MessageError: the frame is too long, not authentic or out of sequence.
+        """
         if len(self._received) < _LENGTH_BYTES:
             return None
         num_bytes = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
-        if num_bytes > MAX_BODY_BYTES:
+        if num_bytes > self.max_body_bytes:
             raise MessageError(
-                f"frame of {num_bytes} bytes announced; at most {MAX_BODY_BYTES} are allowed"
+                f"frame of {num_bytes} bytes announced; at most {self.max_body_bytes} are allowed"
             )
         if len(self._received) < _HEADER_BYTES + num_bytes:
             return None
@@ -102,10 +120,7 @@ class MessageCodec:
             raise MessageError("frame is not authentic (other secret, changed, or repeated)")
         del self._received[: _HEADER_BYTES + num_bytes]
         self._num_unpacked += 1
-        message = json.loads(body)
-        if not isinstance(message, dict):
-            raise MessageError(f"frame holds a {type(message).__name__}, not an object")
-        return message
+        return body
 
     def _code(self, side: Side, number: int, body: bytes) -> bytes:
         return hmac.digest(self._key, f"{side} {number} ".encode() + body, hashlib.sha256)

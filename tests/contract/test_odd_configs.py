@@ -1,0 +1,62 @@
+"""Odd configurations of all families: the logits of transformers, or a refusal with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from rlpost.actor.settings import ActorSettings
+from rlpost.weights.families import FAMILIES
+from tests.contract.actor_ranks import run_ranks
+from tests.contract.families import make_family
+from tests.contract.odd_configs import KINDS, Compared, compare, model_type
+
+pytestmark = pytest.mark.timeout(300)
+
+SEEDS, ENOUGH = range(240), 200
+LIMIT = 1e-4
+REASON = re.compile(
+    r": (has no '?\w+|\w+ ?= ?\S+|layer_types has|mlp_layer_types has|YaRN with \w+)"
+)
+"""The key, and its value if it has one, after the path of config.json."""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Compared]:
+    folder = tmp_path_factory.mktemp("odd")
+    make_family(folder, "qwen2.5")  # for the process groups alone
+    settings = ActorSettings(str(folder), distributed_timeout_minutes=2)
+    (found,) = run_ranks(compare, 1, settings, seeds=SEEDS, folder=str(folder))
+    return list(found)
+
+
+def test_an_odd_configuration_has_the_logits_of_transformers_or_is_refused_with_its_reason(
+    compared,
+):
+    assert len(compared) >= ENOUGH
+    wrong = [one for one in compared if one.difference is not None and not one.difference < LIMIT]
+    assert not wrong
+    refusals = [one.refusal for one in compared if one.refusal is not None]
+    assert [text for text in refusals if not REASON.search(text)] == []
+    assert len(refusals) < len(compared) / 2
+    equal = Counter(one.hf["architectures"][0] for one in compared if one.refusal is None)
+    assert equal.keys() == {f"{kind}ForCausalLM" for kind in KINDS} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_of_absent_keys_are_the_defaults_of_transformers(kind):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type(kind)).to_dict()
+    defaults = dict(FAMILIES[f"{kind}ForCausalLM"].defaults)
+    interval = defaults.pop("full_attention_interval", None)  # no attribute of the class
+    if interval is not None:
+        assert theirs["layer_types"].index("full_attention") == interval - 1
+    if kind == "Glm4MoeLite":  # its class has mlp_layer_types instead
+        assert theirs["mlp_layer_types"].index("sparse") == defaults.pop("first_k_dense_replace")
+    if "rope_parameters" in defaults:
+        del theirs["rope_parameters"]["rope_theta"]  # at the top level of config.json
+    assert {key: theirs[key] for key in defaults} == defaults

@@ -1,0 +1,373 @@
+"""Another user of the node, beside a whole run: every port it listens on and every path it makes.
+
+The run has its own network, /tmp and /dev/shm, so that all of them belong to it. Each must be
+declared here: a new port or path fails the test until somebody has decided who may reach it. The
+stranger, another uid in the same namespaces, has taken the predictable names before the run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bootstrap.agent.ports import BLOCK_SIZE, PortBlock
+from tests.e2e.local_run import LocalRun
+from tests.e2e.runs import ROOT
+
+STRANGER_UID = 65534
+SEEN_AS = Path("/mnt")
+HOLDS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders that every user can write to."""
+BASES = [Path(folder).resolve() for folder in (ROOT, sys.prefix, sys.base_prefix)]
+PROGRAMS = ("unshare", "nsenter", "ip", "ss")
+WHY_NOT = "needs root, to run a process as another user" if os.geteuid() else ""
+if not WHY_NOT and (missing := [name for name in PROGRAMS if shutil.which(name) is None]):
+    WHY_NOT = f"needs {', '.join(missing)} (util-linux, iproute2)"
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+# argv: the folder of the test, then folders that must stay where they are below /tmp
+SETUP = f"""
+set -e
+mount --make-rprivate /
+mount --bind "$1" {SEEN_AS}; shift
+mount --bind /tmp /media
+for folder in {" ".join(HOLDS)}; do mount -t tmpfs -o mode=1777 tmpfs $folder; done
+for folder in "$@"; do mkdir -p $folder; mount --bind /media/${{folder#/tmp/}} $folder; done
+umount /media
+ip link set lo up
+mkdir -m 777 /tmp/torchinductor_root /tmp/ray /tmp/rlpost-jit-0
+mkdir -m 755 $(seq -f /tmp/rl%.0f.0 $$ $(($$ + 4000)))
+chown {STRANGER_UID}:{STRANGER_UID} /tmp/torchinductor_root /tmp/ray /tmp/rl*
+echo ready
+exec sleep 100000
+"""
+
+# What the stranger tries, as JSON: {"ports": [[host, port]], "paths": [path], "pids": [pid]}.
+# Modules are imported as root, because the interpreter may lie where others cannot read.
+STRANGER = """
+import json, os, signal, sys, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+import torch.distributed as dist
+given = json.loads(sys.argv[1])
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+OPEN = 7
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+def tried(act):
+    try:
+        return act()
+    except Exception as error:
+        return None
+
+def store(host, port):
+    client = dist.TCPStore(host, port, None, False, timedelta(seconds=2), wait_for_workers=False)
+    client.set("stranger", "was here")
+    return [key for key in client.list_keys()]
+
+def page(host, port, path, method):
+    request = urllib.request.Request(f"http://{host}:{port}{path}", method=method)
+    try:
+        with opener.open(request, timeout=3) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+def pages(host, port):
+    answered = []
+    for method, path in given["pages"]:
+        status = tried(lambda: page(host, port, path, method))
+        if status is None:
+            break  # no HTTP
+        if status < 400:
+            answered.append(path)
+    return answered
+
+result = {"stores": [], "pages": {}, "paths": [], "environ": []}
+children = {}
+for host, port in given["ports"]:  # a process each: a silent server holds a client of a store forever
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        os._exit(OPEN if tried(lambda: store(host, port)) is not None else 0)
+    children[pid] = port
+for pid, port in children.items():
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == OPEN:
+        result["stores"].append(port)
+with ThreadPoolExecutor(40) as pool:
+    for (host, port), answered in zip(given["ports"], pool.map(pages, *zip(*given["ports"]))):
+        result["pages"][f"{host}:{port}"] = answered
+for path in given["paths"]:
+    if tried(lambda: os.listdir(path) if os.path.isdir(path) else open(path).close() or []) is not None:
+        result["paths"].append(path)
+for pid in given["pids"]:
+    if tried(lambda: open(f"/proc/{pid}/environ").read(1)):
+        result["environ"].append(pid)
+print(json.dumps(result))
+"""
+PAGES = [
+    *(("GET", path) for path in ("/", "/metrics", "/health", "/liveness", "/readiness")),
+    *(("GET", path) for path in ("/v1/models", "/get_server_info", "/server_info", "/workers")),
+    *(("GET", path) for path in ("/api/version", "/api/jobs/", "/logs", "/nodes?view=summary")),
+    *(("POST", path) for path in ("/generate", "/flush_cache", "/update_weights_from_disk")),
+]
+
+KINDS = {
+    r"^/.*gcs_server": "gcs",
+    r"^/.*raylet/raylet": "raylet",
+    r"dashboard/dashboard\.py|^ray-dashboard": "dashboard",
+    r"^ray::DashboardAgent": "dashboard agent",
+    r"^ray::RuntimeEnvAgent": "runtime env",
+    r"^ray::": "worker",
+    r"^sglang::scheduler": "scheduler",
+    r"bootstrap\.agent ": "agent",
+    r"rlpost\.train": "driver",
+    r"rlpost\.rollout\.server engine": "engine",
+    r"rlpost\.rollout\.server router": "router",
+}
+ANY, NODE, LOOPBACK = "any", "node", "loopback"
+WORKERS = range(PortBlock(0).worker_ports.start, PortBlock(0).worker_ports.stop)
+GLOO = range(BLOCK_SIZE, 65536)  # ports of the kernel's choice
+
+DECLARED: dict[tuple[str, str], tuple[range | int, ...]] = {
+    # authenticated frames; after the bring-up nobody accepts
+    ("agent", NODE): (0,),
+    # gRPC, which requires the token
+    ("gcs", ANY): (1,),
+    ("raylet", ANY): (4, 5),
+    ("worker", ANY): (WORKERS,),
+    ("driver", ANY): (WORKERS,),
+    ("dashboard agent", ANY): (7,),
+    # HTTP, which requires the token
+    ("runtime env", NODE): (6,),
+    ("dashboard agent", NODE): (8,),
+    ("dashboard agent", LOOPBACK): (8,),
+    ("dashboard", LOOPBACK): (2,),
+    ("engine", NODE): (600, 602),
+    ("router", NODE): (604,),
+    ("driver", LOOPBACK): (999,),
+    # metrics without names of anything but the model: counts of the router, of Ray's dashboard
+    ("router", LOOPBACK): (605,),
+    ("dashboard", ANY): (11,),
+    # the stores of the trainer's ranks, and of the trainer with the engines: authenticated
+    ("worker", NODE): (606, 607),
+    # gloo, between ranks on the loopback: SECURITY.md
+    ("worker", LOOPBACK): (GLOO,),
+    ("scheduler", LOOPBACK): (GLOO,),
+}
+"""Who listens, where, on which offsets from the first port of the block."""
+OPEN_PAGES: dict[tuple[str, str], set[str]] = {
+    ("engine", NODE): {"/health"},
+    ("router", NODE): {"/health", "/liveness", "/readiness", "/v1/models", "/get_server_info"},
+    ("router", LOOPBACK): {"/metrics"},
+    ("dashboard", LOOPBACK): {"/"},  # the page without data
+    ("dashboard", ANY): {path for method, path in PAGES if method == "GET"},
+}
+"""What is answered without the token: that the server lives, the model's name, counts."""
+DECLARED_PATHS = {"/tmp": r"rl[0-9.]+-\w{8}", "/var/tmp": r"(?!)", "/dev/shm": r"(?!)"}
+"""What the run makes in each folder: the session folder of the agent and no more."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A listening TCP socket."""
+
+    kind: str
+    host: str
+    port: int
+
+    @property
+    def where(self) -> tuple[str, str]:
+        scope = {"127.0.0.1": LOOPBACK, "*": ANY, "0.0.0.0": ANY, "[::]": ANY}
+        return self.kind, scope.get(self.host, NODE)
+
+
+class Node:
+    """Namespaces with a private network and private folders, which ``holder`` keeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = {str(base) for base in BASES if base.is_relative_to("/tmp")}
+        words = ["unshare", "--mount", "--net", "sh", "-c", SETUP, "sh", str(folder), *sorted(kept)]
+        self.kept = {Path(path).relative_to("/tmp").parts[0] for path in kept}
+        self.holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.holder.stdout is not None and self.holder.stdout.readline() == "ready\n"
+        self.enter = ["nsenter", f"--target={self.holder.pid}", "--mount", "--net"]
+        self.theirs = set(self.paths())
+
+    def output(self, *command: str) -> str:
+        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def paths(self) -> list[Path]:
+        """Everything directly in the folders that all users can write to."""
+        root = Path(f"/proc/{self.holder.pid}/root")
+        found = [path for folder in HOLDS for path in (root / folder.lstrip("/")).iterdir()]
+        return [path for path in found if path.name not in self.kept]
+
+    def listeners(self) -> list[Listener]:
+        found = []
+        for line in self.output("ss", "-ltnpH").splitlines():
+            host, _, port = line.split()[3].rpartition(":")
+            pid = re.search(r"pid=(\d+)", line)
+            assert pid, line
+            found.append(Listener(kind_of(int(pid[1])), host, int(port)))
+        return found
+
+
+def kind_of(pid: int) -> str:
+    command = " ".join(psutil.Process(pid).cmdline())
+    return next((kind for pattern, kind in KINDS.items() if re.search(pattern, command)), command)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("node"))
+    yield node
+    node.holder.kill()
+    node.holder.wait()
+
+
+@pytest.fixture(scope="module")
+def run(node: Node) -> Iterator[LocalRun]:
+    prefix = [*node.enter, "sh", "-c", f'cd {ROOT} && exec "$@"', "sh"]
+    settings = ["--num-rollout", "3000", "--use-prometheus", "--ray-dashboard"]
+    with LocalRun(node.folder, settings, prefix=prefix, seen_as=SEEN_AS) as run:
+        run.until(lambda: run.step >= 1, "step 1")
+        yield run
+
+
+@pytest.fixture(scope="module")
+def listeners(run: LocalRun, node: Node) -> list[Listener]:
+    return node.listeners()
+
+
+@pytest.fixture(scope="module")
+def base(listeners: list[Listener]) -> int:
+    (gcs,) = (one.port for one in listeners if one.kind == "gcs")
+    return gcs - 1
+
+
+@pytest.fixture(scope="module")
+def stranger(run: LocalRun, node: Node, listeners: list[Listener]) -> dict[str, Any]:
+    """What another user of the node reached."""
+    addresses = [("127.0.0.2" if one.where[1] == ANY else one.host, one.port) for one in listeners]
+    made = [path for path in node.paths() if path not in node.theirs]
+    inside = [str(path).partition("/root")[2] for path in made]
+    given = {
+        "ports": addresses,
+        "pages": PAGES,
+        "paths": [*inside, str(SEEN_AS / "run")],
+        "pids": [process.pid for process in own_processes(node)],
+    }
+    words = [sys.executable, "-c", STRANGER, json.dumps(given), str(STRANGER_UID)]
+    return json.loads(node.output("env", f"PYTHONPATH={ROOT}", *words).splitlines()[-1])
+
+
+def own_processes(node: Node) -> list[psutil.Process]:
+    """The processes in the namespaces, without the one that holds them."""
+    network = os.readlink(f"/proc/{node.holder.pid}/ns/net")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_inside = os.readlink(f"/proc/{process.pid}/ns/net") == network
+        except OSError:
+            continue
+        if is_inside and process.pid != node.holder.pid:
+            found.append(process)
+    return found
+
+
+def test_every_port_is_declared(node: Node, listeners: list[Listener], base: int) -> None:
+    unknown = []
+    for one in listeners:
+        offsets = DECLARED.get(one.where, ())
+        offset = one.port - base
+        known = any(
+            offset in some if isinstance(some, range) else offset == some for some in offsets
+        )
+        if not known and not (GLOO in offsets and one.port not in range(base, base + BLOCK_SIZE)):
+            unknown.append(one)
+    assert not unknown
+    assert {one.where for one in listeners} == DECLARED.keys(), "declared, and not there"
+    assert not node.output("ss", "-lunH"), "UDP"
+    assert not [line for line in node.output("ss", "-lxnH").splitlines() if " @" in line]
+
+
+def test_the_stranger_reads_and_writes_no_store(stranger: dict[str, Any]) -> None:
+    assert not stranger["stores"]
+
+
+def test_the_stranger_gets_no_page_but_those_that_say_nothing(
+    stranger: dict[str, Any], listeners: list[Listener]
+) -> None:
+    kinds = {str(one.port): one.where for one in listeners}
+    answered = {
+        (*kinds[address.rpartition(":")[2]], page)
+        for address, pages in stranger["pages"].items()
+        for page in pages
+    }
+    allowed = {(*where, page) for where, pages in OPEN_PAGES.items() for page in pages}
+    assert answered <= allowed, answered - allowed
+
+
+def test_every_path_is_declared_and_private(node: Node, run: LocalRun) -> None:
+    """The names that the stranger took before are not used."""
+    made = [path for path in node.paths() if path not in node.theirs]
+    assert made
+    for path in made:
+        folder = str(path.parent).partition("/root")[2]
+        assert re.fullmatch(DECLARED_PATHS[folder], path.name), path
+        status = path.stat()
+        assert status.st_uid == os.geteuid() and not status.st_mode & 0o077, path
+    assert not [path for taken in node.theirs for path in taken.iterdir()], "used by the run"
+
+
+def test_the_stranger_enters_no_folder_and_reads_no_environment(stranger: dict[str, Any]) -> None:
+    assert not stranger["paths"] and not stranger["environ"]
+
+
+def test_processes_keep_compiled_kernels_and_temporary_files_out_of_tmp(
+    node: Node, run: LocalRun
+) -> None:
+    """Also where nothing was compiled in this run. Processes that write their title over their
+    environment inherit it from these.
+    """
+    variables: dict[str, list[tuple[str, str]]] = {"TORCHINDUCTOR_CACHE_DIR": [], "TMPDIR": []}
+    for process in own_processes(node):
+        kind = kind_of(process.pid)
+        for name in variables if kind in {"driver", "raylet", "engine"} else ():
+            variables[name].append((kind, process.environ().get(name, "")))
+    for name, found in variables.items():
+        assert {kind for kind, _ in found} == {"driver", "engine", "raylet"}
+        bad = [one for one in found if not one[1].startswith(("/tmp/rl", str(Path.home())))]
+        assert not bad, name
+
+
+def test_nothing_is_left_after_the_driver_was_killed_and_the_run_got_term(
+    node: Node, run: LocalRun
+) -> None:
+    drivers = [process for process in own_processes(node) if kind_of(process.pid) == "driver"]
+    step = run.step
+    max(drivers, key=lambda process: process.cpu_times().user).kill()
+    run.until(lambda: run.step >= step + 2, "two more steps")
+    for process in own_processes(node):
+        if "submitit.core._submit" in process.cmdline():  # the batch script of a local run
+            process.send_signal(signal.SIGTERM)
+    run.process.wait(120)
+    _, alive = psutil.wait_procs(own_processes(node), timeout=60)
+    assert not alive
+    assert set(node.paths()) == node.theirs

@@ -1,0 +1,163 @@
+"""A store answers those who know its secret as torch's TCPStore does, and no others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import key_store
+from common.key_store import KeyClient, KeyServer, KeyStoreError, KeyTimeout
+from common.message_codec import MessageCodec, hello_key
+from common.torch_store import AuthenticatedStore, open_store
+from tests.ports import free_port
+
+SECRET = "s" * 64
+SHORT = timedelta(seconds=1)
+
+
+@pytest.fixture
+def server() -> Iterator[KeyServer]:
+    server = KeyServer("127.0.0.1", 0, SECRET)
+    yield server
+    server.close()
+
+
+def client(server: KeyServer, secret: str = SECRET) -> KeyClient:
+    return KeyClient("127.0.0.1", server.port, secret)
+
+
+def use(store: dist.Store) -> list[object]:
+    """What torch's own store and ours return to the same calls."""
+    store.set("a", "1")
+    store.set("b", b"\x00\xff")
+    results: list[object] = [store.get("a"), store.get("b"), store.multi_get(["b", "a"])]
+    store.multi_set(["c", "d"], ["3", "4"])
+    results += [store.check(["c", "d"]), store.check(["c", "e"])]
+    results += [store.add("n", 2), store.add("n", 3), store.get("n"), store.add("fresh", 0)]
+    store.append("c", "5")
+    results += [store.get("c"), store.compare_set("x", "", "first")]
+    results += [store.compare_set("x", "other", "second"), store.compare_set("x", "first", "third")]
+    results += [store.compare_set("missing", "expected", "desired"), store.get("x")]
+    results += [store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
+    store.wait(["b", "c"])
+    results += [store.num_keys(), sorted(store.list_keys())]
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["never"], timedelta(milliseconds=100))
+    return results
+
+
+def test_it_answers_as_tcpstore_does(server: KeyServer) -> None:
+    theirs = dist.TCPStore("127.0.0.1", 0, 1, True, SHORT)
+    ours = AuthenticatedStore(client(server), timeout=SHORT)
+    expected, found = use(theirs), use(ours)
+    # TCPStore keeps its own key, init/
+    expected[-2:] = [expected[-2] - 1, [key for key in expected[-1] if key != "init/"]]
+    assert found == expected
+
+
+def test_a_value_wakes_those_that_wait_for_it(server: KeyServer) -> None:
+    waiting, setting = client(server), client(server)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [
+            pool.submit(waiting.request, key_store.GET, [b"first", b"second"], 10.0)
+            for _ in range(8)
+        ]
+        for key in (b"second", b"first"):
+            assert not any(answer.done() for answer in answers)
+            setting.request(key_store.SET, [key, key * 2], 10.0)
+        expected = [b"firstfirst", b"secondsecond"]
+        assert [answer.result() for answer in answers] == [expected] * 8
+
+
+def test_without_the_secret_nothing_is_answered(server: KeyServer) -> None:
+    client(server).request(key_store.SET, [b"key", b"value"], 10.0)
+    other = KeyServer("127.0.0.1", 0, SECRET)
+    with pytest.raises((KeyTimeout, KeyStoreError)):
+        client(server, "t" * 64).request(key_store.GET, [b"key"], 0.3)
+    with pytest.raises((KeyTimeout, KeyStoreError)):  # the address is part of the proof
+        relayed = KeyClient("127.0.0.1", other.port, SECRET)
+        relayed._address = ("127.0.0.1", server.port)
+        relayed.request(key_store.GET, [b"key"], 0.3)
+    other.close()
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000, (1 << 24).to_bytes(4, "big")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+            stranger.sendall(noise)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    with pytest.raises(dist.DistNetworkError):
+        dist.TCPStore("127.0.0.1", server.port, None, False, SHORT, wait_for_workers=False)
+
+
+def test_a_repeated_hello_does_not_prove_the_secret(
+    server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections without a proof are closed after a while, however many there are."""
+    monkeypatch.setattr(key_store, "PROOF_S", 0.5)
+    monkeypatch.setattr(key_store, "MAX_UNPROVEN", 20)
+    key = key_store.store_key(SECRET, "127.0.0.1", server.port)
+    recorded = MessageCodec(hello_key(key), "node").pack({"nonce": "recorded"})
+    strangers = [
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(40)
+    ]
+    for stranger in strangers[-20:]:
+        stranger.sendall(recorded)
+        assert b'"answers": "recorded"' in stranger.recv(4096)
+    assert client(server).request(key_store.COUNT, [], 10.0) == [b"0"]
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def ranks_of_one_process(port: int, world: int, secret: str, timeout: timedelta) -> list[object]:
+    def join(rank: int) -> object:
+        try:
+            return open_store(
+                "127.0.0.1", port, rank=rank, world_size=world, secret=secret, timeout=timeout
+            )
+        except dist.DistError as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(join, range(world)))
+
+
+def test_gloo_forms_groups_over_it_and_it_listens_on_its_address_alone() -> None:
+    port = free_port()
+    stores = ranks_of_one_process(port, 3, SECRET, timedelta(seconds=60))
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    totals = [torch.ones(2) * rank for rank in range(3)]
+
+    def reduce(rank: int) -> None:
+        prefixed = dist.PrefixStore("group", stores[rank])
+        group = dist.ProcessGroupGloo(prefixed, rank, 3, timedelta(seconds=60))
+        group.allreduce([totals[rank]]).wait()
+
+    threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [total.tolist() for total in totals] == [[3.0, 3.0]] * 3
+    for store in reversed(stores):
+        store.close()
+    KeyServer("127.0.0.1", port, SECRET).close()  # the port is free again
+
+
+def test_the_error_names_the_ranks_that_did_not_join() -> None:
+    with pytest.raises(dist.DistStoreError, match=r"these of 3 ranks .*: \[1, 2\]"):
+        open_store("127.0.0.1", free_port(), rank=0, world_size=3, secret=SECRET, timeout=SHORT)
+
+
+def test_a_world_of_one_opens_no_port_and_others_need_a_secret() -> None:
+    alone = open_store("127.0.0.1", 1, rank=0, world_size=1, secret="", timeout=SHORT)
+    assert isinstance(alone, dist.HashStore)
+    with pytest.raises(ValueError, match="no secret"):
+        open_store("127.0.0.1", 1, rank=0, world_size=2, secret="", timeout=SHORT)
