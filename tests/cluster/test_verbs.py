@@ -15,6 +15,7 @@ import pytest
 from common.run_folder import RunFolder
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
+from tests.cluster.planted import documented, planted
 from tests.unit.cli.projects import make_project
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,9 +40,17 @@ def rlpost(lab: Lab, *words: str, fails_with: int = 0, env: dict[str, str] | Non
 
 
 def submit(
-    lab: Lab, project: Path, name: str, behaviour: str, *flags: str
+    lab: Lab,
+    project: Path,
+    name: str,
+    behaviour: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
 ) -> tuple[RunFolder, str]:
-    """Submit a run with this behaviour of the agents; return its folder and job id."""
+    """Submit a run with this behaviour of the agents; return its folder and job id.
+
+    ``env``: further variables of the submitting shell.
+    """
     root = lab.shared / "runs" / name
     argv = [
         sys.executable,
@@ -54,8 +63,8 @@ def submit(
         str(root),
         *flags,
     ]
-    env = {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": SECRET}
-    out = lab.run("ctl", argv, cwd=project, env=env).stdout
+    own = {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": SECRET}
+    out = lab.run("ctl", argv, cwd=project, env={**(env or {}), **own}).stdout
     return RunFolder(root), re.match(r"submitted (\d+)\n", out)[1]
 
 
@@ -235,3 +244,37 @@ def test_a_key_of_the_submitter_is_in_one_file_and_nowhere_else(lab: Lab, projec
     assert {Path(path).name for path in found} == {"secrets.env"}
     assert (run.root / "secrets.env").stat().st_mode & 0o777 == 0o600
     assert (run.root / "secrets.env").read_text() == f"HF_TOKEN={SECRET}\n"
+
+
+def _asked_for(lab: Lab, job: str) -> dict[str, str]:
+    """What a job and the step of its agents got, without names, times and places."""
+    text = lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout
+    text += lab.run("ctl", ["scontrol", "--oneliner", "show", "step", f"{job}.0"]).stdout
+    same = (
+        *("TimeLimit", "NumNodes", "NumCPUs", "NumTasks", "CPUs/Task", "TRES", "TresPerNode"),
+        *("Requeue", "Partition", "OverSubscribe", "Features", "Dependency", "Nodes", "CPUs"),
+        *("Tasks", "Dist", "Contiguous", "Licenses", "Network", "MinMemoryNode", "StepTRES"),
+    )
+    found = re.findall(r"(?:^|\s)([\w/]+)=(\S*)", text)
+    return {f"{name} {i}": value for i, (name, value) in enumerate(found) if name in same}
+
+
+def _gpus(run: RunFolder) -> list[str]:
+    facts = [json.loads(path.read_text()) for path in run.attempts.glob("0/argv-*.json")]
+    return [fact["environment"]["CUDA_VISIBLE_DEVICES"] for fact in facts]
+
+
+def test_no_variable_that_slurm_reads_changes_a_job_or_keeps_it_from_being_cancelled(
+    lab: Lab, project: Path, running
+) -> None:
+    """As in a shell inside another job, or with a user's defaults for Slurm's commands."""
+    plain, plain_job = running
+    variables = planted()
+    assert len(variables) > 100 or not documented()
+    run, job = submit(lab, project, "planted", "wait", "--nodes", "2", env=variables)
+    until(lambda: len(list(run.attempts.glob("0/argv-*.json"))) == 2, lab, "both agents run")
+    assert _asked_for(lab, job) == _asked_for(lab, plain_job) != {}
+    assert _gpus(run) == _gpus(plain) == ["0,1,2,3"] * 2
+    rlpost(lab, "cancel", "planted", env=variables)
+    until(lambda: job_info(lab, job).state.is_over, lab, "the run is cancelled")
+    assert status(lab, "planted")["state"] == "CANCELLED"
