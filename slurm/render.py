@@ -94,6 +94,7 @@ def directives(
         nodes.append(f"--gpus-per-node={spec.num_gpus_per_node}")
     named = ("partition", "account", "qos", "reservation", "constraint")
     place = [_option(name, value) for name in named if (value := getattr(spec, name)) is not None]
+    place += [f"--segment={spec.segment}"] if spec.segment else []
     place += [_option("exclude", ",".join(spec.exclude))] if spec.exclude else []
     again = ["--requeue"] if spec.requeue == "requeue" else ["--no-requeue"]
     again += ["--dependency=singleton"] if spec.requeue == "chain" else []

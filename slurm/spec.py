@@ -42,6 +42,7 @@ class JobSpec:
         gpu_request: how this site requests GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at
             all.
         time: limit of one attempt, in any form that sbatch accepts.
+        segment: nodes of each group that Slurm places within one block (topology/block only).
         exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per
             task.
         exclude: hosts to exclude, as host lists.
@@ -86,6 +87,7 @@ class JobSpec:
     qos: str | None = None
     reservation: str | None = None
     constraint: str | None = None
+    segment: int | None = None
     exclusive: bool = True
     exclude: tuple[str, ...] = ()
     requeue: RequeuePolicy = "requeue"
@@ -183,6 +185,13 @@ class JobSpec:
                     f"{name}: {value!r}; use an integer from {low}"
                     + (f" to {high}" if high else "")
                 )
+        num_nodes = self.nodes + self.spare_nodes
+        if self.segment is not None and (self.segment < 1 or num_nodes % self.segment):
+            divisors = [str(size) for size in range(1, num_nodes + 1) if num_nodes % size == 0]
+            raise SpecError(
+                f"segment: --segment {self.segment} does not divide the {num_nodes} nodes, spare ones "
+                f"included; use one of {', '.join(divisors)}"
+            )
         if self.time_limit_s <= self.signal_lead_s:
             raise SpecError(
                 f"time: {self.time!r} is not longer than --signal-lead-s {self.signal_lead_s}, so the signal would "

@@ -24,6 +24,7 @@ from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, installed_versions
 from bootstrap.agent.selection import choose_hosts
+from bootstrap.agent.topology import by_topology, topology_path
 from bootstrap.check_result import Check, level_of
 from bootstrap.preflight.bandwidth import Survey
 from bootstrap.preflight.checks import check_bandwidth, check_host, compare_hosts
@@ -71,7 +72,7 @@ class Gathering:
         self._survey = Survey()
         self._folder_test = FolderTest()
         self.used: tuple[str, ...] = ()
-        self._spares: list[str] = []  # fit, joined and not used; in rank order
+        self._spares: list[str] = []  # fit, joined and not used; in order of topology
 
     def begin(self) -> None:
         """Start preflight of the head's own host while the others join.
@@ -164,17 +165,25 @@ class Gathering:
         )
         logger.info("preflight\n%s", preflight.table())
         absent, can_requeue = self._absent_hosts(), self._facts.in_slurm
+        hosts = await self._in_topology_order()
         self.used = choose_hosts(
-            self._facts.hosts, self._num_needed, preflight, absent, can_requeue=can_requeue
+            hosts, self._num_needed, preflight, absent, can_requeue=can_requeue
         )
         bad = {**preflight.unfit, **absent}
-        self._spares = [host for host in self._facts.hosts if host not in {*bad, *self.used}]
+        self._spares = [host for host in hosts if host not in {*bad, *self.used}]
         for host, why in bad.items():
             logger.warning("%s is replaced by a spare node: %s", host, why)
 
+    async def _in_topology_order(self) -> tuple[str, ...]:
+        assert self._own is not None
+        paths = {self._facts.host: (await self._own).topology}
+        for report in self._reception.reports.values():
+            paths[report.host] = _host_facts(report).topology
+        return by_topology(self._facts.hosts, paths)
+
     @property
     def spares(self) -> tuple[str, ...]:
-        """Hosts that joined, are fit and not used, in rank order."""
+        """Hosts that joined, are fit and not used, in order of topology."""
         return tuple(self._spares)
 
     def take_spare(self, host: str) -> None:
@@ -249,7 +258,7 @@ async def read_this_host(facts: Facts, options: Options) -> HostFacts:
     # Cache the versions on a cold file system now: the report is due within 10 s of the hello.
     await asyncio.to_thread(installed_versions)
     ray_folder = Path(temp_dir(facts)).parent
-    return await asyncio.to_thread(
+    host_facts = await asyncio.to_thread(
         read_host,
         options.attempt_dir,
         ray_folder,
@@ -258,6 +267,7 @@ async def read_this_host(facts: Facts, options: Options) -> HostFacts:
         options.needed_paths,
         sandboxes=options.sandboxes,
     )
+    return replace(host_facts, topology=topology_path(os.environ))
 
 
 def _host_facts(report: NodeReport) -> HostFacts:

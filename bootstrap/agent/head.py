@@ -300,14 +300,15 @@ class HeadAgent:
         return own, {} if ipaddress.ip_address(ip).is_loopback else found.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
-        """Reports of the selected nodes, by rank, once enough have joined."""
+        """Reports of the selected nodes, in order of topology, once enough have joined."""
         await self._gathering.wait()
         links = self._reception.links
         if links:
             _only_local_ip(links.values())
         reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
         await self._gathering.choose(own.ip if links else "")
-        reports = [report for report in reports if report.host in self._gathering.used]
+        by_host = {report.host: report for report in reports}
+        reports = [by_host[host] for host in self._gathering.used]
         logger.info(
             "nodes\n%s", comparison_table({report.host: report.network for report in reports})
         )

@@ -69,6 +69,7 @@ class HostFacts:
     taken_ports: tuple[int, ...] = ()
     network_conflicts: tuple[str, ...] | None = None  # of variables with detected settings
     sandboxes: SandboxOffer | None = None  # None: not asked for
+    topology: tuple[str, ...] = ()  # switches or block above this host, the outermost first
     problem: str | None = None  # why this host cannot join, from its agent
 
     @classmethod
@@ -85,6 +86,7 @@ class HostFacts:
             "missing_paths",
             "folder_lacks",
             "network_conflicts",
+            "topology",
         ):
             if known.get(name) is not None:
                 known[name] = tuple(known[name])

@@ -77,6 +77,7 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
         qos=cluster.qos,
         reservation=cluster.reservation,
         constraint=cluster.constraint,
+        segment=cluster.segment,
         exclusive=cluster.exclusive,
         exclude=cluster.exclude,
         requeue=cluster.requeue,

@@ -342,6 +342,8 @@ class Lab:
         (etc / "slurm.conf").write_text(lab_config.slurm_conf(base, self.num_nodes, self.options))
         (etc / "gres.conf").write_text(lab_config.gres_conf(base, self.options))
         (etc / "cgroup.conf").write_text(lab_config.cgroup_conf())
+        if self.options.blocks:
+            (etc / "topology.conf").write_text(lab_config.topology_conf(self.options))
         for index in range(self.options.num_gpus_per_node):
             do("mknod", str(base / f"dev/nvidia{index}"), "c", "1", "3")
         key = base / "munge.key"
@@ -471,12 +473,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.verb == "up":
-            options = LabOptions(
-                grace_time_s=args.grace_time,
-                proctrack=args.proctrack,
-                send_user_signal=not args.no_user_signal,
-                slurm=args.slurm,
-            )
+            times = {"grace_time_s": args.grace_time, "send_user_signal": not args.no_user_signal}
+            options = LabOptions(**times, proctrack=args.proctrack, slurm=args.slurm)
             lab = Lab(args.num_nodes, name=args.name, options=options).up(keep=True)
             print(f"up: {', '.join(lab.nodes)}; shared folder {lab.shared}")
         elif args.verb == "down":

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.host_lists import expand
+
 CONTROLLER = "ctl"
 SUBNET = "10.77.0"
 FIRST_NODE_HOST = 11
@@ -24,6 +26,7 @@ class LabOptions:
         shared_cache_s: how long each node caches names (missing ones too) and attributes in the
             shared folder, as NFS clients do; with 0 all nodes see the same at all times.
         slurm: Debian release whose Slurm runs (``slurm_roots.RELEASES``); None: this machine's.
+        blocks: host list of each block of topology/block, all of one size; Slurm 23.11 or later.
     """
 
     num_gpus_per_node: int = 8
@@ -36,6 +39,7 @@ class LabOptions:
     slurmd_timeout_s: int = 20
     shared_cache_s: int = 0
     slurm: str | None = None
+    blocks: tuple[str, ...] = ()
 
 
 def node_names(num_nodes: int) -> tuple[str, ...]:
@@ -68,6 +72,8 @@ def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
     user_signal = (
         "SlurmctldParameters=preempt_send_user_signal\n" if options.send_user_signal else ""
     )
+    if options.blocks:
+        user_signal += "TopologyPlugin=topology/block\n"
     low = "PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1"
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={name} NodeAddr={address(name)} CPUs={options.num_cpus_per_node} "
@@ -123,6 +129,13 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier
 {low} PreemptMode=REQUEUE GraceTime={options.grace_time_s}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+
+
+def topology_conf(options: LabOptions) -> str:
+    """topology.conf: ``blocks``, in two levels, so that Slurm may give a job several of them."""
+    lines = [f"BlockName=b{index} Nodes={hosts}" for index, hosts in enumerate(options.blocks, 1)]
+    size = len(expand(options.blocks[0]))
+    return "\n".join([*lines, f"BlockSizes={size},{2 * size}"]) + "\n"
 
 
 def gres_conf(base: Path, options: LabOptions) -> str:

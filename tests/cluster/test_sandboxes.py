@@ -50,6 +50,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.every_slurm
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_an_episode_on_a_killed_node_is_retried_on_the_other_and_servers_end_with_the_run(
     lab: Lab,

@@ -65,6 +65,9 @@ class ClusterConfig(Group):
     """Slurm reservation."""
     constraint: str | None = None
     """Node features to require, in Slurm's --constraint syntax."""
+    segment: Positive | None = None
+    """Place groups of this many nodes each within one block, on Slurm 23.11 or later with
+    topology/block (racks of GB200 NVL72). It divides --nodes, spare nodes included."""
     exclusive: bool = True
     """Request whole nodes with all their memory."""
     exclude: tuple[str, ...] = ()

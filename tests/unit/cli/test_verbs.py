@@ -178,6 +178,17 @@ def test_what_a_run_does_not_allow_is_refused_with_the_reason(no_slurm, tmp_path
     assert "did you mean 'cancel'" in capsys.readouterr().err
 
 
+def test_a_finished_run_is_not_cancelled_although_slurm_calls_it_preempted(
+    tmp_path, monkeypatch, capsys
+):
+    """Slurm 24.05 and later keep this state when a job that was preempted once has ended."""
+    run = make_run(tmp_path / "run", job_id="7")
+    run.ledger.append("done", step=3)
+    monkeypatch.setattr(control, "queue", lambda ids: {"7": QueueEntry("7", JobState.PREEMPTED)})
+    assert main(["cancel", str(run.root)]) == 2
+    assert "job 7 has already ended (COMPLETED)" in capsys.readouterr().err
+
+
 def test_a_run_on_this_machine_is_cancelled_by_its_attempt_and_before_there_is_one_later(
     no_slurm, tmp_path, capsys, monkeypatch
 ):
@@ -327,10 +338,10 @@ def test_standard_output_of_a_look_has_the_findings_alone(
     assert ("no image\n[INFO] Extracting" in said.err) == (findings is None)
 
 
-def test_the_log_of_a_look_lies_where_it_is_read_whatever_the_folder_is_called(tmp_path, capsys):
+def test_a_folder_whose_name_slurm_would_change_is_refused_for_the_log_of_a_look(tmp_path, capsys):
     (tmp_path / "site.toml").write_text(f"[cluster]\nruns_dir = '{tmp_path}/a%jb'\n")
-    assert main(["doctor", "--image", "--cluster", str(tmp_path / "site.toml"), "--dry-run"]) == 0
-    assert f"--output={tmp_path}/a%%jb/.image-" in capsys.readouterr().out
+    assert main(["doctor", "--image", "--cluster", str(tmp_path / "site.toml"), "--dry-run"]) == 2
+    assert "choose another path" in capsys.readouterr().err
 
 
 def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
