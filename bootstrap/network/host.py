@@ -43,6 +43,7 @@ _INFINIBAND_CONTROLLER = "0x0207"
 # (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
+_DISCARD_PORT = 9  # RFC 863; any would do
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
 _LIBRARY_FOLDERS = (
     "usr/lib",
@@ -83,13 +84,34 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
         "default_route": {"iface": default_route(root), "basis": "quoted"},
         "rdma_devices": devices,
         "provider_hints": list(_hints(root, has_rdma=bool(devices))),
-        "peers": {"slurm_addr": known, "example_peer": peer},
+        "peers": {
+            "slurm_addr": known,
+            "example_peer": peer,
+            "source": source_towards(peer) if peer else None,
+        },
     }
 
 
 def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
     """Every port of every RDMA device, as rows of ``rdma_devices``."""
-    return [row for path in sorted(_entries(root / "sys/class/infiniband")) for row in _ports(path)]
+    is_open = _openable_devices(root)
+    rows = []
+    for path in sorted(_entries(root / "sys/class/infiniband")):
+        rows += [{**row, "verbs": is_open.get(path.name)} for row in _ports(path)]
+    return rows
+
+
+def _openable_devices(root: Path) -> dict[str, bool]:
+    """Whether this process may open each RDMA device, by its name.
+
+    Programs open /dev/infiniband/uverbsN (Documentation/ABI/stable/sysfs-class-infiniband). A
+    container shows every device in sysfs, also those that it was not given.
+    """
+    found = {}
+    for path in _entries(root / "sys/class/infiniband_verbs"):
+        device = root / "dev/infiniband" / path.name
+        found[_text(path / "ibdev")] = os.access(device, os.R_OK | os.W_OK)
+    return found
 
 
 def default_route(root: Path = Path("/")) -> str | None:
@@ -136,6 +158,15 @@ def peer_address(environ: Mapping[str, str]) -> str | None:
     }
     other = next((host for host in hosts if host not in own), None)
     return next(iter(_addresses_of(other)), None) if other is not None else None
+
+
+def source_towards(peer: str) -> str | None:
+    """The address from which the kernel would reach a peer; None without a route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect((peer, _DISCARD_PORT))
+        return str(asking.getsockname()[0]).split("%")[0]
+    return None
 
 
 def _addresses_of(name: str) -> list[str]:
