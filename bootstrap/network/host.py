@@ -1,6 +1,6 @@
 """Read this host's network facts as a document of the schema ``netlayout/1``.
 
-Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a
+Input: sysfs and procfs (below ``root``, which tests replace), addresses from netifaces. Output: a
 mapping that JSON can represent. Decides nothing. Facts that the kernel does not report are None.
 """
 
@@ -18,7 +18,7 @@ from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
-import psutil
+import netifaces
 
 from bootstrap.network.network_facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 from common.host_lists import HostListError, expand
@@ -242,20 +242,34 @@ def _type(path: Path) -> str:
 
 def _addresses(name: str) -> tuple[list[str], list[str]]:
     """IPv4 and IPv6 addresses with prefix length, including labelled ones (``eth0:1``)."""
-    ipv4, ipv6 = [], []
-    by_label = psutil.net_if_addrs()
-    for address in (
-        one for label in by_label if label.partition(":")[0] == name for one in by_label[label]
-    ):
-        if address.family == socket.AF_INET:
-            prefix = ipaddress.ip_network(
-                f"0.0.0.0/{address.netmask or '255.255.255.255'}"
-            ).prefixlen
-            ipv4.append(f"{address.address}/{prefix}")
-        elif address.family == socket.AF_INET6:
-            mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else 2**128 - 1
-            ipv6.append(f"{address.address.split('%')[0]}/{mask.bit_count()}")
+    ipv4: list[str] = []
+    ipv6: list[str] = []
+    for label in netifaces.interfaces():
+        if label.partition(":")[0] == name:
+            ipv4 += addresses_of(label, socket.AF_INET)
+            ipv6 += addresses_of(label, socket.AF_INET6)
     return ipv4, ipv6
+
+
+def addresses_of(label: str, family: socket.AddressFamily) -> list[str]:
+    """Addresses with prefix length of a name in ``netifaces.interfaces``, which lists labels too."""
+    try:
+        rows = netifaces.ifaddresses(label).get(int(family), [])
+    except ValueError:  # the interface was removed
+        return []
+    # netmask: 255.255.255.0, or ffff:ffff::/32
+    return [
+        f"{row['addr'].partition('%')[0]}/{_prefix_length(row.get('netmask', ''), family)}"
+        for row in rows
+    ]
+
+
+def _prefix_length(netmask: str, family: socket.AddressFamily) -> int:
+    if "/" in netmask:
+        return int(netmask.partition("/")[2])
+    if family == socket.AF_INET:
+        return ipaddress.ip_network(f"0.0.0.0/{netmask or '255.255.255.255'}").prefixlen
+    return 128
 
 
 def _ports(device: Path) -> list[dict[str, object]]:
