@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from bootstrap.agent.session_folder import is_short_enough
 from bootstrap.check_result import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
@@ -27,8 +28,7 @@ _ENOUGH: Mapping[str, tuple[int, str]] = {
     "NPROC": (16_384, "processes and threads of a user"),
 }
 """What is enough of each limit, and what it counts."""
-# sockets of engines are in a folder below TMPDIR, and their paths have at most 107 bytes (unix(7))
-_MAX_TMPDIR_BYTES = 60
+_LONG_SESSION = "r12345678.99"  # name of an attempt's folder, of job and restart
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
 _WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8
@@ -284,15 +284,17 @@ def _temp_dir(facts: HostFacts) -> Check:
     if facts.temp_free is None:
         return Check("temp-dir", "OK", "unknown")
     found = f"{facts.temp_free / GIB:.2f} GiB free in {facts.temp_path} ({facts.temp_fs})"
-    length = len(facts.tmpdir.encode())
-    if length > _MAX_TMPDIR_BYTES:
-        found += f"; TMPDIR has {length} bytes, too many for the names of sockets below it"
-        found += f" (at most {_MAX_TMPDIR_BYTES}): the run uses a folder below {facts.temp_path}"
+    is_long = not is_short_enough(facts.tmpdir, _LONG_SESSION)
+    if is_long:
+        found += (
+            f"; TMPDIR={facts.tmpdir} is too long for the names of sockets (107 bytes, unix(7)):"
+        )
+        found += f" temporary files go to a folder in {facts.temp_path}; set a shorter one"
     if facts.temp_free < _NEEDED_TEMP_BYTES:
         said = f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up"
         return Check("temp-dir", "EXCLUDE_NODE", said)
-    is_low = facts.temp_free < _WANTED_TEMP_BYTES or length > _MAX_TMPDIR_BYTES
-    return Check("temp-dir", "WARN" if is_low else "OK", found)
+    is_odd = is_long or facts.temp_free < _WANTED_TEMP_BYTES
+    return Check("temp-dir", "WARN" if is_odd else "OK", found)
 
 
 def _ports(facts: HostFacts) -> Check:

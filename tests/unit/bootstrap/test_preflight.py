@@ -148,7 +148,12 @@ def test_what_a_host_offers_for_sandboxes_is_said_when_a_run_needs_it(
         ({"limits": {"CPU": 600, "NPROC": 63_000}}, "limits", "WARN", "LimitCPU=infinity"),
         ({"limits": {"NPROC": 4096}}, "limits", "WARN", "4096 processes and threads"),
         ({"hcas": (replace(HCAS[0], is_open=False), *HCAS[1:])}, "hcas", "WARN", "mlx5_0 cannot"),
-        ({"tmpdir": "/scratch/" + 80 * "x"}, "temp-dir", "WARN", "TMPDIR has 89 bytes"),
+        (
+            {"tmpdir": "/scratch/" + 80 * "x"},
+            "temp-dir",
+            "WARN",
+            "too long for the names of sockets",
+        ),
         ({"nofile": 20_000}, "nofile", "WARN", "65535 wanted"),
         ({"nofile": 1024}, "nofile", "EXCLUDE_NODE", "ulimit -n"),
         ({"shm_free": 64 << 20}, "shm", "EXCLUDE_NODE", "2.00 needed"),
