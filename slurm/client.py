@@ -1,7 +1,7 @@
 """Slurm commands for one job: submit, cancel, requeue, query. For many jobs at once see ``queue``.
 
-Input: job ids (``job_id``), scripts. Output: values, or a SlurmError with Slurm's message. Needs no accounting
-database.
+Input: job ids (``job_id``), scripts. Output: values, or a SlurmError with Slurm's message. Needs no
+accounting database.
 """
 
 from __future__ import annotations

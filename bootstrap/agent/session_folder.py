@@ -53,10 +53,15 @@ def make_session_folder(nominal: str, environ: Mapping[str, str]) -> SessionFold
         return SessionFolder(Path(nominal), None, cause)
 
 
+def is_short_enough(tmpdir: str, session: str) -> bool:
+    """Whether the user's TMPDIR leaves room for the names of sockets; ``session``: folder's name."""
+    return len(tmpdir.encode()) + len(session) < LONGEST_TEMP - len("/-12345678")
+
+
 def _temp_folder(session: Path, environ: Mapping[str, str]) -> Path:
     """Return a folder in the user's TMPDIR where that is set, otherwise in the session's."""
     given = environ.get("TMPDIR")
-    if given and len(given.encode()) + len(session.name) < LONGEST_TEMP - len("/-12345678"):
+    if given and is_short_enough(given, session.name):
         try:
             return Path(tempfile.mkdtemp(prefix=f"{session.name}-", dir=given))
         except OSError:

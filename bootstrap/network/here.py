@@ -20,11 +20,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import netifaces
 import psutil
 
 from bootstrap.agent.link import plain_ip
 from bootstrap.network.detect import Detection, detect, socket_settings
-from bootstrap.network.host import read_document, read_host
+from bootstrap.network.host import addresses_of, read_document, read_host
 from bootstrap.network.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
 from common.files import write_atomic
 
@@ -55,14 +56,12 @@ def local_addresses() -> tuple[Address, ...]:
     An address with a label (``eth0:1``) is listed under the label, as in Gloo and NCCL.
     """
     up = {ifname for ifname, stats in psutil.net_if_stats().items() if stats.isup}
-    by_label = psutil.net_if_addrs()
+    labels = [label for label in netifaces.interfaces() if label.partition(":")[0] in up]
     found: list[Address] = []
     for family in (socket.AF_INET, socket.AF_INET6):
-        for label, addresses in by_label.items():
-            if label.partition(":")[0] not in up:
-                continue
-            of_family = [address for address in addresses if address.family == family]
-            found += [Address(label, plain_ip(address.address)) for address in of_family]
+        for label in labels:
+            texts = addresses_of(label, family)
+            found += [Address(label, plain_ip(text.partition("/")[0])) for text in texts]
     return tuple(found)
 
 

@@ -1,6 +1,6 @@
 """Read this host's network facts as a document of the schema ``netlayout/1``.
 
-Input: sysfs and procfs (below ``root``, which tests replace), addresses from psutil. Output: a
+Input: sysfs and procfs (below ``root``, which tests replace), addresses from netifaces. Output: a
 mapping that JSON can represent. Decides nothing. Facts that the kernel does not report are None.
 """
 
@@ -18,7 +18,7 @@ from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
-import psutil
+import netifaces
 
 from bootstrap.network.network_facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
 from common.host_lists import HostListError, expand
@@ -43,6 +43,7 @@ _INFINIBAND_CONTROLLER = "0x0207"
 # (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
+_DISCARD_PORT = 9  # RFC 863; any would do
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
 _LIBRARY_FOLDERS = (
     "usr/lib",
@@ -83,13 +84,34 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
         "default_route": {"iface": default_route(root), "basis": "quoted"},
         "rdma_devices": devices,
         "provider_hints": list(_hints(root, has_rdma=bool(devices))),
-        "peers": {"slurm_addr": known, "example_peer": peer},
+        "peers": {
+            "slurm_addr": known,
+            "example_peer": peer,
+            "source": source_towards(peer) if peer else None,
+        },
     }
 
 
 def read_rdma_devices(root: Path = Path("/")) -> list[dict[str, Any]]:
     """Every port of every RDMA device, as rows of ``rdma_devices``."""
-    return [row for path in sorted(_entries(root / "sys/class/infiniband")) for row in _ports(path)]
+    is_open = _openable_devices(root)
+    rows = []
+    for path in sorted(_entries(root / "sys/class/infiniband")):
+        rows += [{**row, "verbs": is_open.get(path.name)} for row in _ports(path)]
+    return rows
+
+
+def _openable_devices(root: Path) -> dict[str, bool]:
+    """Whether this process may open each RDMA device, by its name.
+
+    Programs open /dev/infiniband/uverbsN (Documentation/ABI/stable/sysfs-class-infiniband). A
+    container shows every device in sysfs, also those that it was not given.
+    """
+    found = {}
+    for path in _entries(root / "sys/class/infiniband_verbs"):
+        device = root / "dev/infiniband" / path.name
+        found[_text(path / "ibdev")] = os.access(device, os.R_OK | os.W_OK)
+    return found
 
 
 def default_route(root: Path = Path("/")) -> str | None:
@@ -136,6 +158,15 @@ def peer_address(environ: Mapping[str, str]) -> str | None:
     }
     other = next((host for host in hosts if host not in own), None)
     return next(iter(_addresses_of(other)), None) if other is not None else None
+
+
+def source_towards(peer: str) -> str | None:
+    """The address from which the kernel would reach a peer; None without a route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect((peer, _DISCARD_PORT))
+        return str(asking.getsockname()[0]).split("%")[0]
+    return None
 
 
 def _addresses_of(name: str) -> list[str]:
@@ -211,20 +242,34 @@ def _type(path: Path) -> str:
 
 def _addresses(name: str) -> tuple[list[str], list[str]]:
     """IPv4 and IPv6 addresses with prefix length, including labelled ones (``eth0:1``)."""
-    ipv4, ipv6 = [], []
-    by_label = psutil.net_if_addrs()
-    for address in (
-        one for label in by_label if label.partition(":")[0] == name for one in by_label[label]
-    ):
-        if address.family == socket.AF_INET:
-            prefix = ipaddress.ip_network(
-                f"0.0.0.0/{address.netmask or '255.255.255.255'}"
-            ).prefixlen
-            ipv4.append(f"{address.address}/{prefix}")
-        elif address.family == socket.AF_INET6:
-            mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else 2**128 - 1
-            ipv6.append(f"{address.address.split('%')[0]}/{mask.bit_count()}")
+    ipv4: list[str] = []
+    ipv6: list[str] = []
+    for label in netifaces.interfaces():
+        if label.partition(":")[0] == name:
+            ipv4 += addresses_of(label, socket.AF_INET)
+            ipv6 += addresses_of(label, socket.AF_INET6)
     return ipv4, ipv6
+
+
+def addresses_of(label: str, family: socket.AddressFamily) -> list[str]:
+    """Addresses with prefix length of a name in ``netifaces.interfaces``, which lists labels too."""
+    try:
+        rows = netifaces.ifaddresses(label).get(int(family), [])
+    except ValueError:  # the interface was removed
+        return []
+    # netmask: 255.255.255.0, or ffff:ffff::/32
+    return [
+        f"{row['addr'].partition('%')[0]}/{_prefix_length(row.get('netmask', ''), family)}"
+        for row in rows
+    ]
+
+
+def _prefix_length(netmask: str, family: socket.AddressFamily) -> int:
+    if "/" in netmask:
+        return int(netmask.partition("/")[2])
+    if family == socket.AF_INET:
+        return ipaddress.ip_network(f"0.0.0.0/{netmask or '255.255.255.255'}").prefixlen
+    return 128
 
 
 def _ports(device: Path) -> list[dict[str, object]]:

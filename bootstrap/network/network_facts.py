@@ -87,7 +87,11 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """One port of an RDMA device; ``pci_path``: PCI addresses from the root port down, if known."""
+    """One port of an RDMA device.
+
+    ``pci_path``: PCI addresses from the root port down, if known. ``is_open``: programs may open
+    the device, or nothing says the contrary.
+    """
 
     name: str
     port: int = 1
@@ -101,6 +105,7 @@ class RdmaPort:
     sriov_vf: bool = False
     gids: tuple[Gid, ...] = ()
     pci_path: tuple[str, ...] = ()
+    is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class NetworkFacts:
 
     ``num_gpus`` is None if unknown; ``gpus`` lists only GPUs whose location is known.
     ``slurm_addr`` is the address of the host's name, ``example_peer`` that of another node of the
-    job. ``hints`` are remarks; those that begin with CXI_HINT or TCPXO_HINT identify a fabric.
+    job, ``source_towards_peer`` the own address on the kernel's route to it. ``hints`` are remarks;
+    those that begin with CXI_HINT or TCPXO_HINT identify a fabric.
     ``interfaces_complete``: the list contains every interface of the network namespace.
     """
 
@@ -127,6 +133,7 @@ class NetworkFacts:
     hints: tuple[str, ...] = ()
     slurm_addr: str | None = None
     example_peer: str | None = None
+    source_towards_peer: str | None = None
     num_gpus: int | None = None
     gpus: tuple[GpuLocation, ...] = ()
     interfaces_complete: bool = False
@@ -300,6 +307,7 @@ def parse_facts(document: Mapping[str, object]) -> NetworkFacts:
         hints=tuple(map(str, _list(document, "provider_hints"))),
         slurm_addr=_legible(peers, "slurm_addr"),
         example_peer=_legible(peers, "example_peer"),
+        source_towards_peer=_legible(peers, "source"),
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,
         gpus=tuple(
@@ -393,6 +401,7 @@ def _port(row: Mapping[str, object]) -> RdmaPort:
         sriov_vf=bool(row.get("sriov_vf") or row.get("vf_of")),
         gids=gids,
         pci_path=tuple(map(str, _list(row, "pci_path"))),
+        is_open=row.get("verbs") is not False,
     )
 
 

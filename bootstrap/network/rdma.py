@@ -143,6 +143,13 @@ def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaCh
             f"all RDMA ports are down: {', '.join(port.name for port in facts.rdma_ports)}"
         )
         return
+    if closed := [port.name for port in facts.rdma_ports if not port.is_open]:
+        said = f"RDMA devices that cannot be opened: {', '.join(closed)}; give the container "
+        choice.warnings.append(f"{said}/dev/infiniband, readable and writable")
+    if len(closed) == len(facts.rdma_ports):
+        choice.excluded = facts.rdma_ports
+        return
+    ports.keep(lambda port: port.is_open, "its device in /dev/infiniband cannot be opened")
     ports.keep(lambda port: port.state != "DOWN", "port is down")
     ports.keep(lambda port: port.state == "ACTIVE", "port is not known to be active")
     ports.keep(

@@ -115,6 +115,13 @@ def _follow_routes(facts: NetworkFacts, candidates: Narrowing[Interface]) -> Non
     if any(reach.values()):
         candidates.keep_best(lambda one: reach[one.name], "not the closest route to the peers")
         return
+    source = facts.owner(facts.source_towards_peer) if facts.source_towards_peer else None
+    if source is not None and source in candidates.left:
+        # Interfaces of container networks (CNI) have single addresses, perhaps near the peer's.
+        candidates.keep(
+            lambda one: one is source, f"the kernel reaches {facts.example_peer} from {source.name}"
+        )
+        return
     bits = {one.name: _common_bits(facts, one) for one in candidates.left}
     if any(bits.values()):
         candidates.keep_best(lambda one: bits[one.name], "its address is farther from the peers'")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from bootstrap.agent.session_folder import is_short_enough
 from bootstrap.check_result import GIB, UNLIMITED, Check, Level
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
@@ -19,6 +20,15 @@ _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0
 _MAX_FOREIGN_MIB = 512
 _WANTED_NOFILE, _NEEDED_NOFILE = 65_535, 4_096
+_ENOUGH: Mapping[str, tuple[int, str]] = {
+    "CPU": (UNLIMITED, "seconds of CPU for a process, which ends it"),
+    "AS": (UNLIMITED, "bytes of address space, of which CUDA reserves more than all memory"),
+    "DATA": (UNLIMITED, "bytes of data for a process"),
+    "FSIZE": (UNLIMITED, "bytes in a file, checkpoints have more"),
+    "NPROC": (16_384, "processes and threads of a user"),
+}
+"""What is enough of each limit, and what it counts."""
+_LONG_SESSION = "r12345678.99"  # name of an attempt's folder, of job and restart
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
 _WANTED_SHM_BYTES, _NEEDED_SHM_BYTES = GIB, GIB // 8
@@ -40,6 +50,7 @@ def check_host(
         _network(facts),
         _memlock(facts),
         _nofile(facts),
+        _limits(facts),
         _shm(facts, wanted),
         _temp_dir(facts),
         _ports(facts),
@@ -91,7 +102,8 @@ def check_bandwidth(measured: Mapping[str, float | str], wanted_gbps: float) -> 
 
 
 def _active_rates(facts: HostFacts) -> tuple[float, ...]:
-    return tuple(sorted(port.rate_gbps or 0 for port in facts.hcas if port.is_active))
+    usable = [port for port in facts.hcas if port.is_active and port.is_open]
+    return tuple(sorted(port.rate_gbps or 0 for port in usable))
 
 
 def _describe_rates(rates: tuple[float, ...]) -> str:
@@ -134,6 +146,9 @@ def _hcas(facts: HostFacts) -> Check:
     if len(down) == len(facts.hcas):
         return Check("hcas", "WARN", f"no port is active: {', '.join(down)}")
     also = f", {', '.join(down)} down" if down else ""
+    if closed := [port.name for port in facts.hcas if not port.is_open]:
+        said = f"{', '.join(closed)} cannot be opened: give the container /dev/infiniband{also}"
+        return Check("hcas", "WARN", said)
     return Check("hcas", "OK", f"{_describe_rates(_active_rates(facts))}{also}")
 
 
@@ -235,6 +250,16 @@ def _nofile(facts: HostFacts) -> Check:
     return Check("nofile", level, said)
 
 
+def _limits(facts: HostFacts) -> Check:
+    """Limits below what is enough; they stop a run late or never, so none excludes a host."""
+    low = []
+    for name, value in facts.limits.items():
+        enough, what = _ENOUGH[name]
+        if value != UNLIMITED and (enough == UNLIMITED or value < enough):
+            low.append(f"{value} {what}: Limit{name}=infinity for slurmd")
+    return Check("limits", "WARN" if low else "OK", "; ".join(low) or "none is low")
+
+
 def _shm(facts: HostFacts, wanted: Requirements) -> Check:
     if facts.shm_free is None:
         return Check("shm", "OK", "unknown")
@@ -259,10 +284,17 @@ def _temp_dir(facts: HostFacts) -> Check:
     if facts.temp_free is None:
         return Check("temp-dir", "OK", "unknown")
     found = f"{facts.temp_free / GIB:.2f} GiB free in {facts.temp_path} ({facts.temp_fs})"
+    is_long = not is_short_enough(facts.tmpdir, _LONG_SESSION)
+    if is_long:
+        found += (
+            f"; TMPDIR={facts.tmpdir} is too long for the names of sockets (107 bytes, unix(7)):"
+        )
+        found += f" temporary files go to a folder in {facts.temp_path}; set a shorter one"
     if facts.temp_free < _NEEDED_TEMP_BYTES:
         said = f"{found}, {_NEEDED_TEMP_BYTES / GIB:.0f} needed: clean it up"
         return Check("temp-dir", "EXCLUDE_NODE", said)
-    return Check("temp-dir", "WARN" if facts.temp_free < _WANTED_TEMP_BYTES else "OK", found)
+    is_odd = is_long or facts.temp_free < _WANTED_TEMP_BYTES
+    return Check("temp-dir", "WARN" if is_odd else "OK", found)
 
 
 def _ports(facts: HostFacts) -> Check:

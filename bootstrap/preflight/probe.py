@@ -36,9 +36,24 @@ _NAMESPACES_S = 20.0
 _PROJECT = Path(__file__).parents[2]
 
 
+_OF_A_PROCESS = {
+    "CPU": resource.RLIMIT_CPU,
+    "AS": resource.RLIMIT_AS,
+    "DATA": resource.RLIMIT_DATA,
+    "FSIZE": resource.RLIMIT_FSIZE,
+    "NPROC": resource.RLIMIT_NPROC,
+}
+"""Limits that stop engines and saves, by the end of systemd's name for them (LimitCPU)."""
+
+
 def raise_limits() -> None:
-    """Raise the soft limits (open files, locked memory); child processes inherit them."""
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
+    """Raise the soft limits to the hard ones; child processes inherit them.
+
+    Slurm sets those of the login shell on every node (PropagateResourceLimits). The limit of the
+    stack stays: without one, glibc gives threads less.
+    """
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, *_OF_A_PROCESS.values())
+    for kind in kinds:
         _, hard = resource.getrlimit(kind)
         with suppress(OSError, ValueError):
             resource.setrlimit(kind, (hard, hard))
@@ -65,12 +80,19 @@ def read_host(
         gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
         hcas=tuple(
-            Hca(row["name"], row["state"] == "ACTIVE", row["rate_gbps"])
+            Hca(
+                row["name"],
+                row["state"] == "ACTIVE",
+                row["rate_gbps"],
+                row["verbs"] is not False,
+            )
             for row in read_rdma_devices()
         ),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
+        limits={name: _limit(kind) for name, kind in _OF_A_PROCESS.items()},
         shm_free=_free("/dev/shm"),
+        tmpdir=environ.get("TMPDIR", ""),
         temp_path=str(temp_path),
         temp_fs=mount_of(str(temp_path), mounts),
         temp_free=_free(str(temp_path)),

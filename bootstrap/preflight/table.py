@@ -22,11 +22,12 @@ MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
 
 @dataclass(frozen=True, slots=True)
 class Hca:
-    """One port of an RDMA device."""
+    """One port of an RDMA device; ``is_open``: programs may open the device."""
 
     name: str
     is_active: bool
     rate_gbps: float | None = None
+    is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,10 @@ class HostFacts:
     hcas: tuple[Hca, ...] = ()
     memlock: int | None = None  # bytes, UNLIMITED
     nofile: int | None = None  # UNLIMITED
+    limits: Mapping[str, int] = field(default_factory=dict)  # CPU (s), AS (bytes), ...; UNLIMITED
     shm_free: int | None = None  # bytes
-    temp_path: str = ""
+    tmpdir: str = ""  # the user's
+    temp_path: str = ""  # of Ray's session
     temp_fs: str | None = None
     temp_free: int | None = None  # bytes
     head_ips: tuple[str, ...] | None = None  # of the head's name; None: the lookup timed out

@@ -179,7 +179,10 @@ def test_temporary_files_of_an_attempt_are_private_wherever_the_user_wants_them(
 ) -> None:
     nominal = tmp_path / "r1.0"
     scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short, as sockets need it
-    for given, parent in ((None, nominal), (scratch, scratch), (tmp_path / "none", nominal)):
+    long = scratch / ("x" * 80)  # of a site that puts user, job and node into it
+    long.mkdir()
+    places = ((None, nominal), (scratch, scratch), (tmp_path / "none", nominal), (long, nominal))
+    for given, parent in places:
         (nominal / "left by a killed agent").mkdir(parents=True, exist_ok=True)
         environ = {} if given is None else {"TMPDIR": str(given)}
         session = make_session_folder(str(nominal), environ)
@@ -187,10 +190,11 @@ def test_temporary_files_of_an_attempt_are_private_wherever_the_user_wants_them(
         assert session.temp.parent == parent and is_private(session.temp)
         assert session.environment == {"TMPDIR": str(session.temp)}
         session.remove()
-        assert not nominal.exists() and not list(scratch.iterdir())
+        assert not nominal.exists() and list(scratch.iterdir()) == [long]
     nominal.symlink_to("/tmp")  # as another user can take the name
     session = make_session_folder(str(nominal), {})
     assert session.path != nominal and is_private(session.path) and nominal.is_symlink()
     assert len(ray_temp_dir(f"/tmp/{session.path.name}")) <= 40
     session.remove()
+    long.rmdir()
     scratch.rmdir()

@@ -2,7 +2,10 @@
 its own syntax.
 """
 
+import json
+import shutil
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -51,21 +54,35 @@ def test_this_machine_has_a_loopback_address() -> None:
     assert ip_of("lo", local_addresses()) == "127.0.0.1"
 
 
+@pytest.mark.skipif(shutil.which("ip") is None, reason="no ip (iproute2)")
+def test_addresses_are_those_that_ip_shows() -> None:
+    shown = subprocess.run(["ip", "-json", "address"], capture_output=True, text=True, check=True)
+    for row in json.loads(shown.stdout):
+        of_ip = {(one["family"], one["local"], one["prefixlen"]) for one in row["addr_info"]}
+        ipv4, ipv6 = network_host._addresses(row["ifname"].partition("@")[0])
+        families = [("inet", text) for text in ipv4] + [("inet6", text) for text in ipv6]
+        assert of_ip == {
+            (family, text.partition("/")[0], int(text.partition("/")[2]))
+            for family, text in families
+        }
+
+
 def test_an_address_with_a_label_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """``ip address add ... label eth0:1``: the kernel lists it separately, without an interface of
     that name.
     """
 
-    def address(ip: str, netmask: str) -> SimpleNamespace:
-        return SimpleNamespace(family=socket.AF_INET, address=ip, netmask=netmask)
+    def address(ip: str, netmask: str) -> dict[int, list[dict[str, str]]]:
+        return {socket.AF_INET: [{"addr": ip, "netmask": netmask}]}
 
     listed = {
-        "eth0": [address("10.1.0.5", "255.255.255.0")],
-        "eth0:1": [address("10.2.0.5", "255.255.0.0")],
-        "eth1:1": [address("10.3.0.5", "255.255.255.0")],
+        "eth0": address("10.1.0.5", "255.255.255.0"),
+        "eth0:1": address("10.2.0.5", "255.255.0.0"),
+        "eth1:1": address("10.3.0.5", "255.255.255.0"),
     }
     up = {"eth0": SimpleNamespace(isup=True), "eth1": SimpleNamespace(isup=False)}
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: listed)
+    monkeypatch.setattr("netifaces.interfaces", lambda: list(listed))
+    monkeypatch.setattr("netifaces.ifaddresses", lambda label: listed[label])
     monkeypatch.setattr("psutil.net_if_stats", lambda: up)
     assert local_addresses() == (Address("eth0", "10.1.0.5"), Address("eth0:1", "10.2.0.5"))
     assert ifname_of("10.2.0.5", local_addresses()) == "eth0:1"

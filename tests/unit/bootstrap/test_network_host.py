@@ -80,6 +80,23 @@ def test_an_rdma_port_is_read_with_its_gids_and_its_place_on_the_bus(tree: Tree)
     ]
 
 
+def test_a_device_counts_when_its_character_device_may_be_opened(tree: Tree) -> None:
+    """sysfs of a container shows all devices of the node."""
+    names = {"mlx5_0": "uverbs0", "mlx5_1": "uverbs1", "mlx5_2": None}
+    files = {f"sys/class/infiniband/{name}/ports/1/state": "4: ACTIVE" for name in names}
+    for name, node in names.items():
+        if node is not None:
+            files[f"sys/class/infiniband_verbs/{node}/ibdev"] = name
+    root = tree({**files, "dev/infiniband/uverbs1": ""})
+    ports = parse_facts(network_host.read_document(root)).rdma_ports
+    assert [port.is_open for port in ports] == [False, True, True]  # nothing is known of the last
+
+
+def test_the_address_towards_a_peer_is_that_of_the_kernels_route() -> None:
+    assert network_host.source_towards("127.0.0.9") == "127.0.0.1"
+    assert network_host.source_towards("0.0.0.0.0") is None
+
+
 @pytest.mark.parametrize("state", ["1: DOWN", "2: INIT", "3: ARMED"])
 def test_a_port_that_is_not_active_is_down(tree: Tree, state: str) -> None:
     root = tree({f"{HCA}/ports/1/state": state, f"{HCA}/ports/1/link_layer": "InfiniBand"})
@@ -239,7 +256,12 @@ def test_another_node_of_the_job_shows_the_way(tree: Tree, monkeypatch: pytest.M
     monkeypatch.setattr(network_host, "_addresses", lambda name: (nics[name], []))
     root = tree({f"sys/class/net/{name}/operstate": "up" for name in nics})
     document = network_host.read_document(root, ask_names=True)
-    assert document["peers"] == {"slurm_addr": None, "example_peer": "10.9.0.6"}
+    source = network_host.source_towards("10.9.0.6")
+    assert document["peers"] == {
+        "slurm_addr": None,
+        "example_peer": "10.9.0.6",
+        "source": source,
+    }
     assert detect(parse_facts(document)).socket.ifname == "fast"
 
 

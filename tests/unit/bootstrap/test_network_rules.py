@@ -116,6 +116,20 @@ def test_an_overlay_with_single_addresses_is_taken_when_the_peer_is_in_its_range
     assert detect(at_home).socket.ifname == "e"
 
 
+def test_an_interface_of_a_container_network_is_not_taken_for_being_near_the_peer() -> None:
+    """The kernel reaches the peer over the wire, whose network ends before it."""
+    cni = nic("cilium_host", "10.50.0.12/32", type="veth")
+    facts = host(
+        nic("e", "10.40.1.5/24"),
+        cni,
+        default_route="e",
+        example_peer="10.50.7.3",
+        source_towards_peer="10.40.1.5",
+    )
+    assert detect(facts).socket.ifname == "e"
+    assert "the kernel reaches 10.50.7.3 from e" in " ".join(detect(facts).socket.why)
+
+
 def test_of_cloud_interfaces_with_single_addresses_the_nearest_to_the_peer_is_taken() -> None:
     facts = host(
         nic("a", "10.0.1.4/32"),
@@ -222,6 +236,16 @@ def test_dead_ports_are_left_out_whatever_their_interface_says() -> None:
     assert (found.rdma.kind, names(found)) == ("ib", ["a"]) and "b" in found.rdma.warnings[0]
     all_dead = detect(host(port("a", state="DOWN")))
     assert all_dead.rdma.kind == "none" and "down" in all_dead.rdma.warnings[0]
+
+
+def test_a_port_whose_device_cannot_be_opened_is_none() -> None:
+    open_port, closed = port("a"), port("b", is_open=False)
+    found = detect(host(open_port, closed))
+    assert names(found) == ["a"] and "cannot be opened: b" in " ".join(found.rdma.warnings)
+    without = detect(host(closed)).rdma
+    assert (without.kind, without.ports) == ("none", ()) and "/dev/infiniband" in without.warnings[
+        0
+    ]
 
 
 def test_of_a_device_with_two_ports_the_living_one_is_used() -> None:

@@ -145,6 +145,15 @@ def test_what_a_host_offers_for_sandboxes_is_said_when_a_run_needs_it(
         ),
         ({"missing_paths": ("/data/model",)}, "mounts", "EXCLUDE_NODE", "/data/model not there"),
         ({"memlock": 8 << 20}, "memlock", "EXCLUDE_NODE", "LimitMEMLOCK=infinity"),
+        ({"limits": {"CPU": 600, "NPROC": 63_000}}, "limits", "WARN", "LimitCPU=infinity"),
+        ({"limits": {"NPROC": 4096}}, "limits", "WARN", "4096 processes and threads"),
+        ({"hcas": (replace(HCAS[0], is_open=False), *HCAS[1:])}, "hcas", "WARN", "mlx5_0 cannot"),
+        (
+            {"tmpdir": "/scratch/" + 80 * "x"},
+            "temp-dir",
+            "WARN",
+            "too long for the names of sockets",
+        ),
         ({"nofile": 20_000}, "nofile", "WARN", "65535 wanted"),
         ({"nofile": 1024}, "nofile", "EXCLUDE_NODE", "ulimit -n"),
         ({"shm_free": 64 << 20}, "shm", "EXCLUDE_NODE", "2.00 needed"),
@@ -301,7 +310,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 16
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 17
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 

@@ -1,8 +1,10 @@
 """Invariant: the probe never raises, writes only a canary, and agrees with the kernel."""
 
+import json
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,26 @@ def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
     ).stdout
     assert facts.temp_fs == said.split()[-1]
     assert abs((facts.temp_free or 0) - shutil.disk_usage("/tmp").free) < 1 << 30
+
+
+LIMITS = """\
+import json, resource
+from pathlib import Path
+from bootstrap.preflight.probe import raise_limits, read_host
+for kind, hard in ((resource.RLIMIT_CPU, 7200), (resource.RLIMIT_FSIZE, 1 << 40)):
+    resource.setrlimit(kind, (600, hard))
+core, stack = (resource.getrlimit(kind) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_STACK))
+raise_limits()
+assert core == resource.getrlimit(resource.RLIMIT_CORE)
+assert stack == resource.getrlimit(resource.RLIMIT_STACK)
+print(json.dumps(dict(read_host(Path("none"), Path("/tmp"), "localhost", {}).limits)))
+"""
+
+
+def test_soft_limits_of_the_login_shell_are_raised_and_hard_ones_are_facts() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True)
+    limits = json.loads(done.stdout or done.stderr)
+    assert (limits["CPU"], limits["FSIZE"]) == (7200, 1 << 40)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -51,9 +51,10 @@ def run(
     spec: JobSpec | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
     at: str = "run",
+    flags: Sequence[str] = (),
     **given: object,
 ) -> tuple[int, list[str], str]:
-    """Exit code, called commands, and the log. ``at``: the run folder."""
+    """Exit code, called commands, and the log. ``at``: the run folder; ``flags``: after the file."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in STAND_INS.items():
@@ -85,7 +86,7 @@ def run(
     (folder / "job.sbatch").write_text(render_sbatch(spec))
     with (folder / "log").open("w") as log:  # a file: srun outlives the script
         done = subprocess.run(
-            ["bash", folder / "job.sbatch"],
+            ["bash", folder / "job.sbatch", *flags],
             env=stand_ins,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -166,6 +167,17 @@ def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path: Path) -> None:
     task["RLPOST_RUN_FOLDER"] = "mine"
     _, _, log = run(tmp_path, spec=spec, environ=task, at="mine-3")
     assert f"{tmp_path}/mine-3/attempts/0" in log
+
+
+def test_an_array_is_not_told_to_resume(tmp_path: Path) -> None:
+    """``--resume`` would mean one run; each task resumes the folder that it finds."""
+    spec = JobSpec(job_name="sweep", driver_args=("recipe.toml",), python=sys.executable)
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "RLPOST_HOME": str(tmp_path)}
+    for name in ("slurm", "common"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    code, _, log = run(tmp_path, spec=spec, environ=task, flags=["--lr=1e-6", "--resume"])
+    assert code == 78 and "--resume: " in log and "use export RLPOST_RUN_FOLDER=" in log
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_array_of_one_run_folder_is_refused(tmp_path: Path) -> None:
