@@ -219,7 +219,7 @@ def section(samples: Samples, num_steps: int, seconds: float) -> tuple[list[str]
             grown.append(f"{name}: {quantity} {slope:+.1f} per 1,000 steps")
     lines = [
         "```bash",
-        "python -m benchmarks.soak --write",
+        f"python -m benchmarks.soak --steps {num_steps} --write",
         "```",
         "",
         f"{num_steps:,} steps of 16 answers in {seconds / 60:.1f} minutes ({machine()}). Megabytes or counts at a",
