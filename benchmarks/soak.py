@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,10 +57,9 @@ class Samples:
     )
 
     def add(self, step: int, name: str, values: Mapping[str, float]) -> None:
-        """Add values of a process; those of processes with the same name are summed."""
+        """Add values of a process."""
         for quantity, value in values.items():
-            of_step = self.values[name, quantity]
-            of_step[step] = of_step.get(step, 0.0) + value
+            self.values[name, quantity][step] = value
 
     def growth(self, name: str, quantity: str) -> tuple[float, float, float] | None:
         """Return first and last value after the first quarter, and the slope per 1,000 steps."""
@@ -97,11 +96,19 @@ class SoakRun:
         return read_metrics(path) if path.exists() else []
 
     def processes(self) -> Iterator[tuple[str, psutil.Process]]:
-        """Yield the processes of the run with their names."""
+        """Yield the processes of the run with their names, oldest first.
+
+        Processes that share a log are numbered: the standby driver is "driver (2)".
+        """
+        found: list[tuple[float, str, psutil.Process]] = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self._token:
-                    yield self._name(process), process
+                    found.append((process.create_time(), self._name(process), process))
+        names: Counter[str] = Counter()
+        for _, name, process in sorted(found, key=lambda one: one[0]):
+            names[name] += 1
+            yield name if names[name] == 1 else f"{name} ({names[name]})", process
 
     def _name(self, process: psutil.Process) -> str:
         """The name of its log, or else of its program."""
@@ -212,7 +219,7 @@ def section(samples: Samples, num_steps: int, seconds: float) -> tuple[list[str]
             grown.append(f"{name}: {quantity} {slope:+.1f} per 1,000 steps")
     lines = [
         "```bash",
-        "python -m benchmarks.soak --write",
+        f"python -m benchmarks.soak --steps {num_steps} --write",
         "```",
         "",
         f"{num_steps:,} steps of 16 answers in {seconds / 60:.1f} minutes ({machine()}). Megabytes or counts at a",

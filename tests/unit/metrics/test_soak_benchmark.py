@@ -7,24 +7,23 @@ from benchmarks.soak import LIMITS, Samples, section
 STEPS = range(20, 2001, 20)
 
 
-def samples_of(quantity, value_at, *, per_step=1):
-    """Samples of a quantity of a process with ``per_step`` instances of that name."""
+def samples_of(quantity, value_at):
+    """Samples of a quantity of one process."""
     found = Samples()
     for step in STEPS:
         found.steps.append(step)
-        for _ in range(per_step):
-            found.add(step, "driver", {quantity: value_at(step)})
+        found.add(step, "driver", {quantity: value_at(step)})
     return found
 
 
-def test_growth_is_that_after_the_first_quarter_over_all_processes_of_a_name():
+def test_growth_is_that_after_the_first_quarter():
     def fills_up_then_leaks(step):
         return 100.0 if step < 500 else 50.0 + 0.01 * step
 
-    found = samples_of("rss_mb", fills_up_then_leaks, per_step=2)
+    found = samples_of("rss_mb", fills_up_then_leaks)
     first, last, slope = found.growth("driver", "rss_mb")
-    assert (first, last) == (2 * 55.0, 2 * 70.0)
-    assert slope == pytest.approx(2 * 10.0)
+    assert (first, last) == (55.0, 70.0)
+    assert slope == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("quantity", sorted(LIMITS))
