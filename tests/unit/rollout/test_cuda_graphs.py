@@ -64,6 +64,7 @@ def started_with(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(server, "server_arg_names", lambda: KNOWN)
     monkeypatch.setattr(server, "typed_args", dict)
+    monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
     return seen["environment"], seen["server_args"]

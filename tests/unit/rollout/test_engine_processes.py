@@ -16,7 +16,7 @@ from torch.distributed import rendezvous
 from rlpost.rollout.engine_processes import Guarded, authenticate_links
 
 SECRET = "k" * 64
-WAIT_MS = 10_000
+WAIT_MS = 60_000  # on a machine that is busy with other work
 
 # Another process of the engine, as SGLang spawns it: it unpickles its function, then opens sockets.
 # argv: a pickled function or "", address, "sends" or "receives"
