@@ -170,8 +170,13 @@ def pydantic_ai_anthropic(episode: dict[str, str], stream: bool) -> str:
 
 
 def openai_agents(episode: dict[str, str], stream: bool) -> str:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
-    from agents import set_tracing_disabled
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
