@@ -12,7 +12,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install system assets quickstart test test-fast test-gpu test-slurm lint format hooks lock jobs docs docs-site clean
+.PHONY: help install clients system assets quickstart test test-fast test-gpu test-slurm lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -29,7 +29,10 @@ assets: install  ## the tiny model, its tokenizer and its prompts
 quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core, SGLang, no GPU
 	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml
 
-test: install system assets  ## every tier: unit, golden, contract, real Slurm, end to end
+clients: install  ## the environment of the gateway's clients, for their test
+	@tools/install_clients.sh
+
+test: install system assets clients  ## every tier: unit, golden, contract, real Slurm, end to end
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: install  ## unit and golden tests without the slow ones, two to three minutes on two cores
@@ -66,4 +69,4 @@ hooks: install  ## style and types before each commit
 	$(BIN)/pre-commit install
 
 clean:  ## forget the environment and what was made (runs/ stays)
-	rm -rf $(VENV) assets build dist *.egg-info
+	rm -rf $(VENV) .venv-clients assets build dist *.egg-info

@@ -72,7 +72,7 @@ class Measured:
 
 async def direct(connection: Connection, load: Load, gateway: Gateway) -> int:
     """Generate all conversations with response builders."""
-    codec = gateway.policy.codec
+    codec = gateway.policy.template
     turn = f"<|user|>{USER}<|assistant|>"
     prompt_ids = codec.encode(turn)
     sampling = SamplingParams(max_new_tokens=1 << 20)

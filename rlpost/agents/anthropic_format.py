@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlpost.agents import request_fields
 from rlpost.agents.chat_messages import (
     BadRequest,
     Message,
@@ -20,10 +21,9 @@ from rlpost.agents.chat_messages import (
     function_tool,
     text_of,
 )
-from rlpost.agents.openai_format import stop_strings, whole_number
+from rlpost.agents.openai_format import boolean, stop_strings, whole_number
 from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 
-OVERRIDDEN = ("temperature", "top_p", "top_k")
 IGNORED_BLOCKS = ("redacted_thinking",)
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
 """Types of tools that Anthropic runs, without their dates."""
@@ -34,6 +34,7 @@ Event = dict[str, object]
 
 def messages_request(body: Mapping[str, object], *, needs_answer: bool = True) -> ChatRequest:
     """Read a request; without ``needs_answer`` it may end with an answer. Raises BadRequest."""
+    overridden = request_fields.MESSAGES.check(body)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages must be a list with at least one message", param="messages")
@@ -46,9 +47,9 @@ def messages_request(body: Mapping[str, object], *, needs_answer: bool = True) -
         tools=_tools(body),
         max_tokens=whole_number(body, "max_tokens", 1, 2**31 - 1),
         stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
-        is_stream=bool(body.get("stream")),
+        is_stream=boolean(body, "stream"),
         with_usage=True,
-        overridden=tuple(field for field in OVERRIDDEN if body.get(field) is not None),
+        overridden=overridden,
     )
 
 

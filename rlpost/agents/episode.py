@@ -461,7 +461,6 @@ class OpenEpisode:
         """Return the answer as a message, and how it ended."""
         opens_thinking = plan.text.rstrip().endswith(THINK)
         parsed = self._parsed(text, request, opens_thinking=opens_thinking)
-        # The answer's number and the call's place in it: ``responses_format`` reads them.
         answer = next(self._answer_numbers)
         calls = tuple(
             ToolCall(f"call_{self.api_key[-8:]}_{answer}_{place}", each.name, each.arguments)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rlpost.agents import request_fields
 from rlpost.agents.chat_messages import (
     BadRequest,
     Tool,
@@ -16,28 +17,10 @@ from rlpost.agents.chat_messages import (
 )
 from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatChoice, ChatRequest, Reply
 
-OVERRIDDEN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters without effect: the policy samples with those of the run, under which its
-log-probs are computed.
-"""
-REFUSED = ("logit_bias", "functions", "function_call", "audio", "prediction", "best_of")
-"""Fields that would change the distribution or the kind of the answer."""
-
 
 def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Read a request. Raises BadRequest."""
-    for field in REFUSED:
-        if body.get(field):
-            raise BadRequest(f"{field} is not supported; leave it out", param=field)
+    overridden = request_fields.CHAT.check(body)
     _check_response_format(body.get("response_format"))
     if body.get("top_logprobs"):
         raise BadRequest(
@@ -53,11 +36,11 @@ def chat_request(body: Mapping[str, object]) -> ChatRequest:
         n=whole_number(body, "n", 1, MAX_CHOICES) or 1,
         max_tokens=whole_number(body, limit_field, 1, 2**31 - 1),
         stop=stop_strings(body.get("stop"), "stop"),
-        with_logprobs=bool(body.get("logprobs")),
-        is_stream=bool(body.get("stream")),
+        with_logprobs=boolean(body, "logprobs"),
+        is_stream=boolean(body, "stream"),
         with_usage=isinstance(stream_options, Mapping)
         and bool(stream_options.get("include_usage")),
-        overridden=tuple(field for field in OVERRIDDEN if body.get(field) is not None),
+        overridden=overridden,
     )
 
 
@@ -123,9 +106,19 @@ def whole_number(body: Mapping[str, object], field: str, least: int, most: int) 
     value = body.get(field)
     if value is None:
         return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise BadRequest(f"{field} must be an integer from {least} to {most}", param=field)
     return value
+
+
+def boolean(body: Mapping[str, object], field: str) -> bool:
+    """Return a truth value of a request, False if it has none. Raises BadRequest."""
+    value = body.get(field)
+    if value not in (None, True, False):
+        raise BadRequest(f"{field} must be true or false", param=field)
+    return bool(value)
 
 
 def stop_strings(given: object, field: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from rlpost.agents import request_fields
 from rlpost.agents.chat_messages import (
     BadRequest,
     Message,
@@ -22,11 +23,9 @@ from rlpost.agents.chat_messages import (
     function_tool,
     text_of,
 )
-from rlpost.agents.openai_format import may_call_tools, whole_number
+from rlpost.agents.openai_format import boolean, may_call_tools, whole_number
 from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
 
-OVERRIDDEN = ("temperature", "top_p", "reasoning")
-REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
 TEXT_PARTS = ("input_text", "output_text", "text")
 THOUGHT_PARTS = ("reasoning_text", "text")
 Event = dict[str, object]
@@ -35,11 +34,7 @@ _Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages,
 
 def responses_request(body: Mapping[str, object]) -> ChatRequest:
     """Read a request. Raises BadRequest."""
-    for name in REFUSED:
-        if body.get(name):
-            raise BadRequest(
-                f"{name} is not supported; send the whole conversation in input", param=name
-            )
+    overridden = request_fields.RESPONSES.check(body)
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
     if isinstance(form, Mapping) and form.get("type") != "text":
@@ -57,9 +52,9 @@ def responses_request(body: Mapping[str, object]) -> ChatRequest:
         messages=checked(messages),
         tools=_tools(body),
         max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
-        is_stream=bool(body.get("stream")),
+        is_stream=boolean(body, "stream"),
         with_usage=True,
-        overridden=tuple(name for name in OVERRIDDEN if body.get(name) is not None),
+        overridden=overridden,
     )
 
 

@@ -252,12 +252,14 @@ class ResponseBuilder:
         return reason["type"]
 
     def _truncate_at_spanning_stop(self, stops: Sequence[str]) -> bool:
-        """Truncate the turn at a stop string that spans an abort; return whether there is one.
+        """Truncate the turn after its stop string; return whether it went on behind one.
 
-        An engine searches for stop strings only in the tokens of its request, so it continued
-        past this one.
+        An engine searches for stop strings only in the tokens of its request, so it continues past
+        one that spans an abort. One that samples several tokens at once (speculative decoding) may
+        return tokens after the string that it reports.
         """
-        if len(self._texts) == 1 or self._codec is None or not stops:
+        is_complete = len(self._texts) == 1 and not isinstance(self.stopped_at, str)
+        if is_complete or self._codec is None or not stops:
             return False
         codec, ids = self._codec, self._joined().token_ids[self._turn_at :]
 
@@ -265,7 +267,8 @@ class ResponseBuilder:
             text = codec.decode(ids[:count])
             return next((stop for stop in stops if stop in text), None)
 
-        if found(len(ids)) is None:
+        # Of one request, the stop string usually ends with the last token.
+        if found(len(ids)) is None or (len(self._texts) == 1 and found(len(ids) - 1) is None):
             return False
         count = bisect_left(range(len(ids)), True, key=lambda number: found(number) is not None)
         end = self._turn_at + count

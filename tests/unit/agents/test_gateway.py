@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlpost.agents import http_server
+from rlpost.agents import http_server, request_fields
+from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.gateway import EpisodeLimits, Gateway, OpenEpisode, model_context_length
 from rlpost.errors import ConfigError, RolloutError
@@ -211,6 +212,30 @@ def test_the_policy_samples_with_the_parameters_of_the_run(folder: str) -> None:
     run(folder, act, ["Fine."])
 
 
+def test_fields_of_the_apis_and_of_engines_are_known() -> None:
+    """No field of OpenAI's client is ignored: it is read, without effect in the header, or refused."""
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase
+
+    refused = set()
+    for fields, params in (
+        (request_fields.CHAT, CompletionCreateParamsBase),
+        (request_fields.RESPONSES, ResponseCreateParamsBase),
+    ):
+        for name in params.__annotations__:
+            try:
+                fields.check({name: object()})
+            except BadRequest:
+                refused.add(name)
+    assert refused == {
+        *("audio", "function_call", "functions", "logit_bias", "modalities", "parallel_tool_calls"),
+        *("prediction", "web_search_options", "background", "conversation", "include"),
+        *("max_tool_calls", "previous_response_id", "prompt", "truncation"),
+    }
+    fields = {"best_of": 1, "parallel_tool_calls": True, "user": "x", "reasoning_effort": "low"}
+    assert request_fields.CHAT.check(fields) == ("reasoning_effort",)
+
+
 def test_a_stream_has_the_same_content_as_a_response(folder: str) -> None:
     answers = [f"<think>\nHm.\n</think>\n\nLook:\n{CALL}\n{CALL}"] * 2
 
@@ -325,6 +350,17 @@ def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [USER], "logit_bias": {"1": 5}}, "logit_bias"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        (
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs",
+        ),
+        ({"messages": [USER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"messages": [USER], "regex": "a+"}, "regex"),
+        ({"messages": [USER], "a_new_field": 1}, "a_new_field"),
+        ({"messages": [USER], "stream": "false"}, "stream"),
+        ({"messages": [USER, {"role": "assistant", "content": "A"}]}, "messages"),
+        ({"messages": [USER, {"role": "tool", "content": "A", "tool_call_id": "x"}]}, "messages"),
+        ({"messages": [USER], "tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools"),
         ({"messages": [USER], "n": 0}, "n"),
         ({"messages": [USER], "max_tokens": "5"}, "max_tokens"),
         ({"messages": [USER], "stop": [1]}, "stop"),

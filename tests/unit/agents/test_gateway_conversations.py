@@ -284,6 +284,107 @@ def test_calls_with_changed_ids_are_recognised_by_their_content(
     assert len(talk.episode.trajectories()) == 1
 
 
+NUMBERS = """<tool_call>
+{"name": "weather", "arguments": {"a": 1000.0, "b": -0.0, "c": 12345678901234567890, "d": 1e3}}
+</tool_call>"""
+
+
+def test_a_call_whose_numbers_were_rewritten_by_javascript_is_recognised(
+    policies: dict[str, Policy],
+) -> None:
+    """The text beside the call may be missing, as its ids are those that were issued."""
+    talk = Talk(policies["qwen"], ("Look:\n" + NUMBERS, "<|im_end|>"), ("Fine.", "<|im_end|>"))
+
+    async def act(talk: Talk) -> None:
+        messages = await talk.ask([USER], tools=TOOLS)
+        (call,) = messages[-1]["tool_calls"]
+        call["function"]["arguments"] = '{"a":1000,"b":0,"c":12345678901234567000,"d":1000}'
+        messages[-1]["content"] = None
+        output = {"role": "tool", "content": "sunny", "tool_call_id": call["id"]}
+        await talk.ask([*messages, output], tools=TOOLS)
+
+    talk.run(act)
+    assert talk.turns() == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"arguments": '{"city": "Rome"}'}, "message 1 has other tool calls than the answer given"),
+        ({"content": "Other."}, "message 1 has other text than the answer given here"),
+    ],
+)
+def test_an_edit_under_the_same_ids_is_an_edit_and_its_cause_is_recorded(
+    policies: dict[str, Policy], change: Body, cause: str
+) -> None:
+    talk = Talk(policies["qwen"], ("A.\n" + QWEN_CALL, "<|im_end|>"), ("B.", "<|im_end|>"))
+
+    async def act(talk: Talk) -> None:
+        messages = await talk.ask([USER], tools=TOOLS)
+        (call,) = messages[-1]["tool_calls"]
+        if "content" in change:
+            messages[-1] |= change
+        else:
+            call["function"] |= change
+        output = {"role": "tool", "content": "sunny", "tool_call_id": call["id"]}
+        await talk.ask([*messages, output], tools=TOOLS)
+
+    talk.run(act)
+    first, second = talk.episode.trajectories()
+    assert first.cause == "first request" and second.cause.startswith(cause)
+
+
+def test_outputs_are_written_in_the_order_of_their_calls(policies: dict[str, Policy]) -> None:
+    """Templates write no ids, so another order would swap what the tools said."""
+    calls = QWEN_CALL + QWEN_CALL.replace("Paris", "Rome")
+    talk = Talk(policies["qwen"], (calls, "<|im_end|>"), ("Fine.", "<|im_end|>"))
+
+    async def act(talk: Talk) -> None:
+        messages = await talk.ask([USER], tools=TOOLS)
+        paris, rome = (call["id"] for call in messages[-1]["tool_calls"])
+        outputs = [
+            {"role": "tool", "content": text, "tool_call_id": call}
+            for text, call in (("ROME 25", rome), ("PARIS 15", paris))
+        ]
+        for wrong in ([outputs[0], {**outputs[1], "tool_call_id": "x"}], [outputs[0]] * 2):
+            with pytest.raises(BadRequest, match="call"):
+                await talk.ask([*messages, *wrong], tools=TOOLS)
+        await talk.ask([*messages, *outputs], tools=TOOLS)
+
+    talk.run(act)
+    assert talk.seen(1).index("PARIS 15") < talk.seen(1).index("ROME 25")
+    assert talk.turns() == [2]
+
+
+def test_an_empty_thought_is_not_kept_where_the_template_leaves_it_out(
+    policies: dict[str, Policy],
+) -> None:
+    answer = ("<think>\n\n</think>\n\nHello", "<|im_end|>")
+    talk = Talk(policies["qwen"], answer, ("Fine.", "<|im_end|>"))
+
+    async def act(talk: Talk) -> None:
+        await talk.ask([*await talk.ask([USER]), MORE])
+
+    talk.run(act)
+    assert "<think>" not in talk.seen(1) and talk.turns() == [1, 1]
+    assert (
+        talk.episode.trajectories()[1].cause == "the chat template rewrites the answer in message 1"
+    )
+
+
+def test_the_bytes_of_log_probs_are_those_of_the_text(policies: dict[str, Policy]) -> None:
+    """Clients join them, and a token may end inside a character."""
+    talk = Talk(policies["qwen"], ("Röm 天", "<|im_end|>"))
+
+    async def act(talk: Talk) -> Completion:
+        return await talk.complete([USER])
+
+    (choice,) = talk.run(act).choices
+    pieces = [talk.episode.token_bytes(token_id) for token_id in choice.token_ids[:-1]]
+    assert b"".join(pieces).decode() == "Röm 天"
+    assert any(piece.decode("utf-8", "replace") == "\ufffd" for piece in pieces)
+
+
 @pytest.mark.parametrize(
     ("limits", "code", "reached"),
     [

@@ -181,6 +181,23 @@ def test_a_stop_string_split_by_an_abort_ends_the_answer_as_without_the_abort(
     assert sample.version_spans == ((2, 6), (3, 3)) and len(engine.bodies) == 2
 
 
+def test_tokens_that_an_engine_returns_after_a_stop_string_are_cut() -> None:
+    """Engines with speculative decoding sample several tokens at once."""
+
+    def answer(_: dict[str, Any]) -> dict[str, Any]:
+        made = generated(list(b"abc</stop> and"), version="2", text="abc", reason="stop")
+        made["meta_info"]["finish_reason"]["matched"] = "</stop>"
+        return made
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        assert await builder.write(stop=("</stop>",)) == "abc"
+        return builder.sample()
+
+    sample = drafting(FakeEngine(answer=answer), work)
+    assert (bytes(sample.response_ids), sample.text) == (b"abc</stop>", "abc")
+    assert len(sample.rollout_logprobs) == len(sample.mask) == 10
+
+
 def test_a_stop_string_after_an_abort_is_detected_by_the_engine() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if len(engine.bodies) == 1:
