@@ -58,9 +58,8 @@ def cache_variables(environ: Mapping[str, str], base: Path) -> dict[str, str]:
 
 
 def is_safe_home(home: str) -> bool:
-    """Whether caches below this home folder are out of reach of other users. Raises OSError."""
-    status = os.stat(home)
-    return os.access(home, os.W_OK) and not status.st_mode & 0o022
+    """Whether caches below this home folder are possible and out of reach of other users."""
+    return os.access(home, os.W_OK) and not os.stat(home).st_mode & 0o022
 
 
 def jit_cache_environment(
@@ -82,6 +81,6 @@ def jit_cache_environment(
     except (OSError, RuntimeError) as error:
         logger.warning("caches of compiled kernels stay in the home folder: %s", error)
         return {}
-    why = "on a network" if is_remote_home else "open to others, or read-only"
+    why = "on a network" if is_remote_home else "missing, read-only or open to others"
     logger.info("caches of compiled kernels: %s, because %s is %s", base, home, why)
     return cache_variables(environ, base)

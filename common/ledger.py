@@ -3,13 +3,14 @@
 Input: events from the login node, the batch host and the driver. Output: the same events in order.
 
 Login node:
-    submitted    job_id, nodes
+    submitted    job_id (123, or 123;CLUSTER on another cluster), nodes
     cancelled    job_id
     fleet        array, engines: engine jobs were submitted
     sandboxes    array, servers: sandbox servers were submitted
 
 Batch host:
-    attempt      attempt, job_id, nodes, num_nodes, image, code, home; at each start of the job
+    attempt      attempt, job_id (123, or 123_4 of an array), nodes, num_nodes, image, code, home;
+                 at each start of the job
     verdict      attempt, verdict, cause, answer, reason, exclude; at each end
     chained      attempt, job_id; in place of a requeue
 

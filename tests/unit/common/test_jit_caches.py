@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,29 @@ def test_inductor_s_folder_is_never_the_one_that_anyone_can_make(tmp_path):
     made = jit_cache_environment({"HOME": str(home)}, disk=tmp_path)
     assert made.keys() == FOLDERS.keys()
     assert {Path(made[BASE]).parent, Path(made["TORCHINDUCTOR_CACHE_DIR"]).parents[1]} == {tmp_path}
+
+
+READ_ONLY = """\
+mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || { echo no mounts; exit; }
+exec "$2" -c 'import sys; from pathlib import Path; from common.jit_caches import BASE, jit_cache_environment
+print(jit_cache_environment({"HOME": sys.argv[1]}, disk=Path(sys.argv[2]))[BASE])' "$1" "$3"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_read_only_home_folder_has_its_caches_on_the_disk_of_the_node(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    command = ["unshare", "-m", "bash", "-c", READ_ONLY, "_", home, sys.executable, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    if "no mounts" in done.stdout or "unshare failed" in done.stderr:
+        pytest.skip("no mount namespaces here")
+    assert Path(done.stdout.strip()).parent == tmp_path, done.stderr
+
+
+def test_a_home_folder_that_the_node_lacks_has_its_caches_on_the_disk(tmp_path):
+    made = jit_cache_environment({"HOME": str(tmp_path / "missing")}, disk=tmp_path)
+    assert made.keys() == FOLDERS.keys() and Path(made[BASE]).parent == tmp_path
 
 
 def test_a_new_folder_is_private_and_is_used_again(tmp_path):

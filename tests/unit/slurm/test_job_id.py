@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.attach import running_nodes
 from rlpost.cli.fleet_jobs import fleet_views
 from rlpost.cli.runs import find_run, job_ids
 from slurm.client import ask_to_requeue, cancel, job_info
@@ -107,6 +108,19 @@ def test_every_command_goes_to_the_cluster_of_its_job(said: Path) -> None:
     }
     argv = step_argv("7;big", ["id"], nodes=["n1"], inside=Inside(Path("/r"), Path("/c")))
     assert argv[:3] == ["srun", "--clusters=big", "--jobid=7"]
+
+
+def test_a_step_in_a_task_of_an_array_names_the_number_of_the_task(
+    tmp_path: Path, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun and the name of the container know the task by it (scontrol, JobId)."""
+    word = f'echo "scontrol $*" >>{said}'
+    shown = "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=RUNNING NodeList=b1"
+    path = commands(tmp_path / "bin", scontrol=f'{word}\necho "{shown}"')
+    monkeypatch.setenv("PATH", path)
+    run = make_run(tmp_path / "run", job_id="7_1;big")
+    assert running_nodes(run) == ("9;big", ("b1",))
+    assert "scontrol --clusters=big --oneliner show job 7_1" in said.read_text()
 
 
 def test_a_run_keeps_the_cluster_of_its_submission(tmp_path: Path) -> None:
