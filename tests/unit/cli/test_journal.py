@@ -102,7 +102,8 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     (folder / "0000002.log").write_bytes(b"")
     main([str(run.root)])
     *_, used, empty, last = capsys.readouterr().out.splitlines()
-    assert used == "a resume from step 1 (segment 1) uses 0000001; groups: 0 (0 tokens), batches: 0"
+    # Segment 2 holds what segment 1 did, so the resume deleted that.
+    assert used == "no segment continues the checkpoint of step 1, which names segment 1"
     assert empty.startswith(f"{folder / '0000002.log'}: it is empty")
     assert last.startswith(
         f"{folder / '0000003.log'}: follows segment 2, which is missing or damaged"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 # Each submission takes a moment and gets another number; squeue knows those that were accepted.
 SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
 sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
-echo Submitted batch job $number"""
+echo $number"""
 SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
 echo "$job|$(cat state 2>/dev/null || echo PENDING)|1:00|N/A||None"; done"""
 

@@ -125,7 +125,7 @@ def megatron() -> str:
     """The pinned version of Megatron-core, which two files must agree on."""
     lines = (ROOT / "bootstrap/image/no_deps.txt").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("megatron-core"))
-    assert f" {line}\n" in (ROOT / "tools/install.sh").read_text()
+    assert f"{line} \\\n" in (ROOT / "tools/locks/gpu.txt").read_text()
     return line
 
 

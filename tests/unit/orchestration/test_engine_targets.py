@@ -24,7 +24,8 @@ from rlpost.rollout.places import JoiningPlaces, Place
 from rlpost.types import EngineAddress
 from slurm.queue import QueueEntry
 from slurm.states import JobState
-from tests.unit.slurm.test_supervise import LIMITS, supervise
+from slurm.supervise import record_start
+from tests.unit.slurm.test_supervise import what_follows
 
 CONFIG = """\
 scrape_configs:
@@ -180,13 +181,13 @@ def contents(root: Path) -> set[str]:
 def test_the_batch_host_empties_the_files_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
     """It does so at the end of the job or, if the batch host died too, at the next start."""
     left_behind(tmp_path)
-    supervise(tmp_path, "end", "--code", "137", *LIMITS)
+    what_follows(tmp_path, 137)
     assert contents(tmp_path) == {"[]"}
     assert Ledger(tmp_path / "ledger.jsonl").read()[-1]["event"] == "verdict"
     left_behind(tmp_path)  # creates attempt 1: attempt 0 ends late, and leaves its files alone
-    supervise(tmp_path, "end", "--code", "137", *LIMITS)
+    what_follows(tmp_path, 137)
     assert "[]" not in contents(tmp_path)
-    supervise(tmp_path, "start", "--job", "7", "--nodes", "n01")
+    record_start(tmp_path, 2, "7", "", {"SLURM_JOB_NODELIST": "n01"})
     assert contents(tmp_path) == {"[]"}
 
 

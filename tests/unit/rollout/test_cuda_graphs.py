@@ -67,6 +67,8 @@ def started_with(
     monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
+    changed = {name: seen["server_args"].pop(name) for name in server.LOGGING}
+    assert changed == server.LOGGING
     return seen["environment"], seen["server_args"]
 
 
