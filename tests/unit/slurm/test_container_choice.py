@@ -1,4 +1,4 @@
-"""Which container a job gets (``slurm/container.sh``); settings on a login node read the variable
+"""Which container a job gets (``slurm/container_choice.py``); settings on a login node read the variable
 in the same way.
 """
 
