@@ -9,7 +9,7 @@ import pytest
 from common.lost_nodes import read_lost_nodes, write_replaceable
 from tests.cluster.attempts import Attempt, on_node
 from tests.cluster.jobs import until
-from tests.cluster.lab import Lab, visible_folders
+from tests.cluster.lab import VISIBLE, Lab
 
 AGENT = "^[^ ]*python[^ ]* -u -m bootstrap.agent "
 
@@ -20,7 +20,7 @@ def full_temp_dir(lab: Lab) -> Iterator[str]:
     script = """set -e
         mkdir -p /run/under; mount --rbind /tmp /run/under; mount -t tmpfs -o size=1m tmpfs /tmp
         for folder; do mkdir -p "$folder"; mount --rbind "/run/under${folder#/tmp}" "$folder"; done"""
-    below = [folder for folder in visible_folders() if folder.startswith("/tmp/")]
+    below = [folder for folder in VISIBLE if folder.startswith("/tmp/")]
     lab.run("n02", ["bash", "-c", script, "bash", *below])
     yield "n02"
     lab.run("n02", ["umount", "--lazy", "/tmp", "/run/under"])
