@@ -27,20 +27,21 @@ def by_topology(hosts: Sequence[str], paths: Mapping[str, Path]) -> tuple[str, .
     """Order hosts so that those with a common prefix of their paths are neighbours.
 
     The first host stays first, because the head cannot be exchanged. Prefixes follow each other as
-    in ``hosts``, and so do hosts of equal path. Hosts without a path come last.
+    in ``hosts``, and so do hosts of equal path. A host without a path has not joined: it is taken
+    to be beside its predecessor in ``hosts``, where a spare then takes its place.
     """
-    first_with: dict[Path, int] = {}
+    first_with: dict[Path, int] = {(): 0}
+    assumed: dict[str, Path] = {}
+    path: Path = ()
     for index, host in enumerate(hosts):
-        path = paths.get(host, ())
+        path = assumed[host] = paths.get(host) or path
         for level in range(1, len(path) + 1):
             first_with.setdefault(path[:level], index)
 
     def position(host: str) -> tuple[int, ...]:
-        path = paths.get(host, ())
         if host == hosts[0]:
             return (-1,)
-        if not path:
-            return (len(hosts),)
-        return tuple(first_with[path[:level]] for level in range(1, len(path) + 1))
+        path = assumed[host]
+        return tuple(first_with[path[:level]] for level in range(len(path) + 1))
 
     return tuple(sorted(hosts, key=position))

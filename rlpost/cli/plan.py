@@ -30,6 +30,7 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.layout_search import FittingLayout, nearest, suggest
+from rlpost.config.plan.rank_groups import crossing_words, planned_crossings
 from rlpost.config.plan.reference import notes_of
 from rlpost.config.plan.save_interval import (
     WRITE_GBPS,
@@ -245,6 +246,7 @@ def estimate_object(made: Estimate) -> dict[str, object]:
     parameters, engine = made.shape.parameters, made.engine
     return {
         "layout": asdict(made.layout),
+        "block_crossings": [asdict(kind) for kind in planned_crossings(made.config, made.layout)],
         "parameters": {"total": parameters.total, "experts": parameters.expert},
         "gpu_bytes": made.gpu_bytes,
         "phases": [
@@ -312,9 +314,11 @@ def table(made: Estimate, speed: Speed) -> Table:
     experts = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
     offloaded = f" and {_gb(rank.optimizer_host)} on the host" if rank.optimizer_host else ""
     again = config.perf.recompute_granularity or "nothing"
+    crossed = planned_crossings(config, layout)
     rows = [
         ("model", f"{count_text(parameters.total)} parameters{experts}"),
         ("trainer", f"{counted(layout.world, 'GPU')}: {FittingLayout(made, 0.0).words}"),
+        *([("blocks", crossing_words(crossed))] if crossed else []),
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{_gb(rank.held.weights)}, gradients {_gb(rank.held.gradients)}"),
         ("optimizer", f"{_gb(rank.held.optimizer)}{offloaded}"),

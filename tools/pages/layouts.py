@@ -194,6 +194,11 @@ Change one size at a time, in this order:
 5. **Engines**: the smallest `--rollout-num-gpus-per-engine` that leaves enough KV cache (`rlpost plan`: answers at once).
    More small engines generate more tokens a second than few large ones.
 
+On racks whose nodes share a faster network (Slurm's topology/block), give `--segment` the number of nodes that Slurm
+must place within one block. Agents order nodes by block and ranks fill nodes in that order, so the row `blocks` of
+`rlpost plan` shows for each kind of parallelism how many groups may cross a block. Keep tensor, context and expert
+groups within one, because they communicate in every layer.
+
 Before a larger size, these cost no communication:
 
 | what is full | flag |

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from common.cluster import Cluster, Node
 from rlpost.config.load import load
 from rlpost.errors import PlacementError
+from rlpost.orchestration import workers
 from rlpost.orchestration.placement import (
     Offer,
     Slot,
@@ -33,6 +35,31 @@ def test_ranks_fill_nodes_in_order_and_engines_spread():
         ["10.0.0.1"],
     ]
     assert placement.ranks_of_engines == ((), ())
+
+
+def test_ranks_are_in_the_order_of_the_agents_nodes_whatever_the_order_of_ray(monkeypatch):
+    """Agents order nodes by block; Ray lists them by their ids, with one that has left."""
+    hosts = {"n1": "10.0.0.1", "n3": "10.0.0.3", "n2": "10.0.0.2", "n4": "10.0.0.4"}
+    cluster = Cluster(
+        "10.0.0.1:1", "", tuple(Node(host, ip, "eth0", 2) for host, ip in hosts.items()), 1, 1
+    )
+    listed = [
+        {"NodeManagerAddress": ip, "NodeID": f"id-{host}", "Alive": True, "Resources": {"GPU": 2.0}}
+        for host, ip in sorted(hosts.items(), reverse=True)
+    ]
+    gone = {**listed[0], "NodeID": "id-gone", "Alive": False}
+    monkeypatch.setattr(workers.ray, "init", lambda **named: None)
+    monkeypatch.setattr(workers.ray, "nodes", lambda: [*listed, gone])
+    settings = config(nodes=4, num_gpus_per_node=2, actor_num_gpus_per_node=2, colocate=True)
+    placement = place(workers.connect(cluster), settings)
+    by_rank = [f"id-{host}" for host in hosts for _ in range(2)]
+    assert [slot.node_id for slot in placement.actors] == by_rank
+    assert [part.node_id for (part,) in placement.engines] == by_rank
+    on_gpus_in_reverse = order_by_gpu(placement.actors, [1, 0] * 4)
+    assert [placement.actors[worker].node_id for worker in on_gpus_in_reverse] == by_rank
+    moved = replaced(placement, hosts["n3"], Offer("id-n5", "10.0.0.5", 2))
+    kept = [node_id.replace("n3", "n5") for node_id in by_rank]
+    assert [slot.node_id for slot in moved.actors] == kept
 
 
 def test_a_run_whose_engines_are_in_other_jobs_needs_only_gpus_for_the_trainer():
