@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 # Each submission takes a moment and gets another number; squeue knows those that were accepted.
 SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
 sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
-echo Submitted batch job $number"""
+echo $number"""
 SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
 echo "$job|$(cat state 2>/dev/null || echo PENDING)|1:00|N/A||None"; done"""
 
@@ -42,6 +42,31 @@ def test_a_folder_whose_job_is_queued_is_not_used_again(slurm: Path, capsys) -> 
     assert main(words) == 2
     assert "job 70 of run is PENDING" in capsys.readouterr().err
     (slurm / "state").write_text("COMPLETED")
+    assert main(words) == 0
+
+
+def test_a_folder_whose_job_may_be_queued_is_not_used_again(
+    slurm: Path, capsys, monkeypatch
+) -> None:
+    """squeue does not answer, as for a cluster whose controller is down; or the job is ending, as
+    before it is requeued.
+    """
+    words = ["recipe.toml", "--run-folder", "run"]
+    assert main(words) == 0
+    (slurm / "state").write_text("COMPLETING")
+    monkeypatch.setattr("rlpost.cli.run_claim.COMPLETING_S", 0)
+    assert main(words) == 2
+    assert "job 70 of run is ending, or is being requeued" in capsys.readouterr().err
+    shown = (slurm / "bin/squeue").read_text()
+    (slurm / "bin/squeue").write_text(
+        "#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1"
+    )
+    assert main(words) == 2
+    assert "job 70 of run may be queued or run: squeue does not answer: Unable to contact" in (
+        capsys.readouterr().err
+    )
+    (slurm / "bin/squeue").write_text(shown)
+    (slurm / "state").write_text("CANCELLED")
     assert main(words) == 0
 
 
