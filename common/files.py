@@ -54,7 +54,7 @@ def write_atomic(
     try:
         os.replace(beside, path)
     except BaseException:
-        _remove(beside)
+        discard(beside)
         raise
     sync(path.parent)
 
@@ -65,7 +65,7 @@ def write_first(path: Path, text: str) -> bool:
     try:
         return take_name(beside, path)
     finally:
-        _remove(beside)
+        discard(beside)
 
 
 def take_name(beside: Path, path: Path) -> bool:
@@ -103,6 +103,12 @@ def write_within(folder: int, name: str, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     sync_names(folder)
+
+
+def discard(path: Path) -> None:
+    """Remove a file that may be missing; a file that cannot be removed stays."""
+    with suppress(OSError):  # an error here must not hide an error of the caller
+        path.unlink()
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -174,11 +180,6 @@ def _write_beside(
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        _remove(beside)
+        discard(beside)
         raise
     return beside
-
-
-def _remove(beside: Path) -> None:
-    with suppress(OSError):  # an error here must not hide the error of the write
-        beside.unlink()

@@ -105,6 +105,7 @@ def _output(argv: Sequence[str], environ: Mapping[str, str]) -> Optional[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             universal_newlines=True,
+            errors="replace",
             timeout=ANSWER_S,
             env=dict(environ),
         )

@@ -95,10 +95,7 @@ class LocalAttempt:
         attempt_dir = run.new_attempt()
         ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(
-                number,
-                lambda received, _: request_stop(attempt_dir, _named(received), deadline=ends),
-            )
+            signal.signal(number, lambda received, _: _on_signal(attempt_dir, received, ends))
         with (attempt_dir / "agent-local.log").open("wb") as log:
             agent = subprocess.Popen(
                 agent_command(self.spec, attempt_dir),
@@ -166,5 +163,9 @@ def request_stop(attempt_dir: Path, reason: str, *, deadline: float | None = Non
     write_stop(attempt_dir / STOP_FILE, StopMessage(reason, time.time(), deadline))
 
 
-def _named(number: int) -> str:
-    return f"signal {signal.Signals(number).name} to the local run"
+def _on_signal(attempt_dir: Path, number: int, deadline: float) -> None:
+    reason = f"signal {signal.Signals(number).name} to the local run"
+    try:
+        request_stop(attempt_dir, reason, deadline=deadline)
+    except OSError as error:  # an exception here would end the run without a checkpoint
+        logger.error("%s: the STOP file cannot be written, send it again: %s", reason, error)

@@ -33,9 +33,15 @@ def image_problem(image: str) -> str:
         return ""
     if not path.is_file():
         return f"image {image}: no such file; import it (docs/containers.md), or use the name of a registry image"
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return f"image {image}: not a squashfs file; create it with enroot import -o {path.name} NAME"
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+    except OSError as error:
+        return f"image {image}: cannot be read: {error.strerror}"
+    if magic != MAGIC:
+        return (
+            f"image {image}: not a squashfs file; create it with enroot import -o {path.name} NAME"
+        )
     return ""
 
 
@@ -133,18 +139,19 @@ def submit(
 ) -> int:
     """Check the batch file ``options.script``, then submit it; return the exit code."""
     os.environ.setdefault("RLPOST_HOME", str(HOME))
-    script = [options.script, *flags]
+    # The batch file changes to the project folder after it was called with this name.
+    called = os.path.join(os.environ.get("OLDPWD", ""), options.script)
+    script = [called, *flags]
     found = problems(options, agent, recipe, flags)
     if found:
-        print("\n".join(found) + f"\nnot submitted: {options.script}", file=sys.stderr)
+        print("\n".join(found) + f"\nnot submitted: {called}", file=sys.stderr)
         return EXIT_CONFIG
     environ = submission_environment(os.environ)
     try:
         return _sbatch(script, environ)
     except FileNotFoundError as error:
         print(
-            f"{error.filename} is not on the PATH of this host; run {options.script} on a login "
-            "node",
+            f"{error.filename} is not on the PATH of this host; run {called} on a login node",
             file=sys.stderr,
         )
         return EXIT_CONFIG

@@ -24,8 +24,10 @@ OF_SLURM = (
     "SINFO_",
     "SACCT_",
     "SUBMITIT_",
+    "SPANK_",
+    "_SLURM_SPANK_OPTION_",
 )
-"""Beginnings of the variables of Slurm and of submitit."""
+"""Beginnings of the variables of Slurm, of its plugins' options, and of submitit."""
 
 TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Configuration, cluster and credential of the commands."""
@@ -65,12 +67,30 @@ OF_THIS_JOB = {
     "SLURM_TASK_PID",
     "SLURM_TOPOLOGY_ADDR",
     "SLURM_TOPOLOGY_ADDR_PATTERN",
-    "SLURM_UMASK",
     "SLURMD_NODENAME",
 }
-"""Set by Slurm for every job, so no value of another job is left in them."""
+"""Set by Slurm for a job, so that values of another job are replaced.
+
+Not SLURM_UMASK: srun sets it to the umask of its caller unless it exists (slurm,
+src/srun/libsrun/srun_job.c, _set_umask_env); one of the submitting shell would win over the 077 of
+the batch host.
+"""
 
 OF_EVERY_JOB = re.compile("SLURM_(JOB|ARRAY)_[A-Z_]+")
+
+OF_PLUGINS = re.compile("_SLURM_SPANK_OPTION_(?!pyxis_).*")
+"""Options of site plugins that sbatch got, and srun reads (man spank). pyxis's are those of an outer
+job: a job states its container itself."""
+
+OF_A_CHAIN = (
+    "SBATCH_ACCOUNT",
+    "SBATCH_PARTITION",
+    "SBATCH_QOS",
+    "SBATCH_RESERVATION",
+    "SBATCH_CONSTRAINT",
+    "SBATCH_WCKEY",
+)
+"""The next job of a chain runs on this cluster and gets variables, so not all CHOSEN_BY_THE_USER."""
 
 OURS = {
     "RLPOST_HOME": "folder of rlpost; default: the folder of sbatch",
@@ -119,7 +139,22 @@ def job_environment(environ: Mapping[str, str]) -> Dict[str, str]:
     A credential (SLURM_JWT) that sbatch brought along is dropped too.
     """
     in_job = {name for name in environ if OF_EVERY_JOB.fullmatch(name)}
+    in_job |= {name for name in environ if OF_PLUGINS.fullmatch(name)}
     return _keep(environ, OF_THIS_JOB | in_job)
+
+
+def chosen_for_a_chain(environ: Mapping[str, str]) -> Dict[str, str]:
+    """Variables with which the next job of a chain gets the account and place of this one.
+
+    ``environ``: of the job. Options on the command line of sbatch are known to Slurm alone, which
+    reports account and partition.
+    """
+    chosen = {name: environ[name] for name in OF_A_CHAIN if environ.get(name)}
+    for option in ("ACCOUNT", "PARTITION"):
+        value = environ.get(f"SLURM_JOB_{option}", "")
+        if value and value != "(null)":
+            chosen.setdefault(f"SBATCH_{option}", value)
+    return chosen
 
 
 def without_array(environ: Mapping[str, str]) -> Dict[str, str]:

@@ -24,7 +24,15 @@ from slurm.states import JobState
 
 ANOTHER_SUBMISSION_S = 60.0
 POLL_S = 0.2
-LIVE = (JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
+COMPLETING_S = 30.0
+"""How long a job may end (KillWait is 30 s by default) before its folder is refused."""
+LIVE = (
+    JobState.PENDING,
+    JobState.CONFIGURING,
+    JobState.EXPEDITING,
+    JobState.RUNNING,
+    JobState.SUSPENDED,
+)
 
 
 def choose_folder(given: Path | None, config: Config, *, resume: bool) -> Path:
@@ -65,7 +73,7 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
         is_given: whether to use this very folder; otherwise the first unused name is taken.
 
     Raises:
-        ConfigError: a job of this folder is queued or runs.
+        ConfigError: a job of this folder is queued or runs, or Slurm does not answer.
     """
     is_new = not (is_given and root.exists())
     if not is_given:
@@ -82,19 +90,48 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
 
 
 def refuse_live_job(run: RunFolder) -> None:
-    """Raise ConfigError if a job of the run is queued or runs: two would fence each other off."""
+    """Raise ConfigError if a job of the run is queued or runs: two would fence each other off.
+
+    Also while Slurm does not answer: the job may be on a cluster whose controller is down.
+    """
     job_id = newest_job(run)
     if job_id is None:
         return
     if job_id.startswith(LOCAL):
         state = JobState.RUNNING if local_is_alive(job_id) else JobState.UNKNOWN
     else:
-        state = queue([job_id])[job_id].state
+        state = _state_of(run, job_id)
+    if state is JobState.COMPLETING:
+        raise ConfigError(
+            f"--run-folder {run.root}: job {job_id} of {run.root.name} is ending, or is being "
+            "requeued; submit when squeue does not show it any more"
+        )
     if state in LIVE:
         raise ConfigError(
             f"--run-folder {run.root}: job {job_id} of {run.root.name} is {state} and restarts "
             f"automatically; to change its settings, rlpost cancel {run.root.name} first"
         )
+
+
+def _state_of(run: RunFolder, job_id: str) -> JobState:
+    """State of a job, after a short wait for the end of one that is completing.
+
+    Raises:
+        ConfigError: Slurm does not say whether the job is live.
+    """
+    deadline = time.monotonic() + COMPLETING_S
+    entry = queue([job_id])[job_id]
+    while entry.state is JobState.COMPLETING and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        entry = queue([job_id])[job_id]
+    # A host without Slurm's commands may have a copy of the folder.
+    if entry.state is JobState.UNKNOWN and not entry.is_over and shutil.which("squeue"):
+        raise ConfigError(
+            f"--run-folder {run.root}: job {job_id} of {run.root.name} may be queued or run: "
+            f"{entry.reason or 'squeue shows a state that is not known'}; submit again when squeue "
+            "answers, or use another folder"
+        )
+    return entry.state
 
 
 @contextmanager

@@ -11,7 +11,9 @@ requeue. Constraints that only the batch host can handle:
 
 - Only this process receives USR2 (time limit near, or preemption where the site sends the job's
   signal). The batch file ignores USR2 until this process handles it; a request in that time is
-  recognised by the end of the job, which is nearer than the signal's lead.
+  recognised by the end of the job, which is nearer than the signal's lead. USR2 before the agents
+  were started, also during the import of the image, requeues the job without them: an import and
+  the extraction of an image could take all the time that is left.
 - A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If
   squeue does not answer at USR2, the signal's lead is assumed to be all the time left.
 - TERM means that the job was cancelled, or that its grace time is over and Slurm requeues it. A
@@ -25,8 +27,10 @@ requeue. Constraints that only the batch host can handle:
 - srun turns TERM into KILL for all its tasks (slurm, src/srun/signals.c): srun is never signalled.
 - After a node failure srun waits until Slurm detects it (SlurmdTimeout, minutes): the verdict ends
   the step.
-- The controller may be restarting when the agents end: squeue is repeated, and the job is not
-  requeued if its state stays unknown.
+- The controller may be restarting or busy when the agents end: squeue and the requeue are repeated,
+  and the job is not requeued if its state stays unknown.
+- The run folder may be on a file system that answers with errors for a moment (ESTALE, EIO): no
+  check of a file ends the job.
 - The verdict may be written ten seconds before the end of the job, and a job at its time limit
   cannot be requeued: waiting for srun and for container cleanup is bounded by the end of the job.
 - Slurm 22.05 does not requeue a preempted job that exits within its grace time: this process must.
@@ -40,7 +44,8 @@ requeue. Constraints that only the batch host can handle:
   sends TERM.
 - Where requeueing is forbidden, a new job resumes the run in the same folder. It waits for this one
   through its name (``--dependency=singleton``), which ``executor.completed`` makes unique to the
-  run.
+  run. It gets the account and the place of this one, see ``slurm.variables``.
+- After TERM srun can start no step: a container is left to the next start on that node.
 - A task of a job array has an id of its own in SLURM_JOB_ID, but the last task shares that of the
   array: Slurm's commands get ``ARRAY_TASK``.
 """

@@ -26,7 +26,12 @@ from slurm.batch.slurm_job import is_task_of_array
 from slurm.batch.watch import watch
 from slurm.errors import SpecError
 from slurm.late_flags import late_flags
-from slurm.variables import job_environment, unknown_variables, without_array
+from slurm.variables import (
+    chosen_for_a_chain,
+    job_environment,
+    unknown_variables,
+    without_array,
+)
 
 GROUPS = {"run": 3, "convert": 2, "doctor": 1, "engine": 1, "sandbox": 1}
 """Groups of words after the options, by verb."""
@@ -63,9 +68,10 @@ def _run_job(verb: str, options: Options, groups: List[List[str]]) -> int:
     if verb in ("run", "engine", "sandbox"):
         os.umask(0o077)
     signals = Signals()
+    chosen = chosen_for_a_chain(os.environ)
     environ = _environment()
     who = WHO.get(verb, "batch").format(job_name(environ))
-    host = Host(who, environ, signals)
+    host = Host(who, environ, signals, chosen)
     end = End(EXIT_FAILED)
     try:
         if options.script:
@@ -74,7 +80,9 @@ def _run_job(verb: str, options: Options, groups: List[List[str]]) -> int:
     except (SpecError, OSError) as error:
         for line in str(error).splitlines():
             host.log(line)
-        end = End(EXIT_CONFIG if isinstance(error, SpecError) else EXIT_FAILED)
+        # After TERM Slurm itself may have preempted the job, and requeues it.
+        is_wrong = isinstance(error, SpecError)
+        end = End(EXIT_CONFIG if is_wrong else EXIT_FAILED, is_wrong or not signals.terminated)
     if end.is_final:
         host.job.forbid_requeue()
     return end.code

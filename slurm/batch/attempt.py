@@ -4,11 +4,14 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Mapping, Optional, Tuple
+from typing import Callable, Iterable, Mapping, Optional, Tuple
 
 from common.attempt import LAUNCH_LOG, SECRET_FILE, STOP_FILE
+from common.exit_codes import EXIT_PREEMPTED
 from common.stop_file import StopMessage, write_stop
 
 SECRET_BYTES = 32
@@ -45,10 +48,13 @@ def request_stop(attempt_dir: Path, end_time: Optional[float], signal_lead_s: in
     write_stop(attempt_dir / STOP_FILE, StopMessage(USR2, now, deadline))
 
 
-def get_image(image: str, cache: str, log: Path) -> Tuple[int, str]:
+def get_image(image: str, cache: str, log: Path, goes_on: Callable[[], bool]) -> Tuple[int, str]:
     """Import an image unless it is a file; return the exit code of ``slurm.image`` and the path.
 
     What the import says goes to the batch log and to ``log``.
+
+    Args:
+        goes_on: waits a moment; False: return EXIT_PREEMPTED without waiting for the import.
     """
     if image.startswith("/"):
         return 0, image
@@ -57,14 +63,23 @@ def get_image(image: str, cache: str, log: Path) -> Tuple[int, str]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert importing.stdout is not None and importing.stderr is not None
-    with log.open("ab") as file:
-        for line in importing.stderr:  # the path on standard output is one line, after all others
+    # A thread reads what the import says, so that a signal ends the wait for it.
+    copying = threading.Thread(target=_copy, args=(importing.stderr, log), daemon=True)
+    copying.start()
+    while importing.poll() is None:
+        if not goes_on():
+            return EXIT_PREEMPTED, ""
+    copying.join()
+    path = os.fsdecode(importing.stdout.read()).strip()  # one line, at the end
+    return importing.returncode, path
+
+
+def _copy(lines: Iterable[bytes], log: Path) -> None:
+    for line in lines:
+        sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.flush()
+        with suppress(OSError), log.open("ab") as file:  # a full disk must not block the import
             file.write(line)
-            file.flush()
-            sys.stderr.write(line.decode(errors="replace"))
-            sys.stderr.flush()
-    path = importing.stdout.read().decode().strip()
-    return importing.wait(), path
 
 
 def launch_log(attempt_dir: Path) -> Path:

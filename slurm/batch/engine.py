@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import List, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.files import text_or_empty, write_atomic
+from common.files import discard, text_or_empty, write_atomic
 from common.stop_file import StopMessage, stop_text
 from slurm.batch.attempt import USR2
 from slurm.batch.host import End, Host
@@ -42,12 +42,14 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
     fleet = Path(place.run_folder) / "fleet"
     logs, state, stop_file = fleet / "logs", fleet / f"logs/{name}.d", fleet / "stop" / name
     state.mkdir(parents=True, exist_ok=True)
-    if stop_file.exists():
-        stop_file.unlink()  # of an earlier start
+    discard(stop_file)  # of an earlier start
     host.log_start()
     (state / "container").write_text(place.container + "\n")
     launch = logs / f"{name}.launch"
-    code, place = host.import_image(options, place, launch)
+    host.note_end_time(options.signal_lead_s)
+    code, place = host.import_image(options, place, launch, leaves_on_stop=True)
+    if code == 0 and host.signals.stopped:
+        code = EXIT_PREEMPTED  # the rest of the time is for the requeue
     if code == 0:
         words = [expand(word, host.environ) for word in agent]
         argv = engine_step(options, place, name, logs=str(logs), stop_file=str(stop_file))
@@ -56,8 +58,7 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
         code = host.wait_for(step, lambda: _announce(host, options, stop_file))
         host.log(f"the agent ended (srun exit {code})")
         host.remove_container(place)
-    if stop_file.exists():
-        stop_file.unlink()
+    discard(stop_file)
     return restart_task(host, options, code, state / "failures")
 
 
@@ -90,8 +91,13 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
         host.log(f"not requeued{' after TERM' if host.signals.terminated else ''}: --requeue never")
         return End(code)
     if code != EXIT_PREEMPTED:
-        count = int(text_or_empty(failures) or 0) + 1
-        write_atomic(failures, f"{count}\n")
+        earlier = text_or_empty(failures)
+        count = 1 + (int(earlier) if earlier.isdecimal() else 0)
+        try:
+            write_atomic(failures, f"{count}\n")
+        except OSError as error:
+            count = 1 + int(host.environ.get("SLURM_RESTART_COUNT") or 0)
+            host.log(f"{failures} cannot be written, each start counts: {error}")
         if count > options.max_failures:
             host.log(f"not requeued: {count} failures")
             return End(code)

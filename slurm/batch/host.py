@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from common.exit_codes import EXIT_PREEMPTED
 from slurm.batch.attempt import get_image
 from slurm.batch.options import Options
 from slurm.batch.place import Place, find_place
@@ -34,12 +36,20 @@ class Host:
     Attributes:
         who: prefix of the log's lines.
         environ: the environment of steps and of Slurm's commands.
+        chosen: variables with which the next job of a chain is submitted like this one.
     """
 
-    def __init__(self, who: str, environ: Mapping[str, str], signals: Signals) -> None:
+    def __init__(
+        self,
+        who: str,
+        environ: Mapping[str, str],
+        signals: Signals,
+        chosen: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.who = who
         self.environ = dict(environ)
         self.signals = signals
+        self.chosen = dict(chosen)
         self.job = SlurmJob(environ)
         self._term_is_logged = False
 
@@ -54,18 +64,38 @@ class Host:
             self.log(f"container: {why}")
         return place
 
-    def import_image(self, options: Options, place: Place, log: Path) -> Tuple[int, Place]:
+    def note_end_time(self, signal_lead_s: int) -> None:
+        """Set SLURM_JOB_END_TIME for the steps, and recognise a USR2 from before its handler."""
+        end_time = self.job.end_time()
+        self.environ["SLURM_JOB_END_TIME"] = "" if end_time is None else str(int(end_time))
+        if end_time is not None and end_time - time.time() <= signal_lead_s:
+            self.signals.stopped = True
+
+    def import_image(
+        self, options: Options, place: Place, log: Path, *, leaves_on_stop: bool = False
+    ) -> Tuple[int, Place]:
         """Import the image unless it is a file; return ``slurm.image``'s exit code and the place.
 
-        ``log``: of the import.
+        Args:
+            log: of the import.
+            leaves_on_stop: after USR2 return EXIT_PREEMPTED at once. The import may take longer than
+                the job has, and a job at its time limit cannot be requeued; Slurm ends the import
+                with the job.
         """
         if place.container == "none":
             return 0, place
         default = self.environ.get("RLPOST_IMAGE_CACHE") or f"{place.home}/runs/images"
-        code, path = get_image(place.image, options.image_cache or default, log)
-        if code:
+
+        def goes_on() -> bool:
+            self.wait()
+            return not (leaves_on_stop and self.signals.stopped)
+
+        code, path = get_image(place.image, options.image_cache or default, log, goes_on)
+        if code == EXIT_PREEMPTED:
+            self.log("USR2 during the import of the image: not waiting for it")
+        elif code:
             self.log("no image; see above")
-        return code, place._replace(image=path)
+        return shell_code(code), place._replace(image=path)
 
     def log_start(self) -> None:
         """Log where a task of an array starts."""
@@ -108,6 +138,12 @@ class Host:
     def remove_container(self, place: Place, folder: str = "") -> None:
         """Remove the container of this start from every node, within the time of the job."""
         if place.container == "none":
+            return
+        if self.signals.terminated and not self.job.is_running():
+            self.log(
+                "no step can start: a container may be left on a node; the next run there "
+                "removes it"
+            )
             return
         argv = removal_step(place, folder)
         if not self.run_bounded(argv, self.job.seconds_within(REMOVAL_S)):

@@ -51,7 +51,7 @@ def convert(host: Host, options: Options, tool: Sequence[str], flags: Sequence[s
     shutil.rmtree(writing, ignore_errors=True)
     host.log(f"not converted (exit {code}); the end of {place.run_folder}/*.log:")
     _print_logs(place.run_folder)
-    return End(EXIT_FAILED)
+    return _end(host, EXIT_FAILED)
 
 
 def run_doctor(host: Host, options: Options, doctor: Sequence[str]) -> End:
@@ -62,7 +62,13 @@ def run_doctor(host: Host, options: Options, doctor: Sequence[str]) -> End:
     place = _place(host, options, doctor)
     words = [expand(word, host.environ) for word in doctor]
     command = [place.python, "-m", "bootstrap.image.doctor", *words]
-    return End(_run(host, options, place, [*command, "--output", f"{place.run_folder}/findings"]))
+    output = f"{place.run_folder}/findings"
+    return _end(host, _run(host, options, place, [*command, "--output", output]))
+
+
+def _end(host: Host, code: int) -> End:
+    """After TERM Slurm itself may have preempted the job, and requeues it."""
+    return End(code, is_final=code == EXIT_DONE or not host.signals.terminated)
 
 
 def _place(host: Host, options: Options, words: Sequence[str]) -> Place:

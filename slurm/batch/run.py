@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
 from common.attempt import VERDICT_FILE
-from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.files import text_or_empty
+from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.files import is_there, text_or_empty
 from slurm import supervise
 from slurm.batch.attempt import create_attempt, launch_log, request_stop
 from slurm.batch.host import End, Host, shell_code
@@ -20,6 +20,8 @@ from slurm.batch.options import Options, expand
 from slurm.batch.place import Place, find_run_folder
 from slurm.batch.signals import ignore_term
 from slurm.batch.steps import agents_step, watch_step
+from slurm.causes import Finding
+from slurm.evidence import leave_verdict
 from slurm.job_id import explain_submission, find_by_script, read_submission
 from slurm.supervise import Budgets, Ending, RestartDecision, exit_code
 from slurm.variables import submission_environment
@@ -54,16 +56,19 @@ def run(host: Host, options: Options, command: Command) -> End:
     attempt = Attempt(number, folder, Path(place.run_folder))
     nodes = host.environ.get("SLURM_JOB_NODELIST", "")
     host.log(f"job {host.job.name} attempt {number} on {nodes}: {folder}")
-    code, place = host.import_image(options, place, launch_log(folder))
+    host.note_end_time(options.signal_lead_s)
+    code, place = host.import_image(options, place, launch_log(folder), leaves_on_stop=True)
     if not _record_start(host, place, attempt):
         host.log("the job was cancelled (rlpost cancel); not starting again")
         return End(EXIT_PREEMPTED)
-    has_steps = code == 0
+    has_steps = code == 0 and not host.signals.stopped
+    if host.signals.stopped:
+        _leave_early(host, options, attempt)
     if has_steps:
         code = _run_agents(host, options, command, place, attempt)
     verdict = text_or_empty(folder / VERDICT_FILE)
-    host.log(f"agents ended (srun exit {code}), verdict: {verdict or 'none'}")
     if has_steps:
+        host.log(f"agents ended (srun exit {code}), verdict: {verdict or 'none'}")
         host.remove_container(place, str(folder))
     ending = Ending(verdict or "none", code, host.signals.terminated, options.requeue != "never")
     answer = _decide(host, options, attempt, ending)
@@ -75,8 +80,8 @@ def run(host: Host, options: Options, command: Command) -> End:
 
 
 def _record_start(host: Host, place: Place, attempt: Attempt) -> bool:
-    (attempt.folder / "container").write_text(place.container + "\n")
     try:
+        (attempt.folder / "container").write_text(place.container + "\n")
         return supervise.record_start(
             attempt.run_folder, attempt.number, host.job.name, place.image, host.environ
         )
@@ -86,24 +91,32 @@ def _record_start(host: Host, place: Place, attempt: Attempt) -> bool:
         return True
 
 
+def _leave_early(host: Host, options: Options, attempt: Attempt) -> None:
+    """Leave the verdict ``requeue``: extracting an image could take all the time that is left."""
+    _stop(host, options, attempt.folder)
+    leave_verdict(attempt.folder, Finding("requeue", "USR2 came before the agents were started"))
+
+
 def _run_agents(
     host: Host, options: Options, command: Command, place: Place, attempt: Attempt
 ) -> int:
     """Start the agents and wait for them; return srun's exit code, 0 if it lingers."""
     folder = str(attempt.folder)
-    end_time = host.job.end_time()
-    # A request from before the handler of USR2 was there, see slurm.batch.
-    if end_time is not None and end_time - time.time() <= options.signal_lead_s:
-        host.signals.stopped = True
-    host.environ["SLURM_JOB_END_TIME"] = "" if end_time is None else str(int(end_time))
     host.environ["SLURM_SRUN_REDUCE_TASK_EXIT_MSG"] = "0"
     agent = [expand(word, host.environ) for word in command.agent]
     driver = [*command.driver, "--cluster-from-stdin", "--run-folder", place.run_folder]
     argv = agents_step(options, place, folder, agent=agent, driver=[*driver, *command.flags])
     host.prepare_nodes(place)
-    step = host.start_step(argv, launch_log(attempt.folder))
+    try:
+        step = host.start_step(argv, launch_log(attempt.folder))
+    except OSError as error:
+        host.log(f"srun cannot be started: {error}")
+        return EXIT_FAILED
     if options.spare_nodes:
-        host.start_step(watch_step(options, folder), attempt.folder / "watch.log")
+        try:
+            host.start_step(watch_step(options, folder), attempt.folder / "watch.log")
+        except OSError as error:
+            host.log(f"a lost batch host will not be noticed: {error}")
     return _wait(host, options, step, attempt.folder)
 
 
@@ -113,7 +126,7 @@ def _wait(host: Host, options: Options, step: "subprocess.Popen[bytes]", attempt
     while step.poll() is None:
         if host.signals.stopped and not is_stopped:
             is_stopped = _stop(host, options, attempt_dir)
-        if deadline is None and (attempt_dir / VERDICT_FILE).exists():
+        if deadline is None and is_there(attempt_dir / VERDICT_FILE):
             deadline = time.monotonic() + host.job.seconds_within(options.teardown_s)
         if deadline is not None and time.monotonic() >= deadline:
             return 0
@@ -182,13 +195,15 @@ def _chain(
 ) -> End:
     script = options.script or str(attempt.run_folder / "job.sbatch")
     excluded = [f"--exclude={','.join(exclude)}"] if exclude else []
-    environ = submission_environment(host.environ)
+    stated = "" if options.script else text_or_empty(Path(script))
+    environ = submission_environment({**host.environ, **host.chosen}, stated)
     environ["RLPOST_RUN_FOLDER"] = str(attempt.run_folder)
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", *excluded, script, *command.flags],
             stdout=subprocess.PIPE,
             universal_newlines=True,
+            errors="replace",
             env=environ,
         )
     except OSError as error:
@@ -204,5 +219,8 @@ def _chain(
             return End(EXIT_PREEMPTED)
         job = found[0]
     host.log(f"chain: job {job} resumes the run")
-    supervise.record_chained(attempt.run_folder, attempt.number, job)
+    try:
+        supervise.record_chained(attempt.run_folder, attempt.number, job)
+    except OSError as error:
+        host.log(f"the ledger cannot be written, rlpost cancel does not know job {job}: {error}")
     return End(EXIT_DONE)

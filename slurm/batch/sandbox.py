@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import List, Sequence
 
+from common.files import discard, is_there
 from slurm.batch.engine import restart_task
 from slurm.batch.host import End, Host
 from slurm.batch.options import Options, expand
@@ -31,15 +32,15 @@ def run_sandbox_server(host: Host, options: Options, server: Sequence[str]) -> E
     folder = Path(place.run_folder) / "sandboxes"
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    record = folder / "nodes" / f"{name}.json"
+    discard(record)  # of an earlier start
     host.log_start()
     words = [expand(word, host.environ) for word in server]
     argv = server_step(options, place, name, words)
     step = host.start_step(argv, logs / f"{name}.launch")
-    code = host.wait_for(step, lambda: _pass_on(step))
+    code = host.wait_for(step, lambda: _pass_on(step, record))
     host.log(f"the server ended (srun exit {code})")
-    record = folder / "nodes" / f"{name}.json"
-    if record.exists():
-        record.unlink()
+    discard(record)
     return restart_task(host, options, code, logs / f"{name}.failures")
 
 
@@ -56,7 +57,12 @@ def server_step(options: Options, place: Place, name: str, server: Sequence[str]
     ]
 
 
-def _pass_on(step: "subprocess.Popen[bytes]") -> bool:
-    """Send USR2 to srun, which passes it on to the server."""
+def _pass_on(step: "subprocess.Popen[bytes]", record: Path) -> bool:
+    """Send USR2 to srun, which passes it on to the server; whether the server can handle it.
+
+    Before the server has written its record, the signal would kill it or srun, as a failure.
+    """
+    if not is_there(record):
+        return False
     step.send_signal(signal.SIGUSR2)
     return True

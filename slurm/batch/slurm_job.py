@@ -12,6 +12,9 @@ from common.job_name import job_name
 
 ANSWER_S = 10.0
 STATE_TRIES, STATE_PAUSE_S = 30, 2.0
+ARRAY_TRIES = 5
+REQUEUE_TRIES, REQUEUE_S = 5, 60.0
+"""More patience than for a query: without the requeue the run ends."""
 UPDATE_TRIES, UPDATE_PAUSE_S = 10, 0.5
 MARGIN_S = 5
 """Time before the end of the job that is left for the requeue itself."""
@@ -25,8 +28,14 @@ def is_task_of_array(environ: Mapping[str, str]) -> bool:
     job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
     if not environ.get("SLURM_ARRAY_TASK_ID") or job == array:  # the last task has its number
         return bool(array)
-    answer = run_command(["squeue", "--noheader", f"--jobs={job}", "--format=%i"], environ) or ""
-    return "_" in answer or not answer.strip()
+    argv = ["squeue", "--noheader", f"--jobs={job}", "--format=%i"]
+    for attempt in range(ARRAY_TRIES):
+        if attempt:
+            time.sleep(STATE_PAUSE_S)
+        answer = run_command(argv, environ) or ""
+        if answer.strip():
+            return "_" in answer
+    return True
 
 
 class SlurmJob:
@@ -63,9 +72,25 @@ class SlurmJob:
                 return answer
         return ""
 
+    def is_running(self) -> bool:
+        """Whether the controller says, in one answer, that the job runs."""
+        return self._squeue("%T") == "RUNNING"
+
     def requeue(self) -> bool:
-        """Requeue the job; whether Slurm accepted. Slurm then sends TERM to this process."""
-        return self._run(["scontrol", "requeue", self.name]) is not None
+        """Requeue the job; whether Slurm accepted. Slurm then sends TERM to this process.
+
+        A busy controller may answer too late, or refuse and accept a moment later. A job that does
+        not run any more was requeued.
+        """
+        for attempt in range(REQUEUE_TRIES):
+            if attempt:
+                time.sleep(STATE_PAUSE_S)
+            argv = ["scontrol", "requeue", self.name]
+            if run_command(argv, self._environ, timeout_s=REQUEUE_S) is not None:
+                return True
+            if self._squeue("%T") not in ("", "RUNNING"):
+                return True
+        return False
 
     def update(self, *values: str) -> bool:
         """Change values KEY=VALUE of the job, which a requeue has just made pending."""
@@ -88,7 +113,9 @@ class SlurmJob:
         return run_command(argv, {**self._environ, **variables})
 
 
-def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> Optional[str]:
+def run_command(
+    argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = ANSWER_S
+) -> Optional[str]:
     """Output of a command; None if it failed, is missing or does not answer in time."""
     try:
         done = subprocess.run(
@@ -96,7 +123,8 @@ def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> Optional[str
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             universal_newlines=True,
-            timeout=ANSWER_S,
+            errors="replace",
+            timeout=timeout_s,
             env=dict(environ),
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -7,14 +7,12 @@ with one node less than it asked for, so the number is set again.
 """
 
 import os
-import subprocess
 import time
-from typing import Mapping, Sequence
+from typing import Mapping
 
 from common.host_lists import HostListError, expand
-from common.job_name import job_name
 from slurm.batch.signals import ignore_term
-from slurm.batch.slurm_job import SlurmJob
+from slurm.batch.slurm_job import SlurmJob, run_command
 
 POLL_S = 30.0
 ANSWER_S = 20.0
@@ -28,18 +26,20 @@ def watch(policy: str, num_nodes: int, environ: Mapping[str, str] = os.environ) 
         num_nodes: nodes that the job asked for.
     """
     job, poll_s = SlurmJob(environ), float(environ.get("RLPOST_WATCH_S", "") or POLL_S)
-    while True:
+    squeue = ["squeue", "-h", "-j", job.name, "-t", "RUNNING"]
+    while True:  # until Slurm accepts; the requeue ends this step
         time.sleep(poll_s)
-        answer = _ask(["squeue", "-h", "-j", job_name(environ), "-t", "RUNNING", "-o", "%B %N"])
+        answer = run_command([*squeue, "-o", "%B %N"], environ, timeout_s=ANSWER_S) or ""
         if not has_lost_its_host(answer):
             continue
         ignore_term()  # the requeue sends it
         print(f"the batch host {answer.split()[0]} is lost: {policy}", flush=True)
         if policy != "requeue":
-            subprocess.call(["scancel", job.name])
+            if run_command(["scancel", job.name], environ) is not None:
+                return
         elif job.requeue():
             job.update(f"NumNodes={num_nodes}")
-        return
+            return
 
 
 def has_lost_its_host(answer: str) -> bool:
@@ -55,17 +55,3 @@ def has_lost_its_host(answer: str) -> bool:
     except HostListError:
         return False
     return bool(hosts) and words[0] not in hosts
-
-
-def _ask(argv: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            universal_newlines=True,
-            timeout=ANSWER_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -45,6 +45,31 @@ def test_a_folder_whose_job_is_queued_is_not_used_again(slurm: Path, capsys) -> 
     assert main(words) == 0
 
 
+def test_a_folder_whose_job_may_be_queued_is_not_used_again(
+    slurm: Path, capsys, monkeypatch
+) -> None:
+    """squeue does not answer, as for a cluster whose controller is down; or the job is ending, as
+    before it is requeued.
+    """
+    words = ["recipe.toml", "--run-folder", "run"]
+    assert main(words) == 0
+    (slurm / "state").write_text("COMPLETING")
+    monkeypatch.setattr("rlpost.cli.run_claim.COMPLETING_S", 0)
+    assert main(words) == 2
+    assert "job 70 of run is ending, or is being requeued" in capsys.readouterr().err
+    shown = (slurm / "bin/squeue").read_text()
+    (slurm / "bin/squeue").write_text(
+        "#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1"
+    )
+    assert main(words) == 2
+    assert "job 70 of run may be queued or run: squeue does not answer: Unable to contact" in (
+        capsys.readouterr().err
+    )
+    (slurm / "bin/squeue").write_text(shown)
+    (slurm / "state").write_text("CANCELLED")
+    assert main(words) == 0
+
+
 def test_of_two_submissions_at_the_same_moment_one_is_accepted(slurm: Path) -> None:
     command = [sys.executable, "-m", "rlpost.submit", "recipe.toml", "--run-folder", "run"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

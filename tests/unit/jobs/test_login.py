@@ -4,17 +4,20 @@ itself.
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from rlpost.cli.job import job_spec
 from rlpost.config.load import JOBS, files_of, load
+from slurm.login import image_problem
 from slurm.render import render_sbatch
 from tests.unit.jobs.assets import make_assets
 from tests.unit.slurm.stand_ins import NO_PYXIS, PYXIS, commands
@@ -51,7 +54,7 @@ def make_environment(home: Path) -> None:
 
 @pytest.fixture
 def call(home: Path, tmp_path: Path) -> Call:
-    """Call a batch file as a user on a login node does, from another folder."""
+    """Call a batch file as a user on a login node does: by a relative path, from another folder."""
 
     def do(
         name: str,
@@ -63,7 +66,7 @@ def call(home: Path, tmp_path: Path) -> Call:
     ) -> subprocess.CompletedProcess[str]:
         sbatch = SBATCH.format(answer=answer or ":", code=code, folder=tmp_path)
         path = commands(tmp_path / "bin", srun=srun, sbatch=sbatch)
-        script = home / "jobs" / f"{name}.sbatch"
+        script = home.relative_to(tmp_path) / "jobs" / f"{name}.sbatch"
         return subprocess.run(
             [script, *words],
             env={"PATH": path, **environ},
@@ -89,6 +92,14 @@ def test_a_correct_job_is_submitted_with_its_flags(
     assert submitted(tmp_path) == [str(home), file, "--num-rollout", "3", "--save", "a b"]
     assert "none: srun has no --container-image and enroot is not on the PATH" in done.stderr
     assert "the job checks the settings" in done.stderr
+
+
+def test_an_image_that_this_user_cannot_read_is_named(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "rl.sqsh"
+    path.touch()
+    error = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=error))
+    assert image_problem(str(path)) == f"image {path}: cannot be read: Permission denied"
 
 
 def test_a_refusal_of_slurm_is_shown_with_its_message(call: Call, tmp_path: Path, assets) -> None:

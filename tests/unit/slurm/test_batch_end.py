@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,10 +17,17 @@ from types import MappingProxyType
 import pytest
 
 from common.ledger import Ledger
+from slurm.batch import run as batch_run
+from slurm.batch.host import Host
+from slurm.batch.options import Options
+from slurm.batch.place import Place
+from slurm.batch.sandbox import _pass_on
+from slurm.batch.signals import Signals
 from slurm.batch.slurm_job import SlurmJob
 from slurm.container import Container
-from slurm.render import render_sbatch
+from slurm.render import render_conversion, render_sbatch
 from slurm.spec import JobSpec
+from tests.unit.slurm.stand_ins import commands
 
 ROOT = Path(__file__).parents[3]
 FORBIDS_REQUEUE = "scontrol update JobId=7 Requeue=0"
@@ -29,17 +37,21 @@ STAND_INS = {
     "srun": """echo "srun $*" >>called
 [ -e run/attempts/latest/verdict ] && exit
 [ "$SIGNALLED" ] && kill -USR2 $PPID && until [ -e run/attempts/latest/STOP ]; do /bin/sleep 0.1; done
+[ "$TERMINATED" ] && kill -TERM $PPID && /bin/sleep 0.5
 echo "$VERDICT" >run/attempts/latest/verdict
 for ((n = 0; n < 10 * LINGERS; n++)); do /bin/sleep 0.1; done
 echo "srun ended" >>called""",
-    "scontrol": 'echo "scontrol $*" >>called',
-    "sbatch": "echo hours left: 1000",
+    "scontrol": """echo "scontrol $*" >>called
+[ "$(grep -c scontrol called)" -gt "$REFUSALS" ]""",
+    "sbatch": 'env >sbatch.env; printf "$SAYS\\n"',
     "squeue": """case $* in *%o*) cat shown; exit ;; *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
 echo asked >>asked
 [ "$(wc -l <asked)" -gt "$SILENT" ] || { echo 'Unable to contact slurm controller' >&2; exit 1; }
 echo "$STATE"
 """,
-    "enroot": "exit 0",
+    # The import sends USR2 to the batch process, its grandparent, and then takes long.
+    "enroot": """[ "$1" = import ] || exit 0
+kill -USR2 "$(ps -o ppid= $PPID)"; /bin/sleep 8; echo "import ended" >>called""",
 }
 
 
@@ -52,9 +64,18 @@ def run(
     environ: Mapping[str, str] = MappingProxyType({}),
     at: str = "run",
     flags: Sequence[str] = (),
+    script: str = "",
+    lead_s: int = 120,
     **given: object,
 ) -> tuple[int, list[str], str]:
-    """Exit code, called commands, and the log. ``at``: the run folder; ``flags``: after the file."""
+    """Exit code, called commands, and the log.
+
+    Args:
+        at: the run folder.
+        flags: words after the file.
+        script: the batch file; by default that of ``spec``.
+        lead_s: time before the end of the job at which Slurm sends USR2.
+    """
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in STAND_INS.items():
@@ -67,6 +88,7 @@ def run(
         run_folder=str(folder / "run"),
         container=container,
         spare_nodes=spare_nodes,
+        signal_lead_s=lead_s,
     )
     stand_ins = {
         "VERDICT": "requeue",
@@ -75,6 +97,9 @@ def run(
         "LINGERS": "0",
         "LEFT": "",
         "SIGNALLED": "",
+        "TERMINATED": "",
+        "REFUSALS": "0",
+        "SAYS": "hours left: 1000",
     }
     stand_ins |= {name.upper(): str(value) for name, value in given.items()}
     stand_ins |= {
@@ -83,7 +108,7 @@ def run(
         "SLURM_JOB_NODELIST": "n01",
         "PATH": f"{commands}:{os.environ['PATH']}",
     }
-    (folder / "job.sbatch").write_text(render_sbatch(spec))
+    (folder / "job.sbatch").write_text(script or render_sbatch(spec))
     with (folder / "log").open("w") as log:  # a file: srun outlives the script
         done = subprocess.run(
             ["bash", folder / "job.sbatch", *flags],
@@ -99,6 +124,105 @@ def run(
         [line for line in called if "squeue" not in line and "srun --help" not in line],
         (folder / "log").read_text(),
     )
+
+
+def test_a_request_to_stop_while_the_image_is_imported_does_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    """The import may take longer than the job has; after its end a job cannot be requeued."""
+    code, called, log = run(
+        tmp_path, container=Container("enroot", "r.org#rl:9", cache=str(tmp_path))
+    )
+    assert code == 0 and called[-1] == "scontrol requeue 7", log
+    assert "import ended" not in called and not any("--output" in line for line in called)
+    (entry,) = (
+        entry
+        for entry in Ledger(tmp_path / "run/ledger.jsonl").read()
+        if entry["event"] == "verdict"
+    )
+    assert entry["verdict"] == "requeue" and entry["reason"].startswith(
+        "requeue after a preemption"
+    )
+
+
+def test_a_requeue_that_a_busy_controller_refuses_is_repeated(tmp_path: Path) -> None:
+    code, called, log = run(tmp_path, refusals=1)
+    assert code == 0 and called[-2:] == ["scontrol requeue 7"] * 2, log
+
+
+def test_a_requeue_that_was_accepted_too_late_to_answer_is_not_repeated(tmp_path: Path) -> None:
+    job = commands(
+        tmp_path / "bin", scontrol=f"echo $1 >>{tmp_path}/called; exit 1", squeue="echo PENDING"
+    )
+    assert SlurmJob({"SLURM_JOB_ID": "7", "PATH": job}).requeue()
+    assert (tmp_path / "called").read_text() == "requeue\n"
+
+
+def test_a_container_is_not_removed_after_the_job_was_ended(tmp_path: Path) -> None:
+    """srun can start no step then, and would print errors about the allocation."""
+    container = Container("enroot", str(tmp_path / "image.sqsh"))
+    _, called, log = run(tmp_path, container=container, terminated="yes", state="COMPLETING")
+    assert "a container may be left" in log
+    assert not any(line.startswith("scontrol") for line in called), log
+
+
+def test_storage_that_answers_with_errors_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+    """Path.exists raises most errors (here ENAMETOOLONG, as ESTALE of NFS) in place of False."""
+    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, Signals())
+    step = subprocess.Popen(["sleep", "0.1"])
+    assert batch_run._wait(host, Options(), step, tmp_path / ("x" * 300)) == 0
+
+
+def test_a_start_that_cannot_be_noted_is_a_start(tmp_path: Path) -> None:
+    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, Signals())
+    attempt = batch_run.Attempt(0, tmp_path / "missing", tmp_path)
+    place = Place("/", str(tmp_path), "python3", "none", "", "name", ())
+    assert batch_run._record_start(host, place, attempt)
+
+
+def test_a_chain_has_the_account_and_place_of_its_first_job(tmp_path: Path) -> None:
+    """Also if sbatch prints Latin-1, and if the ledger cannot be written."""
+    (tmp_path / "run/ledger.jsonl").mkdir(parents=True)
+    spec = JobSpec(
+        home=str(ROOT),
+        python=sys.executable,
+        run_folder=str(tmp_path / "run"),
+        partition="low",
+        requeue="chain",
+    )
+    (tmp_path / "run/job.sbatch").write_text(render_sbatch(spec))
+    environ = {
+        "SBATCH_QOS": "long",
+        "SBATCH_EXPORT": "NONE",
+        "SLURM_JOB_ACCOUNT": "rl",
+        "SLURM_JOB_PARTITION": "other",
+    }
+    code, _, log = run(tmp_path, spec=spec, environ=environ, says=r"\351t\351\n8")
+    assert code == 0 and "rlpost cancel does not know job 8" in log
+    variables = (tmp_path / "sbatch.env").read_text().splitlines()
+    chosen = sorted(line for line in variables if line.startswith("SBATCH_"))
+    assert chosen == ["SBATCH_ACCOUNT=rl", "SBATCH_QOS=long"]  # the file states the partition
+
+
+@pytest.mark.parametrize(("terminated", "final"), [("", [FORBIDS_REQUEUE]), ("yes", [])])
+def test_a_conversion_that_slurm_preempts_may_be_requeued_again(
+    tmp_path: Path, terminated: str, final: list[str]
+) -> None:
+    spec = JobSpec(home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"))
+    script = render_conversion(spec, str(tmp_path / "weights"))
+    (tmp_path / "run/attempts/latest").mkdir(parents=True)  # of the stand-in of srun
+    code, called, log = run(
+        tmp_path, script=script, terminated=terminated, environ={"MASTER_ADDR": "n01"}
+    )
+    assert code == 1 and [line for line in called if line.startswith("scontrol")] == final, log
+
+
+def test_a_server_of_sandboxes_gets_usr2_when_it_can_handle_it(tmp_path: Path) -> None:
+    step = subprocess.Popen(["sleep", "9"])
+    assert not _pass_on(step, tmp_path / "record") and step.poll() is None
+    (tmp_path / "record").touch()
+    assert _pass_on(step, tmp_path / "record")
+    assert step.wait(9) == -signal.SIGUSR2
 
 
 def test_a_controller_that_is_restarting_costs_no_run(tmp_path: Path) -> None:
@@ -150,7 +274,10 @@ def test_a_ledger_that_cannot_be_written_costs_no_preempted_run(tmp_path: Path) 
 def test_a_request_to_stop_from_before_the_handler_is_recognised_by_the_end_of_the_job(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, left=100, lingers=20)
+    """Agents are not started: extracting their image could take the time that is left."""
+    _, called, log = run(tmp_path, left=100)
+    assert called == ["scontrol requeue 7"], log
+    assert "cause: USR2 came before the agents were started" in log
     assert "USR2" in json.loads((tmp_path / "run/attempts/0/STOP").read_text())["reason"]
 
 
@@ -208,7 +335,7 @@ def test_an_srun_that_lingers_costs_no_run_whose_time_is_nearly_over(tmp_path: P
     """Agents write their verdict ten seconds before the end even if something hangs; after the end
     a job cannot be requeued.
     """
-    _, called, log = run(tmp_path, left=7, lingers=10)
+    _, called, log = run(tmp_path, left=7, lingers=10, lead_s=6)
     assert "srun ended" not in called and called[-1] == "scontrol requeue 7", log
 
 
@@ -219,7 +346,7 @@ def test_a_stop_request_has_a_deadline_also_when_slurm_does_not_tell_it(
     """A driver without a deadline would use all the time, and the job would end before it is
     requeued.
     """
-    _, called, log = run(tmp_path, left=left, signalled="yes")
+    _, called, log = run(tmp_path, left=left, signalled="yes", lead_s=seconds - 5 if left else 120)
     stop = json.loads((tmp_path / "run/attempts/0/STOP").read_text())
     assert int(stop["deadline"]) - stop["time"] == pytest.approx(seconds, abs=3), log
     assert called[-1] == "scontrol requeue 7", log

@@ -16,7 +16,7 @@ from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli.statuses import statuses
 from slurm.errors import SubmitError
 from slurm.executor import submit
-from slurm.local import local_environment
+from slurm.local import _on_signal, local_environment
 from slurm.spec import JobSpec
 from tests.cluster.lab_host import wait_until
 
@@ -82,6 +82,14 @@ def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Pa
     assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), (
         "until the time limit"
     )
+
+
+def test_a_request_to_stop_that_cannot_be_written_does_not_end_a_local_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception of the handler would."""
+    _on_signal(tmp_path / "missing", signal.SIGTERM, 0.0)
+    assert "SIGTERM" in caplog.text and "cannot be written" in caplog.text
 
 
 def processes_of(attempt: Path) -> list[psutil.Process]:

@@ -54,6 +54,7 @@ def start(job, tmp_path, agent):
         "SLURM_ARRAY_JOB_ID": "11",
         "SLURM_ARRAY_TASK_ID": "1",
         "SLURM_JOB_NODELIST": "n1",
+        "SLURM_RESTART_COUNT": os.environ.get("SLURM_RESTART_COUNT", ""),
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     return subprocess.Popen(
@@ -94,6 +95,16 @@ def test_failures_are_requeued_up_to_a_number_and_preemptions_without_one(job, t
             script.wait()
             codes.append(script.returncode)
     assert len(requeued(tmp_path)) == 5 and codes[-1] == 1
+
+
+def test_failures_that_cannot_be_counted_are_bounded_by_the_starts(job, tmp_path, monkeypatch):
+    """A full disk neither ends an engine nor restarts it forever."""
+    (tmp_path / "run/fleet/logs/11_1.d/failures").mkdir(parents=True)
+    for start_count, again in ((0, 1), (1, 2), (2, 2)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start_count))
+        with start(job, tmp_path, "exit 1") as script:
+            script.wait()
+        assert len(requeued(tmp_path)) == again
 
 
 def test_without_requeue_the_job_ends_with_the_agents_code(job, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SQUEUE = """#!/bin/bash
 # Each call prints the next line of the answers; the last one is repeated.
+case $* in *%T*) echo RUNNING; exit ;; esac
 read -r line <"{folder}/answers"
 [ "$(wc -l <"{folder}/answers")" = 1 ] || sed -i 1d "{folder}/answers"
 [ "$line" = down ] && exit 1
@@ -22,16 +23,19 @@ read -r line <"{folder}/answers"
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then [ "$3" ] && tr , '\\n' <<<"$3"; exit; fi
 echo "scontrol $*" >>"{folder}/calls"
+[ "$(wc -l <"{folder}/calls")" -gt {refusals} ]
 """
 SCANCEL = """#!/bin/bash
 echo "scancel $*" >>"{folder}/calls"
 """
 
 
-def calls(folder: Path, policy: str, *answers: str, within_s: float = 20.0) -> list[str]:
+def calls(
+    folder: Path, policy: str, *answers: str, within_s: float = 20.0, refusals: int = 0
+) -> list[str]:
     """Commands of the script for these answers of squeue; [] if it still waits at the end."""
     for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
-        (folder / name).write_text(text.format(folder=folder))
+        (folder / name).write_text(text.format(folder=folder, refusals=refusals))
         (folder / name).chmod(0o755)
     (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -51,6 +55,12 @@ def test_a_job_without_its_batch_host_is_requeued_with_all_its_nodes(tmp_path: P
     """After inconclusive answers: the controller is down, or the job is not running."""
     found = calls(tmp_path, "requeue", "n1 n1,n2,n3", "down", "none", "n1 n2,n3")
     assert found == ["scontrol requeue 7", "scontrol update JobId=7 NumNodes=3"]
+
+
+def test_a_controller_that_refuses_at_first_costs_no_run(tmp_path: Path) -> None:
+    """The next node that watches may be the last one."""
+    found = calls(tmp_path, "requeue", "n1 n2,n3", refusals=1)
+    assert found == ["scontrol requeue 7"] * 2 + ["scontrol update JobId=7 NumNodes=3"]
 
 
 def test_where_slurm_must_not_requeue_the_job_is_cancelled(tmp_path: Path) -> None:
