@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 # Each submission takes a moment and gets another number; squeue knows those that were accepted.
 SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
 sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
-echo Submitted batch job $number"""
+echo $number"""
 SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
 echo "$job|$(cat state 2>/dev/null || echo PENDING)|1:00|N/A||None"; done"""
 
@@ -60,7 +60,8 @@ def test_of_two_submissions_at_the_same_moment_one_is_accepted(slurm: Path) -> N
 def test_a_rejected_submission_leaves_no_folder_and_changes_none(slurm: Path, capsys) -> None:
     (slurm / "refuses").touch()
     assert main(["recipe.toml"]) != 0 and main(["recipe.toml", "--run-folder", "new"]) != 0
-    assert "invalid partition" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("invalid partition") == 2 and said.count("remedy: choose --partition") == 2
     assert not (slurm / "new").exists() and not list((slurm / "runs").iterdir())
     (slurm / "refuses").unlink()
     assert main(["recipe.toml", "--run-folder", "new"]) == 0
