@@ -75,7 +75,7 @@ def _time_limits(nodes: Sequence[NodesOfPartition]) -> str:
 
 
 def _node_counts(nodes: Sequence[NodesOfPartition]) -> str:
-    return _per_partition(nodes, lambda one: f"{one.num_nodes} nodes")
+    return _per_partition(nodes, _nodes)
 
 
 def _features(nodes: Sequence[NodesOfPartition]) -> str:
@@ -83,7 +83,7 @@ def _features(nodes: Sequence[NodesOfPartition]) -> str:
 
 
 def _sizes(nodes: Sequence[NodesOfPartition]) -> str:
-    return _per_partition(nodes, lambda one: f"{one.num_nodes} nodes with {_or_none(one.gres)}")
+    return _per_partition(nodes, lambda one: f"{_nodes(one)} with {_or_none(one.gres)}")
 
 
 def _nothing(nodes: Sequence[NodesOfPartition]) -> str:
@@ -98,6 +98,10 @@ def _per_partition(
     for one in nodes:
         facts.setdefault(one.partition.removesuffix("*"), {})[fact(one)] = None
     return ", ".join(f"{name}: {' or '.join(values)}" for name, values in facts.items())
+
+
+def _nodes(one: NodesOfPartition) -> str:
+    return f"{one.num_nodes} node" if one.num_nodes == "1" else f"{one.num_nodes} nodes"
 
 
 def _or_none(text: str) -> str:
@@ -124,7 +128,7 @@ _REMEDIES: tuple[tuple[str, str, Callable[[Sequence[NodesOfPartition]], str]], .
         r"time limit|partition configuration not available",
         "choose --time and --nodes within the limits of the partition",
         lambda nodes: _per_partition(
-            nodes, lambda one: f"{one.num_nodes} nodes for at most {one.time_limit}"
+            nodes, lambda one: f"{_nodes(one)} for at most {one.time_limit}"
         ),
     ),
     (

@@ -20,7 +20,7 @@ old|down|4:00:00|1|gpu:4|v100
 FAILED = "sbatch: error: Batch job submission failed: "
 GPUS = (
     "gpu: 4 nodes with gpu:h100:8 or 2 nodes with gpu:a100:4, cpu: 9 nodes with none, "
-    "old: 1 nodes with gpu:4"
+    "old: 1 node with gpu:4"
 )
 
 
