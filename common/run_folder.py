@@ -74,6 +74,11 @@ class RunFolder:
         return self.root / "report"
 
     @property
+    def report_page(self) -> Path:
+        """The report as a page."""
+        return self.report / "report.html"
+
+    @property
     def submitit(self) -> Path:
         """submitit's own files."""
         return self.root / "submitit"

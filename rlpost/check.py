@@ -42,6 +42,7 @@ from rlpost.config.checks.missing import (
     is_there,
     missing_problems,
 )
+from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.rollout import (
@@ -54,6 +55,7 @@ from rlpost.config.checks.routing import routing_model_problems, routing_problem
 from rlpost.config.checks.sandbox import sandbox_problems
 from rlpost.config.checks.sync import draft_problems, sync_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
+from rlpost.config.load import recipe_file
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.estimate import estimate
@@ -116,6 +118,8 @@ def check(
     if problems:
         lines = list(dict.fromkeys(problems))
         if origins is not None:
+            own = str(recipe_file(None if recipe is None else Path(recipe)) or "")
+            lines = name_wrong_model_file(lines, config, origins, recipe=own)
             lines = [with_origins(line, config, origins) for line in lines]
         raise ConfigError("\n".join(lines))
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurm.errors import JobError, SubmitError
-from slurm.job_id import cluster_option, is_job_id, number_of
+from slurm.job_id import cluster_option, is_job_id, number_of, on_cluster
+from slurm.rejection import SINFO, explain_rejection
 from slurm.states import JobInfo, JobState, parse_job
 from slurm.variables import submission_environment
 
@@ -83,13 +84,22 @@ def expected_start(script: Path, environ: Mapping[str, str]) -> str:
         environ: environment of sbatch, which sends it to the controller as for a submission.
 
     Raises:
-        SubmitError: sbatch would reject the script (with its message).
+        SubmitError: sbatch would reject the script (with its message and the remedy).
         JobError: sbatch is missing on this host or does not answer.
     """
     done = _run_checked("sbatch", "--test-only", str(script), environ=environ)
     if done.returncode != 0:
-        raise SubmitError(f"sbatch would not take the job: {done.stderr.strip()}")
+        raise SubmitError(f"sbatch would not take the job: {explained(done.stderr)}")
     return done.stderr.strip().removeprefix("sbatch: ")
+
+
+def explained(words: str, cluster: str = "") -> str:
+    """sbatch's message and the probable remedy, with what sinfo says is allowed if it answers."""
+    try:
+        sinfo = run_slurm(*SINFO, *cluster_option(on_cluster("", cluster))).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        sinfo = ""
+    return explain_rejection(words, sinfo)
 
 
 def _options(job_id: str) -> list[str]:

@@ -8,13 +8,14 @@ task and requeues from inside the container, which may have no scontrol.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ import submitit
 from common.files import write_atomic
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
+from slurm.client import explained
 from slurm.errors import SlurmError, SubmitError
 from slurm.job_id import (
     cluster_option,
@@ -173,16 +175,19 @@ def submit_script(
         folder: submitit's folder; by default ``submitit`` beside ``path``.
         cluster: cluster to submit to; empty: as ``environ`` says, else that of this host.
 
-    Raises: SubmitError: sbatch rejected the job (with its output), or printed no job id.
+    Raises: SubmitError: sbatch rejected the job (with its message and the remedy), or printed no
+        job id.
     """
     folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
     try:
         with _environment(submission_environment(environ, script)):
             executor = RunExecutor(folder, script=script, num_nodes=num_nodes, cluster=cluster)
-            return executor.submit_script()
+            # submitit prints sbatch's message and raises it: it is shown once, with the remedy.
+            with redirect_stderr(io.StringIO()):
+                return executor.submit_script()
     except RuntimeError as error:
-        raise SubmitError(f"sbatch rejected {path}: {error}") from error
+        raise SubmitError(f"sbatch rejected {path}: {explained(str(error), cluster)}") from error
 
 
 @contextmanager

@@ -28,7 +28,8 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--model",
         metavar="MODEL",
-        help="FILE.toml or a name (rlpost recipes models); the recipe overrides it",
+        help="FILE.toml or a name (rlpost recipes models), or none: the config.json of --hf-checkpoint "
+        "alone; the recipe's table [model] overrides it",
     )
     made.add_argument(
         "--cluster",

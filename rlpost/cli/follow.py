@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
-from common.attempt import VERDICT_FILE, VERDICT_JSON
+from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
+from common.error_lines import with_remedy
 from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from common.files import text_or_empty
 from common.run_folder import RunFolder
 from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
-from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
+from rlpost.cli.runs import LOCAL, cause_in, local_is_alive, newest_job
 from rlpost.cli.terminal import visible
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
@@ -34,10 +36,12 @@ def follow(
     wanted: LogSelection | None = None,
     started_it: bool = False,
     since: float | None = None,
+    resume: str = "",
 ) -> int:
     """Print the driver's log, or the ``wanted`` logs, until the job is over; return 0 if done.
 
-    With ``since``, only records from that second of local time on.
+    With ``since``, only records from that second of local time on. ``resume`` is the command that
+    resumes the run.
 
     Ctrl-C detaches and the run continues. At a local run that this process has started
     (``started_it``) the first Ctrl-C requests a stop at the next checkpoint, and the second detaches.
@@ -59,7 +63,7 @@ def follow(
                 raise
             interrupted = True
             print("stopping at the next checkpoint (Ctrl-C again: leave now)", flush=True)
-    return conclude(run)
+    return conclude(run, resume=resume)
 
 
 def _request_stop(run: RunFolder) -> bool:
@@ -135,25 +139,33 @@ def _watched_end(run: RunFolder, job_id: str) -> Callable[[], bool]:
     return is_over
 
 
-def conclude(run: RunFolder) -> int:
-    """Print the outcome and results of a finished run; return its exit code."""
-    verdict_file = run.attempts / "latest" / VERDICT_FILE
-    if not verdict_file.exists():
+def conclude(run: RunFolder, *, resume: str = "") -> int:
+    """Print the outcome of a run that ended: its results, or what failed; return its exit code.
+
+    ``resume`` is the command that resumes it, for a run that is not done.
+    """
+    verdict = text_or_empty(run.attempts / "latest" / VERDICT_FILE).strip()
+    if verdict == "done":
+        print(visible("\n".join(summary(run))))
+        return 0
+    lines = _failure(run, verdict)
+    if resume:
+        lines.append(f"resume: {resume}")
+    print(visible("\n".join(lines)))
+    return EXIT_CODES.get(verdict, 1)
+
+
+def _failure(run: RunFolder, verdict: str) -> list[str]:
+    """What ended a run that is not done, and where its log is."""
+    latest = run.attempts / "latest"
+    if not verdict:
         logs = (
             run.submitit if (newest_job(run) or "").startswith(LOCAL) else run.root / "slurm-*.out"
         )
-        print(
-            f"ended: failed, and the agents left no verdict; see {logs} and {run.attempts / 'latest'}"
-        )
-        return 1
-    verdict = verdict_file.read_text().strip()
-    if verdict != "done":
-        cause = run.attempts / "latest" / VERDICT_JSON
-        why = f"\n{cause.read_text().strip()}" if cause.exists() else ""
-        print(visible(f"ended: {verdict}{why}"))
-        return EXIT_CODES.get(verdict, 1)
-    print(visible("\n".join(summary(run))))
-    return 0
+        return [f"ended: failed, and the agents left no verdict; see {logs} and {latest}"]
+    cause = with_remedy(cause_in(latest / VERDICT_JSON)) or "unknown"
+    log = latest.resolve() / DRIVER_LOG
+    return [f"ended: {verdict}", f"cause: {cause}", f"log: {log if log.exists() else log.parent}"]
 
 
 def summary(run: RunFolder) -> list[str]:
@@ -165,5 +177,9 @@ def summary(run: RunFolder) -> list[str]:
         (first_step, first), (last_step, last) = points[0], points[-1]
         change = f"{first:.3f} at step {first_step:.0f} -> {last:.3f} at step {last_step:.0f}"
         found.append(f"reward on {name.split('/')[1]}: {change}")
-    files = [("metrics", run.metrics), ("reward curve", run.report / "reward.png")]
+    files = [
+        ("report", run.report_page),
+        ("metrics", run.metrics),
+        ("reward curve", run.report / "reward.png"),
+    ]
     return [*found, *(f"{name} {path}" for name, path in files if path.exists())]

@@ -30,10 +30,10 @@ def main(arguments: Sequence[str]) -> int:
     add_run_options(made)
     options = made.parse_args(arguments)
     run = find_run(options.run, options.runs_dir)
-    page = write_report(run)
+    write_report(run)
     if read_metrics(run.metrics) and importlib.util.find_spec("matplotlib") is not None:
         plot_rewards(run.metrics, run.report / "reward.png")
-    text = "\n".join([*report_lines(run), "", f"page {page}"]) + "\n"
+    text = "\n".join(report_lines(run)) + "\n"
     write_atomic(run.report / "report.txt", text)
     print(visible(text), end="")
     return 0

@@ -6,7 +6,6 @@ cannot be read stays blank: monitoring never fails on an incomplete run.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections import Counter
@@ -24,7 +23,7 @@ from common.host_lists import HostListError, expand
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
-from rlpost.cli.runs import LOCAL, last, local_is_alive, settings_of
+from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, settings_of
 from rlpost.metrics.pace import PACE_STEPS, STEP_S, recent, throughput
 from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
@@ -144,7 +143,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         attempt=attempt,
         verdict=verdict or ended.get("verdict"),
         cause=ended.get("cause")
-        or _cause(latest / VERDICT_JSON)
+        or cause_in(latest / VERDICT_JSON)
         or _refusal(run, attempt, entry.state),
         decision=str(ended.get("reason", "")),
         checkpoint=committed.get("checkpoint"),
@@ -307,10 +306,3 @@ def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
     if ended.get("event") == "verdict" and ended.get("answer") != AGAIN:
         state = _VERDICT_STATES.get(str(ended.get("verdict")), JobState.FAILED)
     return entry if state is None else replace(entry, state=state, reason="")
-
-
-def _cause(path: Path) -> str:
-    try:
-        return str(json.loads(path.read_text()).get("cause", ""))
-    except (OSError, ValueError):
-        return ""

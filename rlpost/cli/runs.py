@@ -181,3 +181,11 @@ def _is_run(path: Path) -> bool:
 def _when(path: Path) -> float:
     marker = path / "run.json"
     return (marker if marker.exists() else path).stat().st_mtime
+
+
+def cause_in(path: Path) -> str:
+    """The cause in a verdict.json; empty if it cannot be read."""
+    try:
+        return str(json.loads(path.read_text()).get("cause", ""))
+    except (OSError, ValueError):
+        return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -28,6 +29,7 @@ from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import submit_servers, wants_servers
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.secret_file import has_wandb_key, store_keys
+from rlpost.cli.secret_flags import take_keys
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.keys import without_keys
@@ -96,10 +98,24 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     print(f"submitted {job_id}\nrun folder {run.root}")
     if engines:
         _submit_engines(run, config, engines, after=job_id)
+    resume = resume_command(arguments, run.root)
     if options.debug:
-        return conclude(run)
+        return conclude(run, resume=resume)
     wait = local if options.wait is None else options.wait
-    return follow(run, job_id, started_it=local) if wait else 0
+    return follow(run, job_id, started_it=local, resume=resume) if wait else 0
+
+
+def resume_command(arguments: Sequence[str], root: Path) -> str:
+    """The command that resumes the run of a submission; without keys.
+
+    >>> resume_command(["tiny", "--local"], Path("/runs/tiny-1"))
+    'rlpost submit tiny --local --resume --run-folder /runs/tiny-1'
+    """
+    words = take_keys(arguments, {})
+    added = [] if "--resume" in words else ["--resume"]
+    if not any(word.partition("=")[0] == "--run-folder" for word in words):
+        added += ["--run-folder", str(root)]
+    return shlex.join(["rlpost", "submit", *words, *added])
 
 
 def print_notes(notes: Sequence[str], told: Collection[str] = ()) -> None:

@@ -101,7 +101,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
-    A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or
+    ``none`` is no file. A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or
     to the working directory if it is from the command line. Raises ConfigError for an unreadable
     recipe.
     """
@@ -112,7 +112,7 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
         word, base = given.get(table), Path()
         if word is None and recipe is not None and isinstance(named.get(table), str):
             word, base = str(named[table]), recipe.parent
-        if word is not None:
+        if word is not None and word != NONE:
             is_path = word.endswith(".toml") or "/" in word
             what = "model" if table == "model" else "cluster profile"
             found[table] = [

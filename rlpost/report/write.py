@@ -20,7 +20,7 @@ from rlpost.report.run_facts import RecipeSetting, read_facts
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # at the end of a run, for a report that is being written
-FILE_NAME, RECIPE_NAME = "report.html", "recipe.toml"
+RECIPE_NAME = "recipe.toml"
 _writing = threading.Lock()  # one page at a time in this process
 
 
@@ -28,10 +28,9 @@ def write_report(run: RunFolder) -> Path:
     """Write the page, and the recipe that its last section names. Raises OSError."""
     run.report.mkdir(mode=0o700, exist_ok=True)
     facts = read_facts(run)
-    path = run.report / FILE_NAME
     write_atomic(run.report / RECIPE_NAME, recipe(facts.settings))
-    write_atomic(path, report_page(facts))
-    return path
+    write_atomic(run.report_page, report_page(facts))
+    return run.report_page
 
 
 def try_to_write_report(run: RunFolder) -> None:

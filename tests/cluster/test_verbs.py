@@ -227,6 +227,7 @@ def test_a_dry_submission_to_slurm_creates_no_job(lab: Lab, project: Path, runni
     assert "to start at" in lab.run("ctl", argv, cwd=project, env=env).stdout
     refused = lab.run("ctl", [*argv, "--partition", "nowhere"], cwd=project, env=env, check=False)
     assert refused.returncode == 2 and "invalid partition" in refused.stderr
+    assert "remedy: choose --partition; sinfo: " in refused.stderr, refused.stderr
     assert len(lab.run("ctl", ["squeue", "-h", "-t", "all"]).stdout.splitlines()) == len(
         before.splitlines()
     )

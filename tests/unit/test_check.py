@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.check import check
+from rlpost.cli.main import main
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import MODEL, make_project
@@ -58,6 +59,21 @@ def test_every_value_of_a_recipe_for_another_model_is_named(tmp_path):
     )
     allowed = {"rotary_base": 10000, "override_hf_config": ["rotary_base"]}
     assert problems(tmp_path, model=allowed) == []
+
+
+def test_a_model_file_of_another_model_is_one_problem_with_one_remedy(tmp_path, capsys):
+    """The remedy works: with it the same command finds no problem."""
+    folder = make_project(tmp_path)
+    recipe = folder / "recipe.toml"
+    text = recipe.read_text().replace("[checkpoint]", "[checkpoint]\nref_load = 'other_torch_dist'")
+    recipe.write_text(f"model = 'qwen3_4b'\n{text}")
+    words = ["check", str(recipe), "--hf-checkpoint", str(folder / "model")]
+    words += ["--prompt-data", str(folder / "prompts.jsonl")]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "another model than jobs/models/qwen3_4b.toml describes" in line
+    assert "--num-layers, --hidden-size" in line and "use --model none --ref-load none " in line
+    assert main([*words, "--model", "none", "--ref-load", "none"]) == 0
 
 
 MIXTURE = {

@@ -10,7 +10,7 @@ def test_a_report_is_a_page_a_recipe_and_a_text(tmp_path, monkeypatch, capsys):
     assert main(["report", str(run.root)]) == 0
     text = capsys.readouterr().out
     assert text == (run.report / "report.txt").read_text()
-    assert f"page {run.report / 'report.html'}" in text
+    assert f"report {run.report / 'report.html'}" in text
     assert "reward on aime: 0.120 at step 0 -> " in text and "preempted  reason SIGUSR2" in text
     assert "40 / 40" in (run.report / "report.html").read_text()
     assert "num_rollout = 40" in (run.report / "recipe.toml").read_text()
@@ -24,7 +24,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path, monkeypatch, capsys):
     run.metrics.unlink()
     assert main(["report", str(run.root)]) == 0
     assert (run.report / "report.html").exists() and not (run.report / "reward.png").exists()
-    assert "page " in capsys.readouterr().out
+    assert "report " in capsys.readouterr().out
 
 
 def test_a_comparison_lies_in_the_first_run_unless_told_otherwise(tmp_path, capsys):

@@ -85,7 +85,8 @@ def test_of_two_submissions_at_the_same_moment_one_is_accepted(slurm: Path) -> N
 def test_a_rejected_submission_leaves_no_folder_and_changes_none(slurm: Path, capsys) -> None:
     (slurm / "refuses").touch()
     assert main(["recipe.toml"]) != 0 and main(["recipe.toml", "--run-folder", "new"]) != 0
-    assert "invalid partition" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("invalid partition") == 2 and said.count("remedy: choose --partition") == 2
     assert not (slurm / "new").exists() and not list((slurm / "runs").iterdir())
     (slurm / "refuses").unlink()
     assert main(["recipe.toml", "--run-folder", "new"]) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli import attach, control, follow, image_doctor, runs
 from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
@@ -18,6 +19,7 @@ from rlpost.cli.main import main, verbs
 from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, load_keys, secrets_path, store_keys
+from rlpost.cli.submit import resume_command
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
@@ -283,8 +285,34 @@ def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
 def test_a_run_that_ends_without_a_verdict_says_where_to_look(tmp_path, capsys, job_id, logs):
     run = make_run(tmp_path / "run", job_id=job_id)
-    assert follow.conclude(run) == 1
-    assert f"see {run.root}/{logs} and {run.attempts}/latest" in capsys.readouterr().out
+    assert follow.conclude(run, resume="rlpost submit tiny --resume") == 1
+    said = capsys.readouterr().out
+    assert f"see {run.root}/{logs} and {run.attempts}/latest" in said
+    assert said.endswith("\nresume: rlpost submit tiny --resume\n")
+
+
+def test_a_failed_run_ends_with_its_cause_its_log_and_the_command_that_resumes_it(tmp_path, capsys):
+    run = make_run(tmp_path / "run", job_id="local-7")
+    attempt = run.new_attempt()
+    (attempt / "driver.log").touch()
+    lines = "12:00:00.1 INFO up\nTraceback (most recent call last):\nValueError: no such layer"
+    write_verdict(
+        attempt,
+        AttemptVerdict("failed", f"the driver ended with exit code 1; its last lines:\n{lines}"),
+    )
+    resume = resume_command(["tiny", "--wandb-key=hush", "--lr", "1e-3"], run.root)
+    assert follow.conclude(run, resume=resume) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ended: failed",
+        "cause: ValueError: no such layer",
+        f"log: {attempt}/driver.log",
+        f"resume: rlpost submit tiny --lr 1e-3 --resume --run-folder {run.root}",
+    ]
+    write_verdict(attempt, AttemptVerdict("done", ""))
+    run.report.mkdir(exist_ok=True)
+    run.report_page.touch()
+    assert follow.conclude(run, resume=resume) == 0
+    assert capsys.readouterr().out == f"report {run.report_page}\n"
 
 
 @pytest.mark.parametrize("words", [["--gpu-memory", "0GB"], ["--write-gbps", "0"]])
