@@ -5,8 +5,14 @@ Input: a response. Output: the part that is graded, or None if there is none.
 
 from __future__ import annotations
 
+import re
+
 BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 BOXES = ("\\boxed", "\\fbox")
+_BETWEEN_ALTERNATIVES = re.compile(
+    r"(?:[\s,.;/&$()*\\\[\]]|\b(?:or|and|either|maybe|perhaps|possibly|alternatively|also|text)\b|[{}])*",
+    re.IGNORECASE,
+)
 
 
 def after_thinking(response: str) -> str:
@@ -34,17 +40,37 @@ def answer_after_thinking(response: str) -> str:
 def last_boxed(response: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``.
 
-    ``\boxed 5`` holds ``5``. None if there is no box or the last one never closes (a truncated
-    answer).
+    ``\boxed 5`` holds ``5``. None if there is no box, if the last one never closes (a truncated
+    answer), or if it is one of several alternatives: ``\boxed{3} or \boxed{4}``.
     """
     for command in BOXES:
         start = response.rfind(command)
-        if start >= 0:
-            return _group(response[start + len(command) :])
+        if start < 0:
+            continue
+        content = braced(response[start + len(command) :])
+        return None if content is None or _is_alternative(response[:start], content) else content
     return None
 
 
-def _group(text: str) -> str | None:
+def has_box(response: str) -> bool:
+    """Whether a response has a box, closed or not."""
+    return any(command in response for command in BOXES)
+
+
+def _is_alternative(before: str, content: str) -> bool:
+    """Whether only punctuation or ``or`` and the like separate a box from another before it."""
+    start = before.rfind(BOXES[0])
+    if start < 0:
+        return False
+    previous = before[start + len(BOXES[0]) :].lstrip()
+    other = braced(previous)
+    if other is None or other.strip() == content.strip():
+        return False
+    between = previous.partition(other)[2].removeprefix("}")
+    return _BETWEEN_ALTERNATIVES.fullmatch(between) is not None
+
+
+def braced(text: str) -> str | None:
     """Return the content of the braces that ``text`` begins with; without them, its first word."""
     text = text.lstrip()
     if not text.startswith("{"):

@@ -5,7 +5,9 @@ and a label (an integer in that data set). Output: 1 or -1.
 
 Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response
 is read. The results are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and
-slime). That grader crashes on a label that is not an integer; here fractions are compared by value.
+slime), with these differences: bold type and a final dot do not matter, alternatives are wrong, a
+label with leading zeros equals itself, and a label that is not an integer is no error; fractions
+are compared by value.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
+from rlpost.reward.answer_form import bare, is_hedged
+
 GRADED_CHARACTERS = 300  # at the end of a response
 RIGHT, WRONG = 1.0, -1.0
 
 _LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)", re.ASCII)
 _FRACTION = re.compile(r"-?(?:\d+(?:/\d+)?|\d*\.\d+)", re.ASCII)
 
 # Applied in this order.
@@ -55,11 +60,11 @@ def same_number(
     answer: str | None, label: str | None, metadata: Mapping[str, object] | None = None
 ) -> float:
     """Return 1 if an extracted answer is the label, else -1."""
-    if answer is None or label is None:
+    if answer is None or label is None or is_hedged(answer, label):
         return WRONG
-    given = normalized(answer[-GRADED_CHARACTERS:])
-    expected = _expected(label)
-    return RIGHT if given == expected or _same_fraction(given, expected) else WRONG
+    given = normalized(bare(answer[-GRADED_CHARACTERS:].strip("* ")))
+    spelling, expected = normalized(bare(label)), _expected(label)
+    return RIGHT if given in (spelling, expected) or _same_fraction(given, expected) else WRONG
 
 
 def _same_fraction(given: str, expected: str) -> bool:
@@ -90,8 +95,9 @@ def normalized(answer: str) -> str:
         answer = answer.replace(before, after)
     for removed in (*UNITS, *MARKS):
         answer = answer.replace(removed, "")
-    if within := re.search(r"\$[^$\n]*\$", answer):
-        answer = within[0]  # inline math in a sentence
+    within = set(re.findall(r"\$[^$\n]*\$", answer))
+    if len(within) == 1:
+        answer = within.pop()  # inline math in a sentence; several are alternatives
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
@@ -103,13 +109,8 @@ def normalized(answer: str) -> str:
 
 
 def _expected(label: str) -> str:
-    label = normalized(label)
-    try:
-        return str(int(label))
-    except ValueError:
-        pass
-    try:
-        number = float(label)
-    except ValueError:
+    label = normalized(bare(label))
+    if not _DECIMAL.fullmatch(label):
         return label  # not a number, as in other data sets
-    return str(int(number)) if number.is_integer() else label
+    number = Fraction(label)
+    return str(number) if number.denominator == 1 else label

@@ -6,7 +6,8 @@ or 0.
 The results are those of the grader of the DeepScaleR release
 (github.com/agentica-project/deepscaler, rewards/math_utils), which slime's ``rm_hub/deepscaler.py``
 includes as well. It first compares both texts in the normal form of the MATH data set, then by
-sympy. An answer that sympy would first have to reduce (a fraction) or evaluate (to an integer) is
+sympy. Unlike there, bold type and a final dot do not matter, and alternatives, other words and other
+number bases are wrong. An answer that sympy would first have to reduce (a fraction) or evaluate (to an integer) is
 wrong.
 
 Call it only in a process with a time limit (``rlpost.reward.pool``), because sympy runs on the
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 
 from rlpost.reward.answer_extraction import END_OF_THOUGHT, answer_after_thinking, last_boxed
+from rlpost.reward.answer_form import bare, contradicts, is_hedged
 
 RESPONSE_MARK = "###Response"
 UNITS = (
@@ -34,6 +36,7 @@ MAX_INTEGER_DIGITS = 1000
 _UNIT = re.compile(f"(?:{'|'.join(sorted(UNITS, key=len, reverse=True))})(?:es)?s? *(?:\\^[0-9]+)?")
 _TEXT = re.compile(r"^\\text\{(.+?)\}$")
 _UNIT_OF_TEXT = "\\text{ "  # with a space: the MATH data set has it only before a unit
+_ENDS_TEXT = re.compile(r"^[^{}]*\}(?:\^\{?\d\}?)?\.?$")
 _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
@@ -57,7 +60,10 @@ def answer_equals(
     truth = last_boxed(label) if label is not None and "\\boxed" in label else label
     if answer is None or not truth:
         return 0.0
-    return float(plain_form(answer) == plain_form(truth) or equal_by_sympy(answer, truth))
+    if is_hedged(answer, truth) or contradicts(bare(answer), bare(truth)):
+        return 0.0
+    pairs = [(answer, truth), (bare(answer), bare(truth))]
+    return float(any(plain_form(a) == plain_form(b) or equal_by_sympy(a, b) for a, b in pairs))
 
 
 def plain_form(answer: str) -> str:
@@ -76,8 +82,8 @@ def plain_form(answer: str) -> str:
     for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
         answer = answer.replace(removed, "")
     before_unit, *units = answer.split(_UNIT_OF_TEXT)
-    if len(units) > 1:  # more than a unit, such as ``3 \text{ or } 5 \text{ or } 7``
-        return unwrapped
+    if len(units) > 1 or (units and not _ENDS_TEXT.search(units[0])):
+        return unwrapped  # more than a unit, such as ``5 \text{ or } 7``
     answer = before_unit
     answer = answer.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if answer.startswith("."):
@@ -154,7 +160,8 @@ def _integer(text: str) -> str | None:
         if not number.is_finite() or number.adjusted() > MAX_INTEGER_DIGITS:
             return None
         nearest = number.to_integral_value()
-        return str(int(nearest)) if abs(number - nearest) <= Decimal("1e-7") else None
+        is_near = abs(number - nearest) <= Decimal("1e-7") and (nearest != 0 or number == 0)
+        return str(int(nearest)) if is_near else None
     except (InvalidOperation, ValueError):
         return None
 

@@ -19,9 +19,12 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.errors import DataError
-from rlpost.reward.answer_extraction import answer_after_thinking
+from rlpost.reward.answer_extraction import answer_after_thinking, has_box, last_boxed
 
 LETTERS = string.ascii_uppercase[:10]
+NONE = ""
+"""Chosen instead of a letter by ``A or B``."""
+PAIR_CHARACTERS = 60  # between two letters at most
 
 # a capital letter, or a small letter that ends its line
 _CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"
@@ -38,6 +41,16 @@ _CALLED_CORRECT = re.compile(
 _OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
 _ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
 
+_LETTERS = re.compile("[A-Z]")
+_RIGHT = r"(?:\s+is\s+(?:the\s+)?(?:correct|right))?"
+_LETTER = r"(?<![A-Za-z\\])([A-Z])(?![A-Za-z])"
+_CLOSE, _OPEN = r"[\s*$)}\].]{0,6}", r"[\s*$({\[]{0,6}(?:\\?[a-z]+[\s*$({\[]{1,6}){0,3}"
+_LIST_END = r"(?=[\s*$({\[]*[A-Z][\s.)}$*]*$)"
+_JOINED = rf"(?:,?\s*\bor\b|\s*\band\b(?!.{{0,9}}\bis\b)|[/&]|,{_LIST_END})"
+_WORD_I = r"(?!['\u2019 ](?:am|think|believe|m)\b)"
+_PAIR = re.compile(rf"{_LETTER}{_RIGHT}{_CLOSE}{_JOINED}{_OPEN}{_LETTER}{_WORD_I}")
+"""Two letters of which neither is chosen: ``A or B``."""
+
 
 def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
     """Return 1 if the response chooses the right letter, else 0.
@@ -53,7 +66,7 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
     text = answer_after_thinking(response)
     wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
     if wanted is not None and given is not None:
-        return float(given == wanted)
+        return float(given == wanted)  # alternatives (NONE) differ from each letter
     texts = [metadata.get("correct_answer"), metadata.get("answer_text")]
     if wanted is None or len(_plain(label or "")) > 1:
         texts.append(label)  # not a letter: every "a" of a sentence would match it
@@ -61,7 +74,23 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
         texts.append(choices[letters.index(wanted)])
     accepted = [_plain(str(each)) for each in texts if each is not None]
     plain_response = f" {_plain(text)} "
-    return float(any(f" {each} " in plain_response for each in accepted if each))
+    others = [plain for choice in choices if (plain := _plain(choice)) not in accepted]
+    return float(
+        any(
+            f" {each} " in plain_response and not _is_offered_with(each, others, plain_response)
+            for each in accepted
+            if each
+        )
+    )
+
+
+def _is_offered_with(right: str, others: Sequence[str], response: str) -> bool:
+    """Whether a response names another choice as an alternative to the right one."""
+    return any(
+        f" {one} or {two} " in response
+        for other in others
+        for one, two in ((right, other), (other, right))
+    )
 
 
 def _listed(metadata: Mapping[str, object], key: str) -> list[str]:
@@ -105,13 +134,29 @@ def _wanted(
 
 
 def _chosen(text: str, letters: Sequence[str]) -> str | None:
+    """Return the chosen letter, NONE if it is one of two alternatives, None without a letter."""
     if (whole := _plain(text).upper()) in letters:
         return whole
+    if has_box(text) and last_boxed(text) is None:
+        return NONE
     for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
-        found = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
+        found = [letter for letter in pattern.finditer(text) if letter[1].upper() in letters]
         if found:
-            return found[-1]
+            is_alternative = _is_alternative(text, found[-1].start(1), letters)
+            return NONE if is_alternative else found[-1][1].upper()
     return None
+
+
+def _is_alternative(text: str, position: int, letters: Sequence[str]) -> bool:
+    """Whether the letter at a position is joined to another valid letter."""
+    start = max(0, position - PAIR_CHARACTERS)
+    for first in _LETTERS.finditer(text, start, position + 1):
+        pair = _PAIR.match(text, first.start())
+        if pair is None or pair[1] == pair[2] or not {pair[1], pair[2]} <= set(letters):
+            continue
+        if position in (pair.start(1), pair.start(2)):
+            return True
+    return False
 
 
 def _plain(text: str) -> str:

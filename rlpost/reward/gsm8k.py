@@ -4,8 +4,9 @@ Input: a response, and a label that is a number or a worked solution that ends i
 the data set (arXiv 2110.14168). Output: 1 or 0.
 
 The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its
-last number. Numbers are compared by value, without units and thousands separators. A quotient is
-one number (``41/42`` is not 42). Digits with commas at other places (``2,1259``) are not a number.
+last number. Alternatives (``3 or 4``, two numbers in a box) are no answer. Numbers are compared by
+value, without units and thousands separators. A quotient is one number (``41/42`` is not 42).
+Digits with commas at other places (``2,1259``) are not a number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from rlpost.reward.answer_extraction import answer_after_thinking, last_boxed
+from rlpost.reward.answer_extraction import answer_after_thinking, has_box, last_boxed
+from rlpost.reward.answer_form import ends_in_alternatives, is_hedged
 
 MARK = "####"
 MAX_NUMBER_LENGTH = 300  # characters
@@ -25,6 +27,10 @@ _DECIMAL = r"-?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(rf"(?<![\w.])(?<!\d,){_DECIMAL}(?:\s*/\s*{_DECIMAL})*")
 _FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}")
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?")
+# of a unit: m^2, \text{ cm}^{2}
+_EXPONENT = re.compile(
+    r"([A-Za-z]|\\(?:text|mathrm)\s*\{[^{}\d]*\})\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
+)
 # a minus sign or en dash before a number
 _DASH = re.compile("[\u2212\u2013]" + r"(?=\s*\$?\.?\d)")
 
@@ -33,17 +39,18 @@ def gsm8k(response: str, label: str | None, metadata: Mapping[str, object]) -> f
     """Return 1 if response and label end in the same number, else 0."""
     text = answer_after_thinking(response)
     if MARK in text:
-        given = _first(text.rpartition(MARK)[2])
-    elif (boxed := last_boxed(text)) is not None:
-        given = _last(boxed)
+        marked = text.rpartition(MARK)[2].strip().partition("\n")[0]
+        given = None if ends_in_alternatives(marked) else _first(marked)
+    elif has_box(text):
+        given = _only(last_boxed(text) or "")
     else:
-        given = _last(text)
+        given = None if ends_in_alternatives(text) else _last(text)
     return _same(given, label)
 
 
 def number_in_box(answer: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Return 1 if the last number of an extracted answer is the label's, else 0."""
-    return _same(_last(answer), label)
+    """Return 1 if the only number of an extracted answer is the label's, else 0."""
+    return _same(_only(answer), label)
 
 
 def _same(given: Fraction | None, label: str | None) -> float:
@@ -51,6 +58,14 @@ def _same(given: Fraction | None, label: str | None) -> float:
         return 0.0
     expected = _first(label.rpartition(MARK)[2]) if MARK in label else _last(label)
     return float(given == expected)
+
+
+def _only(answer: str) -> Fraction | None:
+    """Return the number of an answer, after its last equals sign; None if there are several."""
+    if is_hedged(answer, label=""):
+        return None
+    values = set(map(_value, _numbers(answer.rpartition("=")[2])))
+    return values.pop() if len(values) == 1 else None
 
 
 def _first(text: str) -> Fraction | None:
@@ -64,7 +79,7 @@ def _last(text: str) -> Fraction | None:
 def _numbers(text: str) -> list[str]:
     """Return the numbers of a text in order, with commas; a quotient of numbers is one number."""
     text = _DASH.sub("-", _GAP.sub(r"\1", text.replace("\\$", "$")))
-    text = _FRACTION.sub(r"\1/\2", text)
+    text = _FRACTION.sub(r"\1/\2", _EXPONENT.sub(r"\1", text))
     found = _NUMBER.findall(re.sub(r"(?:(?<=^)|(?<=[\s(=$:]))- (?=\$?\d)", "-", text))
     return [number for number in found if len(number) <= MAX_NUMBER_LENGTH]
 

@@ -45,7 +45,7 @@ def test_the_last_box_with_its_inner_braces(response: str, content: str | None) 
         (r"</think>\boxed{42}", None, 0),
         (r"</think>\boxed{42}", r"\boxed{42}", 1),
         (r"</think>\boxed{43}", "42", 0),
-        (r"</think>\boxed{1} or \boxed{42}", "42", 1),
+        (r"</think>\boxed{1}, no: \boxed{42}", "42", 1),
         (r"</think>\boxed{42", "42", 0),
     ],
 )
