@@ -107,9 +107,9 @@ def rlpost(programs, tmp_path):
 @pytest.mark.parametrize(
     ("verb", "printed", "noted"),
     [
-        ("submit qwen3_4b --dry-run", "bootstrap.agent", "export RLPOST_ASSETS=FOLDER"),
-        ("submit tiny --dry-run", "bootstrap.agent", "not made yet; run: rlpost fetch tiny"),
-        ("convert qwen3_4b --dry-run", "-m rlpost.cli.convert to-torch-dist", "Qwen3-4B is miss"),
+        ("submit qwen3_4b --dry-run", "slurm.batch run", "export RLPOST_ASSETS=FOLDER"),
+        ("submit tiny --dry-run", "slurm.batch run", "not made yet; run: rlpost fetch tiny"),
+        ("convert qwen3_4b --dry-run", "slurm.batch convert", "Qwen3-4B is miss"),
         ("plan qwen3_4b --json", '"fits": true', ""),
         ("recipes", "qwen3_4b", ""),
         ("list --json", "[]", ""),
