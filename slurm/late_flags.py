@@ -14,6 +14,7 @@ BY_SBATCH = (
     "partition",
     "qos",
     "reservation",
+    "segment",
     "time",
 )
 """sbatch has an option of the same name and meaning, which goes before the file."""

@@ -97,6 +97,14 @@ def test_failures_are_requeued_up_to_a_number_and_preemptions_without_one(job, t
     assert len(requeued(tmp_path)) == 5 and codes[-1] == 1
 
 
+def test_an_engine_whose_time_is_over_before_it_starts_is_requeued(job, tmp_path, monkeypatch):
+    """USR2 came before its handler, or during the import of the image."""
+    monkeypatch.setattr(sys.modules[__name__], "SQUEUE", SQUEUE.replace("1999999999", "1"))
+    with start(job, tmp_path, f"touch {tmp_path}/began; exit 1") as script:
+        assert script.wait() == 0
+    assert requeued(tmp_path) == ["requeue 11_1"] and not (tmp_path / "began").exists()
+
+
 def test_failures_that_cannot_be_counted_are_bounded_by_the_starts(job, tmp_path, monkeypatch):
     """A full disk neither ends an engine nor restarts it forever."""
     (tmp_path / "run/fleet/logs/11_1.d/failures").mkdir(parents=True)
