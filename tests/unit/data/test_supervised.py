@@ -80,3 +80,37 @@ def test_a_conversation_that_the_chat_template_refuses_is_bad_data(tmp_path):
         DataError, match="the chat template rejects the messages: roles must alternate"
     ):
         tokenizer(tmp_path, template)(turns)
+
+
+GLM = (  # as in GLM-4.5: no end token, the next role's token ends an answer
+    "{% for m in messages %}{{ '[' if m['role'] == 'user' else ']' }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}]{% endif %}"
+)
+
+
+def test_the_token_of_the_next_role_is_trained_where_it_ends_an_answer(tmp_path):
+    tokenize = tokenizer(tmp_path, GLM)
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert trained(tokenize, sample_of(tokenize, messages)) == "cd" + "_" * len("[ef]") + "gh;"
+    (next_role,) = tokenize.encode("[")
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{next_role}]}}')
+    assert trained(tokenize, sample_of(tokenize, messages)) == "cd[" + "_" * len("ef]") + "gh["
+
+
+def test_the_end_tokens_of_the_generation_config_end_an_answer(tmp_path):
+    """As in Gemma 3, whose eos_token is not the token that ends a turn."""
+    template = TEMPLATE.replace("%};{%", "%}[{%")
+    tokenize = tokenizer(tmp_path, template)
+    (end_of_turn,) = tokenize.encode("[")
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {end_of_turn}}}')
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    assert trained(tokenize, sample_of(tokenize, messages)) == "cd[_"
+
+
+def test_a_conversation_of_which_the_template_leaves_out_a_message_is_refused(tmp_path):
+    template = "{% for m in messages if m['role'] != 'developer' %}{{ m['content'] }}{% endfor %}"
+    turns = [("user", "ab"), ("developer", "xyz"), ("assistant", "cd")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    with pytest.raises(DataError, match=r"leaves out message 2 \(role 'developer'\): 'xyz'"):
+        tokenizer(tmp_path, template)(messages)
