@@ -223,12 +223,23 @@ class PromptTokenizer:
 
     def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
         """Render messages with the chat template; its configured arguments override ``given``."""
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, **{**given, "tokenize": False, **self._template_kwargs}
-            )
-        except Exception as error:  # a template is a program and may raise any type
-            raise DataError(f"the chat template rejects the messages: {_reason(error)}") from error
+        return render_chat(self._tokenizer, messages, {**given, **self._template_kwargs})
+
+
+def render_chat(
+    tokenizer: HfTokenizer,
+    messages: Sequence[Mapping[str, object]],
+    options: Mapping[str, object],
+) -> str:
+    """Render messages with the chat template of a tokenizer; ``options`` are its arguments.
+
+    Raises:
+        DataError: the template raised an error; the message has the template's own words.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+    except Exception as error:  # a template is a program and may raise any type
+        raise DataError(f"the chat template rejects the messages: {_reason(error)}") from error
 
 
 def check_all_rendered(messages: Sequence[Mapping[str, object]], text: str) -> None:

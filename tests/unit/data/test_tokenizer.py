@@ -1,5 +1,6 @@
 """Tokenizer folders are checked without heavy imports, and used through one callable."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from rlpost.data.tokenizer import (
     PromptTokenizer,
+    check_all_rendered,
     check_tokenizer_folder,
     eos_token_ids,
     hf_tokenizer,
@@ -183,3 +185,45 @@ def test_code_of_a_tokenizer_is_refused_and_never_asked_about(
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         with pytest.raises(ConfigError, match=r"own\.OwnTokenizer.* is never run; add a tokenizer"):
             PromptTokenizer(folder)
+
+
+def test_published_templates_leave_out_only_roles_that_they_do_not_know() -> None:
+    """With the templates that TRL ships."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("TRL is not installed")
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    system = {"role": "system", "content": 'Be  brief <b> & "x".\n'}
+    user = {"role": "user", "content": " hello\n\nworld é "}
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine answer"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": '{"r": "é"}\nz'}
+    checked, left_out = 0, set()
+    for file in sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja")):
+        for messages in ([system, user, answer, user], [user, calling, result]):
+            try:
+                ((text,), _) = render_jinja_template(
+                    conversations=[messages],
+                    chat_template=file.read_text(),
+                    add_generation_prompt=True,
+                    bos_token="<s>",
+                    eos_token="</s>",
+                )
+            except Exception:  # it refuses the roles, or needs parts of content
+                continue
+            checked += 1
+            try:
+                check_all_rendered(messages, text)
+            except DataError as error:
+                role = str(error).partition("(role '")[2].partition("'")[0]
+                left_out.add((file.stem.removesuffix("_training"), role))
+    assert checked > 50
+    assert left_out == {
+        ("phi3", "tool"),
+        ("phi3_5", "tool"),
+        ("cohere2", "tool"),
+        ("smolvlm", "system"),  # these two read contents as lists of parts only
+        ("idefics3", "system"),
+    }
