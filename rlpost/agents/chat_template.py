@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.agents.chat_messages import Message
 from rlpost.columns import IntColumn
-from rlpost.data.tokenizer import check_tokenizer_folder, hf_tokenizer
+from rlpost.data.tokenizer import check_tokenizer_folder, hf_tokenizer, render_chat
 from rlpost.errors import ConfigError, DataError
 
 _SLICE = 16384  # characters
@@ -63,18 +63,14 @@ class ChatTemplate:
         Raises:
             DataError: the template rejects the messages.
         """
-        from jinja2 import TemplateError
-
-        try:
-            return self._tokenizer.apply_chat_template(
-                [message.for_template() for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise DataError(f"the chat template rejects the messages: {error}") from error
+        options = {
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": True,
+            **self._kwargs,
+        }
+        return render_chat(
+            self._tokenizer, [message.for_template() for message in messages], options
+        )
 
     def written_for(self, answer: Message, tools: Sequence[Mapping[str, object]]) -> str:
         """Return what the template writes for an answer; empty if it rejects the answer."""

@@ -296,7 +296,27 @@ def _message(message: Any, what: str) -> dict[str, object]:
         raise DataError(
             f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
         )
+    calls = fields.get("tool_calls")
+    if isinstance(calls, list):
+        fields = {**fields, "tool_calls": [_call(call, what) for call in calls]}
     return {**fields, "content": content}
+
+
+def _call(call: Any, what: str) -> Any:
+    """Return a tool call whose arguments are an object, which templates need.
+
+    OpenAI's API and its records have JSON text, which a template would encode again.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _from_text(function["arguments"] or "{}")
+    if not isinstance(arguments, dict):
+        raise DataError(
+            f"{what}: the arguments of a tool call must be a JSON object or its text, got "
+            f"{function['arguments']!r:.200}"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_text(part: object) -> bool:

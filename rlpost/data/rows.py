@@ -25,6 +25,8 @@ from rlpost.errors import DataError
 BATCH_ROWS = 64  # rows of Parquet in memory at once, besides the reader's buffers
 MAX_EXPANSION, MIN_BOUND = 100, 256 << 20
 """Bytes of text that a byte of Parquet may become; a file of any size may become MIN_BOUND."""
+# escaped or encoded: JSON's \\ud800 to \\udfff, and the bytes of such a code point in UTF-8
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -128,9 +130,10 @@ class Rows:
         """
         at = self._chosen[position]
         start, end = self._offsets[at], self._offsets[at + 1]
+        # pread has no file position: threads may read rows at the same time
+        line = os.pread(self._file.fileno(), end - start, start)
         try:
-            # pread has no file position: threads may read rows at the same time
-            found = json.loads(os.pread(self._file.fileno(), end - start, start))
+            found = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self.where(position)}: not JSON ({error}); each line must be one JSON object"
@@ -139,7 +142,20 @@ class Rows:
             raise DataError(
                 f"{self.where(position)}: {type(found).__name__} instead of a JSON object"
             )
+        if _MAY_BE_SURROGATE.search(line):
+            self._check_text(found, position)
         return found
+
+    def _check_text(self, row: dict[str, object], position: int) -> None:
+        """Raise DataError for half of a surrogate pair, which no tokenizer accepts."""
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise DataError(
+                f"{self.where(position)}: {half} is half of a surrogate pair, which is no character; write the "
+                "whole character, or U+FFFD in its place"
+            ) from error
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
@@ -163,8 +179,13 @@ def _too_large(path: Path) -> DataError:
     )
 
 
+def _as_json(value: object) -> str:
+    """Return the text of bytes, and of values that JSON does not have, such as dates."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """Convert Parquet to JSON Lines in an unnamed temporary file; dates become text."""
+    """Convert Parquet to JSON Lines in an unnamed temporary file; bytes are UTF-8, dates become text."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -177,11 +198,20 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
             kept = None if columns is None else [name for name in columns if name in names]
             lines = tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the rows are used
             left = max(MAX_EXPANSION * path.stat().st_size, MIN_BOUND)
+            number = 0
             for batch in source.iter_batches(BATCH_ROWS, columns=kept):
                 if batch.nbytes > left:
                     raise _too_large(path)
                 for row in batch.to_pylist():
-                    left -= lines.write(json.dumps(row, default=str).encode() + b"\n")
+                    number += 1
+                    try:
+                        line = json.dumps(row, default=_as_json)
+                    except UnicodeDecodeError as error:
+                        raise DataError(
+                            f"{path}, row {number}: a column of bytes is not UTF-8 ({error}); store text, or name "
+                            "the columns to read (--metadata-key)"
+                        ) from error
+                    left -= lines.write(line.encode() + b"\n")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file ({error})") from error
     lines.flush()

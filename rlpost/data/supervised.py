@@ -4,7 +4,7 @@ Input: a line with a prompt and its response (--label-key), or with a conversati
 messages are trained (--apply-chat-template). Output: token ids, and a loss mask over the tokens
 after the first prompt.
 
-Invariant: exactly the tokens of assistant messages are trained, up to the token that ends the turn.
+Invariant: exactly the tokens of assistant messages are trained, up to and including the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
-from rlpost.data.tokenizer import Content, PromptTokenizer, Tools
+from rlpost.data.tokenizer import (
+    END_TOKEN_FILES,
+    Content,
+    PromptTokenizer,
+    Tools,
+    check_all_rendered,
+    eos_token_ids,
+)
 from rlpost.errors import DataError
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+
+_NEXT = {"role": "user", "content": "?"}
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -87,18 +96,45 @@ class SupervisedTokenizer(PromptTokenizer):
         text = self._render(messages, generation_prompt=False)
         spans = self._assistant_spans(messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]
+        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         mask = [0] * len(ids)
+        end_ids = self._end_ids()
         for start, stop in spans:
             in_span = [index for index, (begin, _) in enumerate(offsets) if start <= begin < stop]
-            ends = [index for index in in_span if ids[index] == self._tokenizer.eos_token_id]
+            ends = [index for index in in_span if ids[index] in end_ids]
             for index in in_span:
                 mask[index] = int(not ends or index <= ends[-1])
+            if not in_span or ends:
+                continue
+            # GLM-4.5: the token of the next role ends an answer, and nothing follows the last one
+            following = in_span[-1] + 1
+            if following == len(mask):
+                ids.append(self._end_after(messages, text, end_ids))
+                mask.append(1)
+            elif ids[following] in end_ids:
+                mask[following] = 1
+        check_all_rendered(messages, text)
         if 1 not in mask[1:] or mask[0]:
             raise DataError(
                 "a conversation needs a message before the first assistant message, which must not be empty"
             )
-        return ids, tuple(mask)
+        return tuple(ids), tuple(mask)
+
+    def _end_ids(self) -> set[int]:
+        """Return the ids that end an answer: the tokenizer's and those of the model's configs."""
+        has_configs = any((self._folder / name).is_file() for name in END_TOKEN_FILES)
+        ids = set(eos_token_ids(self._folder)) if has_configs else set()
+        eos = self._tokenizer.eos_token_id
+        return ids if eos is None else ids | {eos}
+
+    def _end_after(self, messages: Messages, text: str, end_ids: set[int]) -> int:
+        """Return the id that ends a last answer: that of the next role's token, or the EOS."""
+        longer = self._render([*messages, _NEXT], generation_prompt=False)
+        if longer.startswith(text):
+            following = self.encode(longer[len(text) :])
+            if following and following[0] in end_ids:
+                return following[0]
+        return self._end()
 
     def _assistant_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return start and end of each assistant message in ``text``, the rendered conversation."""

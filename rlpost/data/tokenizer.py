@@ -8,6 +8,7 @@ the login node.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -17,6 +18,8 @@ from rlpost.errors import ConfigError, DataError
 Content = str | Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 
+END_TOKEN_FILES = ("generation_config.json", "config.json")
+END_OF_THOUGHT = "</think>"
 # transformers can build a tokenizer from any one of them.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
@@ -33,6 +36,7 @@ class HfTokenizer(Protocol):
 
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
+    bos_token_id: int | None
     eos_token_id: int | None
 
     def __call__(
@@ -82,7 +86,18 @@ def check_tokenizer_folder(path: str | Path) -> None:
         raise ConfigError(
             f"--hf-checkpoint {folder}: tokenizer_config.json is missing; copy it from the model's page"
         )
-    _read_json(settings)
+    auto_map = _read_json(settings).get("auto_map")
+    if isinstance(auto_map, dict) and "AutoTokenizer" in auto_map and not _is_fast(folder):
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: its tokenizer is Python code ({auto_map['AutoTokenizer']} in "
+            "tokenizer_config.json), which is never run; add a tokenizer.json, which the model's page or "
+            "transformers' save_pretrained of a converted tokenizer gives"
+        )
+
+
+def _is_fast(folder: Path) -> bool:
+    """Whether a folder has the vocabulary in the format of the library tokenizers."""
+    return (folder / "tokenizer.json").is_file()
 
 
 def eos_token_ids(path: str | Path) -> tuple[int, ...]:
@@ -92,7 +107,7 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
         ConfigError: neither file has any.
     """
     ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
+    for name in END_TOKEN_FILES:
         file = Path(path) / name
         value = _read_json(file).get("eos_token_id") if file.is_file() else None
         ids.update([value] if isinstance(value, int) else value or [])
@@ -105,10 +120,30 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def hf_tokenizer(path: str) -> HfTokenizer:
-    """Load the tokenizer of a Hugging Face folder. Code in the folder is never executed."""
+    """Load the tokenizer of a Hugging Face folder.
+
+    Code in the folder is never executed. ``chat_template.json``, where older processors keep the
+    template, is read if the tokenizer has none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or only by code in the folder.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        # None would ask on standard input whether to run the code
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # any type, from the files' content
+        raise ConfigError(
+            f"--hf-checkpoint {path}: the tokenizer cannot be loaded without code of the folder: "
+            f"{_reason(error)}"
+        ) from error
+    file = Path(path) / "chat_template.json"
+    if not tokenizer.chat_template and file.is_file():
+        tokenizer.chat_template = _read_json(file).get("chat_template")
+    return tokenizer
 
 
 class PromptTokenizer:
@@ -123,6 +158,7 @@ class PromptTokenizer:
     ) -> None:
         """``template_kwargs`` are additional arguments of the chat template."""
         check_tokenizer_folder(path)
+        self._folder = Path(path)
         self._tokenizer = hf_tokenizer(str(path))
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(template_kwargs or {})
@@ -140,10 +176,21 @@ class PromptTokenizer:
         """
         text = self._text(content, tools)
         # A chat template writes the special tokens itself.
-        ids = self._tokenizer.encode(text, add_special_tokens=not self._apply_chat_template)
+        ids = self._encode(text, add_special_tokens=not self._apply_chat_template)
         if not ids:
             raise DataError(f"a prompt has no token: {content!r}")
         return text, tuple(ids)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a prompt with one BOS, also if both text and tokenizer have one."""
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises many types
+            raise DataError(f"the tokenizer rejects the text: {_reason(error)}") from error
+        bos = self._tokenizer.bos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        return ids
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text without special tokens."""
@@ -164,9 +211,11 @@ class PromptTokenizer:
                 if isinstance(content, str)
                 else list(content)
             )
-            return self._templated(
+            text = self._templated(
                 messages, add_generation_prompt=True, tools=list(tools) if tools else None
             )
+            check_all_rendered(messages, text)
+            return text
         if not isinstance(content, str) or tools:
             what = "has tools" if tools else "is a list of messages"
             raise DataError(f"a prompt {what}; add --apply-chat-template to convert it to text")
@@ -174,14 +223,59 @@ class PromptTokenizer:
 
     def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
         """Render messages with the chat template; its configured arguments override ``given``."""
-        from jinja2 import TemplateError
+        return render_chat(self._tokenizer, messages, {**given, **self._template_kwargs})
 
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, **{**given, "tokenize": False, **self._template_kwargs}
+
+def render_chat(
+    tokenizer: HfTokenizer,
+    messages: Sequence[Mapping[str, object]],
+    options: Mapping[str, object],
+) -> str:
+    """Render messages with the chat template of a tokenizer; ``options`` are its arguments.
+
+    Raises:
+        DataError: the template raised an error; the message has the template's own words.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+    except Exception as error:  # a template is a program and may raise any type
+        raise DataError(f"the chat template rejects the messages: {_reason(error)}") from error
+
+
+def check_all_rendered(messages: Sequence[Mapping[str, object]], text: str) -> None:
+    """Check that a rendered conversation has the text of every message.
+
+    Templates silently leave out roles that they do not know, or a second system message. They may
+    leave out the thought of an earlier answer, trim white space and write a tool's result as JSON.
+
+    Raises:
+        DataError: a message is left out; its number counts from 1.
+    """
+    rendered = " ".join(text.split())
+    seen: Counter[str] = Counter()
+    for number, message in enumerate(messages, 1):
+        content = str(message.get("content") or "").rpartition(END_OF_THOUGHT)[2]
+        plain = " ".join(content.split())
+        seen[plain] += 1
+        spellings = {
+            plain,
+            *(json.dumps(content, ensure_ascii=flag)[1:-1] for flag in (False, True)),
+        }
+        spellings |= {spelling.strip() for spelling in spellings}
+        if plain and all(rendered.count(spelling) < seen[plain] for spelling in spellings):
+            raise DataError(
+                f"the chat template leaves out message {number} (role {message.get('role')!r}): "
+                f"{content!r:.80}; use a role that the template knows, or merge the message into another"
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template rejects the messages: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's own words, and its type where they alone do not say what is wrong."""
+    from jinja2 import TemplateError
+
+    if str(error) and isinstance(error, TemplateError | TypeError | ValueError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

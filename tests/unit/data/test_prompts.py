@@ -11,7 +11,7 @@ import pytest
 from rlpost.compat.slime.sample import label_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.data.prompt_settings import check_prompts, longest_prompt
-from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file
+from rlpost.data.prompts import PromptFields, PromptSet, check_prompt_file, parse
 from rlpost.errors import ConfigError, DataError
 from tests.unit.data.sets import letters, numbered, write, write_parquet
 
@@ -35,6 +35,15 @@ FIELDS = PromptFields("prompt", "label")
         ({"prompt": [{"role": "user"}], "label": "A"}, "'role' and 'content'"),
         ({"prompt": "Q", "label": ["A"]}, "'label' is list"),
         ({"prompt": "Q", "label": True}, "'label' is bool"),
+        (r'{"prompt": "1\ud83d5", "label": "A"}', r"\ud83d is half of a surrogate pair"),
+        (
+            r'{"prompt": "Q", "label": "A", "note": ["\uDE00"]}',
+            r"\ude00 is half of a surrogate pair",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1"}}]}]},
+            "the arguments of a tool call must be a JSON object or its text, got '[1'",
+        ),
     ],
 )
 def test_a_broken_line_is_named_with_file_and_line(
@@ -206,6 +215,34 @@ def test_openai_messages_are_supported(tmp_path: Path) -> None:
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
     with pytest.raises(DataError, match="'role' and 'content'"):
         check_prompt_file(write(tmp_path / "q.jsonl", {"input": picture}), PromptFields())
+
+
+def test_whole_surrogate_pairs_and_korean_are_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.jsonl", r'{"prompt": "\ud83d\ude00", "label": "A"}', {**GOOD, "x": "한"}
+    )
+    (first, _) = PromptSet(path, tokenize=letters, fields=FIELDS).all()
+    assert first.text == "\U0001f600"
+
+
+def test_arguments_of_tool_calls_may_be_json_text_as_in_openais_api(tmp_path: Path) -> None:
+    def message(arguments: object) -> dict[str, object]:
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    for given, parsed in (('{"city": "Paris"}', {"city": "Paris"}), ("", {}), ({"a": 1}, {"a": 1})):
+        row = parse({"prompt": [message(given)]}, "here", PromptFields("prompt"))
+        assert row.content == [message(parsed)]
+
+
+def test_bytes_in_parquet_are_text_in_utf_8(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", [{"prompt": "é".encode(), "label": "A"}])
+    (prompt,) = PromptSet(path, tokenize=letters, fields=FIELDS).all()
+    assert prompt.text == "é"
+    rows = [{"prompt": b"a", "label": "A"}, {"prompt": b"\xff", "label": "A"}]
+    path = write_parquet(tmp_path / "q.parquet", rows)
+    with pytest.raises(DataError, match=r"q\.parquet, row 2: a column of bytes is not UTF-8"):
+        check_prompt_file(path, FIELDS)
 
 
 def test_parquet_gives_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
