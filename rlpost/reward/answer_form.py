@@ -37,6 +37,10 @@ _ALTERNATIVES = re.compile(
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textit)\s*\{([^{}]*)\}")
 _BASE = re.compile(r"_\{?(\d+)\}?\s*$")
+_PLAIN_UNIT = re.compile(
+    r"^((?:\\?\$)?-?[\d.,]*\d)\s+(?!(?:hundred|thousand|[a-z]+illion|dozen|percent|factorial|squared|cubed)\b)"
+    r"([a-z]{2,}(?: [a-z]{2,}){0,2})$"
+)
 _WORD = re.compile(r"[a-z]+|\d+")
 _UNCOUNTED = {"square", "sq", "cubic", "unit", "of", "the", "a", "an", "per", "in"}
 _NEGATIONS = {"not", "no", "non", "never"}
@@ -65,6 +69,11 @@ def bare(answer: str) -> str:
             if answer.startswith(command):
                 answer = _unwrapped(answer, command)
     return answer
+
+
+def unit_as_text(answer: str) -> str:
+    r"""Write the plain words after a number as the data sets do: ``5 apples``, ``5\text{ apples}``."""
+    return _PLAIN_UNIT.sub(r"\1\\text{ \2}", answer)
 
 
 def _unwrapped(answer: str, command: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 
 from rlpost.reward.answer_extraction import END_OF_THOUGHT, answer_after_thinking, last_boxed
-from rlpost.reward.answer_form import bare, contradicts, is_hedged
+from rlpost.reward.answer_form import bare, contradicts, is_hedged, unit_as_text
 
 RESPONSE_MARK = "###Response"
 UNITS = (
@@ -60,9 +60,11 @@ def answer_equals(
     truth = last_boxed(label) if label is not None and "\\boxed" in label else label
     if answer is None or not truth:
         return 0.0
-    if is_hedged(answer, truth) or contradicts(bare(answer), bare(truth)):
+    if is_hedged(answer, truth) or contradicts(
+        unit_as_text(bare(answer)), unit_as_text(bare(truth))
+    ):
         return 0.0
-    pairs = [(answer, truth), (bare(answer), bare(truth))]
+    pairs = [(answer, truth), (unit_as_text(bare(answer)), unit_as_text(bare(truth)))]
     return float(any(plain_form(a) == plain_form(b) or equal_by_sympy(a, b) for a, b in pairs))
 
 

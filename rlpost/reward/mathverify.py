@@ -14,7 +14,14 @@ import re
 from collections.abc import Mapping
 
 from rlpost.reward.answer_extraction import answer_after_thinking, braced, has_box, last_boxed
-from rlpost.reward.answer_form import bare, contradicts, ends_in_alternatives, is_hedged, is_single
+from rlpost.reward.answer_form import (
+    bare,
+    contradicts,
+    ends_in_alternatives,
+    is_hedged,
+    is_single,
+    unit_as_text,
+)
 
 _MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$")
 # thousands separator; the library reads a product
@@ -74,7 +81,8 @@ def _closes(text: str) -> bool:
 
 def _notation(text: str) -> str:
     """Replace notation that the library does not read or reads as something else."""
-    text = _THIN_SPACE.sub("", text.replace("\u00b0", "^\\circ"))
+    text = text.replace("\u00b0", "^\\circ").replace("\\degree", "^\\circ")
+    text = _THIN_SPACE.sub("", unit_as_text(text))
     text = re.sub(r"\\\$|\$(?=\d[^$]*$)", "", text)  # of a price
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _REPEATING.sub(_fraction, text)
@@ -119,9 +127,9 @@ def _differ_below_rounding(gold: object, given: object) -> bool:
     from sympy import Expr, Float
 
     if not (isinstance(gold, Expr) and isinstance(given, Expr)):
-        return False
+        return _any_part_differs(gold, given)
     if not (gold.is_number and given.is_number):
-        return False
+        return _any_part_differs(gold, given)
     one, other = gold.doit().evalf(DIGITS), given.doit().evalf(DIGITS)
     if not (one.is_Float and other.is_Float):
         return False
@@ -130,3 +138,11 @@ def _differ_below_rounding(gold: object, given: object) -> bool:
         return False
     tolerance = SAME_SMALL if gold.has(Float) or given.has(Float) else 10.0 ** (10 - DIGITS)
     return bool(abs(one - other) > tolerance * largest)
+
+
+def _any_part_differs(gold: object, given: object) -> bool:
+    """The same for the ends of an interval or the elements of a tuple or set."""
+    parts, others = getattr(gold, "args", ()), getattr(given, "args", ())
+    if type(gold) is not type(given) or len(parts) != len(others):
+        return False
+    return any(map(_differ_below_rounding, parts, others))

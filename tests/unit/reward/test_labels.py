@@ -36,7 +36,7 @@ BOXES = [
     r"\boxed{%s}", r"\boxed {%s}", r"So $\boxed{%s}$.", r"**\boxed{%s}**", r"\boxed{\textbf{%s}}",
     r"\boxed{\mathbf{%s}}", r"\boxed{%s.}", r"\boxed{\text{The answer is } %s}",
 ]  # fmt: skip
-UNITS = [r"\boxed{%s\text{ apples}}", r"\boxed{%s \text{ cm}^2}"]
+UNITS = [r"\boxed{%s\text{ apples}}", r"\boxed{%s \text{ cm}^2}", r"\boxed{%s dollars}"]
 FORMS = {
     "math": [*BOXES, r"\fbox{%s}", "The answer is **%s**.", "**%s**"],
     "boxed_math": BOXES,
@@ -160,6 +160,7 @@ def test_two_choices_named_as_alternatives_are_no_choice() -> None:
         ("32348", r"\$32,\!348"),
         ("90\u00b0", r"90^\circ"),
         ("1 1/4", "5/4"),
+        (r"90\degree", r"90^\circ"),
         (r"0.\overline{3}", "1/3"),
         (r"0.1\overline{6}", "1/6"),
         ("~5", "5"),
@@ -171,3 +172,20 @@ def test_two_choices_named_as_alternatives_are_no_choice() -> None:
 def test_math_pays_other_spellings_of_a_label(answer: str, label: str) -> None:
     assert paid("math", rf"\boxed{{{answer}}}", label)
     assert paid("boxed_math", rf"\boxed{{{answer}}}", label)
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("(0, 0.0000001)", "(0, 0.0000002)"),
+        ("0", "0.0000001"),
+        ("5 million", "5"),
+        ("5 cm", r"5\text{ m}"),
+        (r"10 \text{ p.m.}", r"10 \text{ a.m.}"),
+        (r"x \text{ is not odd}", r"x \text{ is odd}"),
+        ("x", r"x \text{ is odd}"),
+    ],
+)
+@pytest.mark.parametrize("grader", ["boxed_math", "boxed_deepscaler"])
+def test_other_values_and_words_are_not_paid(grader: str, answer: str, label: str) -> None:
+    assert not paid(grader, rf"\boxed{{{answer}}}", label)
