@@ -91,7 +91,7 @@ def test_a_conversion_that_fails_leaves_no_folder(lab):
         driver_args=("--hf-checkpoint", str(source)),
         home=str(ROOT),
         python=sys.executable,
-        run_folder=str(lab.shared / "run %j"),
+        run_folder=str(lab.shared / "run folder"),
         output=str(lab.shared / "convert.out"),
     )
     job = sbatch(lab, "convert.sbatch", render_conversion(spec, str(save)))
