@@ -91,12 +91,12 @@ def test_a_conversion_that_fails_leaves_no_folder(lab):
         driver_args=("--hf-checkpoint", str(source)),
         home=str(ROOT),
         python=sys.executable,
-        run_folder=str(lab.shared / "run folder"),
+        run_folder=str(lab.shared / "run dir"),
         output=str(lab.shared / "convert.out"),
     )
     job = sbatch(lab, "convert.sbatch", render_conversion(spec, str(save)))
     until(lambda: job_info(lab, job).state.is_over, lab, "the conversion is over", deadline_s=400)
-    # the run folder ends in the job id, its log in the name of the node
+    # the log ends in the name of the node
     paths = [lab.shared / "convert.out", *lab.shared.glob("run */n*.log")]
     logs = "\n".join(path.read_text() for path in paths)
     assert job_info(lab, job).state is JobState.FAILED
