@@ -28,6 +28,7 @@ from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
+from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems
@@ -191,6 +192,7 @@ def notes(config: Config) -> list[str]:
         sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),
+        *context_notes(config, hf),
     )
     return [note for note in found if note is not None]
 
@@ -327,6 +329,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += fleet_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += adapter_engine_model_problems(config, hf_config)
+        problems += context_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
         problems += _engine_problems(config, hf_config)
     except FileNotFoundError:

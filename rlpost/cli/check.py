@@ -18,7 +18,7 @@ from common.counting import counted
 from rlpost.arguments import add_switch
 from rlpost.check import check, notes
 from rlpost.cli.command_line import no_recipe, parser, settings
-from rlpost.cli.job import as_the_job_would, job_spec
+from rlpost.cli.job import as_the_job_would, job_spec, time_notes
 from rlpost.cli.scaled import add_scale_down, require_model
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.checks.missing import image_problems
@@ -70,7 +70,8 @@ def _check(arguments: Sequence[str]) -> int:
         return _print_object(loaded.config, problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    lines = [*arithmetic(loaded.config), *(("note", text) for text in notes(loaded.config))]
+    said = [*notes(loaded.config), *time_notes(loaded.config)]
+    lines = [*arithmetic(loaded.config), *(("note", text) for text in said)]
     width = max(_INDENT, *(len(name) + 2 for name, _ in lines))
     print("\n".join(named_lines(lines, width, terminal_width())))
     return 0
@@ -117,7 +118,7 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
         "arithmetic": {},
     }
     if config is not None and not problems:
-        content["notes"] += notes(config)
+        content["notes"] += [*notes(config), *time_notes(config)]
         content["arithmetic"] = dict(arithmetic(config))
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0

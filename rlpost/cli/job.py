@@ -6,6 +6,7 @@ submitted on this host would use.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rlpost.config.checks.agents import uses_sandboxes
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.config.wording import as_flag, with_values
+from rlpost.config.wording import as_flag, spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.container_choice import choose
@@ -24,6 +25,25 @@ from slurm.spec import JobSpec
 
 IMAGE = "RLPOST_IMAGE"
 IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
+
+
+def time_notes(config: Config) -> list[str]:
+    """Note on a time limit that a start may use up; none if the job's settings are invalid."""
+    try:
+        limit_s = job_spec(config).time_limit_s
+    except (ConfigError, SpecError):
+        return []  # reported when the job is made
+    cluster = config.cluster
+    left_s = limit_s - cluster.signal_lead_s
+    if left_s >= cluster.bringup_deadline_s:
+        return []
+    needed_s = cluster.signal_lead_s + cluster.bringup_deadline_s
+    return [
+        f"{spelled(config, 'time')}: the signal to save comes {left_s} s after the start "
+        f"({spelled(config, 'signal_lead_s')}), and the start may take "
+        f"{spelled(config, 'bringup_deadline_s')}, so an attempt may end without a step; use --time "
+        f"{math.ceil(needed_s / 60) + 1} (minutes) or more, or --bringup-deadline-s {max(1, left_s // 2)}"
+    ]
 
 
 def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:

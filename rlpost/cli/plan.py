@@ -26,7 +26,7 @@ from rlpost.arguments import add_switch
 from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.scaled import add_scale_down
 from rlpost.cli.terminal import terminal_width
-from rlpost.config.checks.layout import layout_problems
+from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.flags import flag
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.layout_search import FittingLayout, nearest, suggest
@@ -42,7 +42,7 @@ from rlpost.config.plan.save_interval import (
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import PlannedUpdate
 from rlpost.config.tree import Config
-from rlpost.config.wording import with_values
+from rlpost.config.wording import value_of, with_values
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
 from rlpost.metrics.earlier_runs import earlier_step_times
@@ -57,6 +57,18 @@ SGLANG_BYTES_PER_EXPERT = 4
 """Bytes per expert of a token in an engine's table of routes, which covers dense layers too."""
 WIDTH, BAR = 110, 60
 _BESIDE_BAR = 38  # the name of the phase, and its gigabytes
+HF_SIZES = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "intermediate_size": "ffn_hidden_size",
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+}
+"""Keys of config.json that parallel sizes divide, and the settings of [model] with their value."""
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
 GLYPHS = {
     "weights": ("█", "blue"), "gradients": ("▓", "cyan"), "optimizer": ("▒", "magenta"), "activations": ("░", "green"),
@@ -179,7 +191,7 @@ def show(
     wants_suggestions: bool,
 ) -> int:
     """Print the plan and return the exit code."""
-    problems, fits = layout_problems(config), False
+    problems, fits = size_problems(config), False
     if not problems:
         made = estimate(config, shape, **sizes)
         problems, fits = list(made.problems), not made.problems
@@ -214,7 +226,7 @@ def plan_object(
     ``suggestions`` holds the best layouts when they are asked for; else the nearest that fits if
     the recipe's does not.
     """
-    problems = layout_problems(config)
+    problems = size_problems(config)
     content: dict[str, Any] = {
         "fits": False,
         "problems": problems,
@@ -274,6 +286,21 @@ def on_gpus(config: Config, gpus: int) -> Config:
     return with_values(
         config, actor_num_nodes=num_nodes, actor_num_gpus_per_node=a_node, nodes=None
     )
+
+
+def size_problems(config: Config) -> list[str]:
+    """Parallel sizes that the GPUs or the model do not divide into."""
+    return layout_problems(config) or model_problems(config, _hf_sizes(config))
+
+
+def _hf_sizes(config: Config) -> dict[str, Any]:
+    """The model's config.json, or the sizes of [model] under its keys."""
+    path = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    if path.is_file():
+        hf: dict[str, Any] = json.loads(path.read_text())
+        return hf
+    sizes = {key: value_of(config, name) for key, name in HF_SIZES.items()}
+    return {key: value for key, value in sizes.items() if value is not None}
 
 
 def model_of(config: Config) -> tuple[Shape, int]:

@@ -22,7 +22,7 @@ from rlpost.cli.command_line import no_recipe, parser, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
-from rlpost.cli.job import as_the_job_would, job_spec
+from rlpost.cli.job import as_the_job_would, job_spec, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearsed, text
 from rlpost.cli.run_claim import choose_folder, claim
@@ -150,7 +150,7 @@ def checked(
     said = list(absent(config, options.recipe)) if options.dry_run else []
     if why:
         said.append(f"container {why}")
-    return config, local, [*said, *notes(config)]
+    return config, local, [*said, *notes(config), *time_notes(config)]
 
 
 def _rehearse(config: Config, gpu_memory: str) -> None:

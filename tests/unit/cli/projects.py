@@ -19,14 +19,14 @@ MODEL = {
     "vocab_size": 64,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
 RECIPE = """\
 [cluster]
 job_name = 'test'
-time = '10'
+time = '20'
 num_gpus_per_node = 4
 actor_num_gpus_per_node = 2
 rollout_num_gpus = 2

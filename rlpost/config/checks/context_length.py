@@ -1,0 +1,123 @@
+"""Check that prompts and responses fit into the context that the engines accept. Pure.
+
+Input: a ``Config`` and the model's ``config.json``. Output: problems, where an engine would reject
+every request, and notes, where it would reject the longest ones. An engine rejects a request whose
+prompt and ``max_new_tokens`` exceed its context (``_validate_one_request`` in SGLang's
+``managers/tokenizer_manager.py``, 0.5.21), and that ends the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlpost.config.eval_sets import eval_sets, set_settings
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.model_types import HfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLengths:
+    """Limits of one kind of requests, in tokens, and the flags that set them."""
+
+    flags: str  # prefix of the flags: --rollout or --eval
+    response: int
+    prompt: int | None
+    context: int | None
+    context_flag: str = "--rollout-max-context-len"
+
+
+def engine_context(config: Config, hf: HfConfig) -> int | None:
+    """Tokens of a request and its answer that the engines accept; None if not known.
+
+    As ``get_context_length`` in SGLang (``utils/hf_transformers/common.py``, 0.5.21).
+    """
+    given = config.sglang.server_args.get("context_length")
+    if isinstance(given, int):
+        return given
+    text = hf.get("text_config") or hf
+    positions = text.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    scaling = text.get("rope_scaling") or {}
+    is_included = "original_max_position_embeddings" in scaling
+    is_included |= scaling.get("rope_type") == "llama3"
+    return positions if is_included else int(scaling.get("factor", 1) * positions)
+
+
+def context_problems(config: Config, hf: HfConfig) -> list[str]:
+    """Responses that leave no token of the context for a prompt."""
+    context = engine_context(config, hf)
+    if context is None:
+        return []
+    problems = []
+    for one in _lengths(config):
+        if one.context is not None and one.context > context:
+            problems.append(
+                f"{one.context_flag} {one.context} is more than the {context} tokens of the "
+                f"model's context ({_source(config)}); use {one.context_flag} {context}"
+            )
+        elif one.context is None and one.response >= context:
+            problems.append(
+                f"{one.flags}-max-response-len {one.response} leaves no token for a prompt in the "
+                f"{context} tokens of the model's context ({_source(config)}); use a smaller value, or "
+                f"--rollout-max-context-len {context}, which bounds prompt and response together"
+            )
+    return problems
+
+
+def context_notes(config: Config, hf: HfConfig) -> list[str]:
+    """Prompts of the permitted length whose response exceeds the context."""
+    context = engine_context(config, hf)
+    if context is None:
+        return []
+    return [
+        f"{one.flags}-max-response-len {one.response} with prompts of up to {one.prompt} tokens exceeds "
+        f"the {context} tokens of the model's context ({_source(config)}); an engine rejects a prompt "
+        f"of more than {context - one.response} tokens, which ends the run; use "
+        f"--rollout-max-context-len {context}, or a prompt limit of {context - one.response}"
+        for one in _lengths(config)
+        if one.context is None and one.prompt and one.prompt + one.response > context > one.response
+    ]
+
+
+def _lengths(config: Config) -> list[RequestLengths]:
+    """The limits of training and of each evaluation set whose requests we build ourselves."""
+    rollout, evaluation = config.rollout, config.eval
+    generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
+    # An environment's gateway bounds its requests; a custom function chooses its own.
+    if not generates or config.env.env or rollout.custom_generate_function_path:
+        return []
+    found = [
+        RequestLengths(
+            "--rollout",
+            rollout.rollout_max_response_len,
+            rollout.rollout_max_prompt_len,
+            rollout.rollout_max_context_len,
+        )
+    ]
+    try:
+        sets = eval_sets(evaluation)
+    except ConfigError:  # reported by another check
+        return found
+    for one in sets if evaluation.eval_interval is not None else ():
+        if one.custom_generate_function_path:
+            continue
+        limits = set_settings(one, evaluation, rollout)
+        longest = one.max_response_len or evaluation.eval_max_response_len
+        if longest is None:
+            continue  # that of training
+        lengths = RequestLengths(
+            "--eval", longest, limits.rollout_max_prompt_len, limits.rollout_max_context_len
+        )
+        if evaluation.eval_max_context_len is not None:
+            lengths = replace(lengths, context_flag="--eval-max-context-len")
+        if lengths not in found:
+            found.append(lengths)
+    return found
+
+
+def _source(config: Config) -> str:
+    if "context_length" in config.sglang.server_args:
+        return "--sglang-context-length"
+    return "max_position_embeddings in config.json"
