@@ -72,7 +72,9 @@ class FleetRun(CrashedRun):
         """``settings``: as of ``CrashedRun``; ``pace``: see ``set_pace``."""
         self.pace_file = lab.shared / f"{name}_answers{self.paced_by.suffix}"
         self.set_pace(pace)
-        super().__init__(lab, name, num_steps, settings=settings)
+        # a line for each request, see ``answers_at``
+        logged = ("--sglang-log-level-http", "info")
+        super().__init__(lab, name, num_steps, settings=[*settings, *logged])
         self.fleet_folder = FleetFolder(self.folder)
         self.num_urgent = 0
 

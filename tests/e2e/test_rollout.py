@@ -31,7 +31,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run. Its prompts end before the "=", so that the calculator finds a sum
     when it is called.
     """
-    folder = tmp_path_factory.mktemp("rollout of 50 %")
+    folder = tmp_path_factory.mktemp("rollout of 50 per cent")
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     rows = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
