@@ -18,7 +18,7 @@ class Signals:
     def __init__(self) -> None:
         self.stopped = False
         self.terminated = False
-        # Python writes a byte into the pipe for each signal, which ends the select below.
+        # Python writes a byte into the pipe for each signal, which ends the wait below.
         self._awake, awaken = os.pipe()
         for descriptor in (self._awake, awaken):
             os.set_blocking(descriptor, False)
@@ -29,8 +29,9 @@ class Signals:
 
     def wait(self, seconds: float) -> None:
         """Return after a time, at a signal, or when a child process ends."""
-        ready, _, _ = select.select([self._awake], [], [], max(0.0, seconds))
-        if ready:
+        poll = select.poll()  # unlike select it takes descriptors above 1023
+        poll.register(self._awake, select.POLLIN)
+        if poll.poll(max(0.0, seconds) * 1000):
             os.read(self._awake, 4096)
 
     def _stop(self, number: int, frame: Optional[FrameType]) -> None:

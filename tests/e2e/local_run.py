@@ -53,6 +53,8 @@ class LocalRun:
         command = [sys.executable, "-m", "rlpost.submit", recipe, "--local", *settings]
         command = [*prefix, *command, "--run-folder", str((seen_as or folder) / "run")]
         environment = {**os.environ, **USER_ENVIRONMENT}
+        # torch sets it in the process of the tests, to a folder that anyone can make
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,

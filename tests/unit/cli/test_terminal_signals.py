@@ -123,7 +123,8 @@ def test_a_second_ctrl_c_leaves_the_run_alone(terminal: Terminal) -> None:
 def test_a_closed_terminal_leaves_the_run_running_and_status_finds_it(terminal: Terminal) -> None:
     terminal.wait_for_agent()
     os.close(terminal.master)
-    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == -signal.SIGHUP
+    # by the signal, or by a write to the terminal that comes before it
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) in (-signal.SIGHUP, 1)
     time.sleep(1)
     (status,) = statuses([terminal.run])
     assert status.state == "RUNNING" and not (terminal.attempt / "STOP").exists()
