@@ -131,13 +131,14 @@ class CrashedRun:
         if attempt is None:
             return []
         logs = {"actor": "actor-*.log", "engine": "engine-*-server.log", "router": "router.log"}
-        modules = {"driver": "rlpost.train", "agent": "bootstrap.agent"}
+        modules = {
+            "driver": "rlpost.train",
+            "agent": "bootstrap.agent",
+            "batch shell": "slurm.batch",
+        }
         if place in logs:
             wanted = {str(path) for path in attempt.glob(logs[place])}
             return [process for process in psutil.process_iter() if output_of(process) in wanted]
-        if place == "batch shell":
-            script = f"job{int(self.job):05d}/slurm_script"
-            return [process for process, line in command_lines() if _holds(line, script)]
         found = [
             process
             for process, line in command_lines()

@@ -345,6 +345,16 @@ def test_a_cancelled_command_ends_its_sandbox():
     inside(work)
 
 
+async def kill(sandbox):
+    """Kill the process of a sandbox, and wait until it is dead: it could still answer before."""
+    process = psutil.Process(sandbox._process.pid)
+    process.kill()
+    for _ in range(1000):
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0.01)
+
+
 def test_a_lost_sandbox_is_retried_in_another_and_finally_raised():
     seen = []
 
