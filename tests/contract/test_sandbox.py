@@ -364,13 +364,13 @@ def test_a_lost_sandbox_is_retried_in_another_and_finally_raised():
             async def flaky(sandbox):
                 seen.append(sandbox.name)
                 if len(seen) < 3:
-                    psutil.Process(sandbox._process.pid).kill()
+                    await kill(sandbox)
                 return (await sandbox.run("echo done")).text
 
             assert await retried(pool, flaky) == "done\n"
 
             async def hopeless(sandbox):
-                psutil.Process(sandbox._process.pid).kill()
+                await kill(sandbox)
                 await sandbox.run("true")
 
             with pytest.raises(SandboxLost, match="attempt 2 of 2"):
