@@ -19,6 +19,7 @@ Slurm restart count upwards.
 """
 
 import os
+import secrets
 from pathlib import Path
 
 DRIVER_RESTARTS = 3
@@ -36,6 +37,25 @@ REPLACEABLE_FILE = "replaceable"
 PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
 LAUNCH_LOG = "launch.log"
+
+
+def create_attempt(attempts: Path, number: int = 0) -> Path:
+    """Create the folder (0700) of the first unused number from ``number``; link ``latest`` to it.
+
+    Raises OSError.
+    """
+    attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while True:
+        folder = attempts / str(number)
+        try:
+            folder.mkdir(mode=0o700)
+            break
+        except FileExistsError:
+            number += 1
+    link = attempts / f".latest.{secrets.token_hex(4)}"
+    link.symlink_to(str(number))
+    os.replace(str(link), str(attempts / "latest"))
+    return folder
 
 
 def attempt_secret() -> str:

@@ -12,10 +12,10 @@ atomically; a folder of another run is never reused by accident.
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.attempt import create_attempt
 from common.files import write_atomic
 from common.ledger import Ledger
 
@@ -85,18 +85,7 @@ class RunFolder:
 
     def new_attempt(self) -> Path:
         """Create an attempt folder with the first unused number and link ``latest`` to it."""
-        self.attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number = 0
-        while True:
-            try:
-                (self.attempts / str(number)).mkdir(mode=0o700)
-                break
-            except FileExistsError:
-                number += 1
-        link = self.attempts / f".latest.{secrets.token_hex(4)}"
-        link.symlink_to(str(number))
-        link.replace(self.attempts / "latest")
-        return self.attempts / str(number)
+        return create_attempt(self.attempts)
 
 
 def claim_folder(path: Path) -> Path:

@@ -26,7 +26,7 @@ from common.files import write_atomic
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.client import explained
-from slurm.errors import SlurmError, SubmitError
+from slurm.errors import SlurmError, SubmitError, UnknownJobError
 from slurm.job_id import (
     cluster_option,
     explain_submission,
@@ -41,6 +41,8 @@ from slurm.spec import JobSpec
 from slurm.variables import submission_environment
 
 Where = Literal["slurm", "local", "debug"]
+LOST_ANSWER = "timed out on send/recv"
+"""In sbatch's error (slurm, ESLURM_PROTOCOL_SOCKET_IMPL_TIMEOUT): slurmctld may have the job."""
 
 
 class RunExecutor(submitit.SlurmExecutor):
@@ -82,7 +84,7 @@ class RunExecutor(submitit.SlurmExecutor):
         self._job_id = read_submission(output)
         if not self._job_id:
             found = find_by_script(self._file, os.environ)
-            raise SubmitError(explain_submission(output, self._file, found))
+            raise UnknownJobError(explain_submission(output, self._file, found))
         return number_of(self._job_id)
 
 
@@ -175,8 +177,9 @@ def submit_script(
         folder: submitit's folder; by default ``submitit`` beside ``path``.
         cluster: cluster to submit to; empty: as ``environ`` says, else that of this host.
 
-    Raises: SubmitError: sbatch rejected the job (with its message and the remedy), or printed no
-        job id.
+    Raises:
+        SubmitError: sbatch rejected the job (with its message and the remedy).
+        UnknownJobError: the job may be queued, but its id is not known.
     """
     folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
@@ -187,6 +190,8 @@ def submit_script(
             with redirect_stderr(io.StringIO()):
                 return executor.submit_script()
     except RuntimeError as error:
+        if LOST_ANSWER in str(error):
+            raise UnknownJobError(f"{error}; the job may be queued: see squeue --me") from error
         raise SubmitError(f"sbatch rejected {path}: {explained(str(error), cluster)}") from error
 
 

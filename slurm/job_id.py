@@ -6,10 +6,10 @@ want them, or the reason why a submission has no id. Python 3.6.
 
 import os
 import re
-import subprocess
-from typing import List, Mapping, Optional, Sequence
+from typing import List, Mapping, Sequence
 
-ANSWER_S = 10.0
+from slurm.command import run_command
+
 _PARSABLE = re.compile(r"[0-9]+(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
 
@@ -71,7 +71,7 @@ def find_by_script(script: str, environ: Mapping[str, str], *, but: str = "") ->
     clusters = environ.get("SBATCH_CLUSTERS", "")
     options = [f"--clusters={clusters}"] if clusters else []
     command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %o"]
-    shown = _output([*command, *options], environ) or ""
+    shown = run_command([*command, *options], environ) or ""
     found = []
     for line in shown.splitlines():
         number, _, rest = line.strip().partition(" ")
@@ -95,20 +95,3 @@ def explain_submission(output: str, script: str, found: Sequence[str]) -> str:
         f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: {way}; "
         "then submit where sbatch is Slurm's own and SBATCH_ variables do not silence it"
     )
-
-
-def _output(argv: Sequence[str], environ: Mapping[str, str]) -> Optional[str]:
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            universal_newlines=True,
-            errors="replace",
-            timeout=ANSWER_S,
-            env=dict(environ),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

@@ -44,8 +44,8 @@ class DetachedExecutor(submitit.LocalExecutor):
 
     submitit starts its controller in the terminal's process group, with the output of the caller:
     at Ctrl-C it kills the task after one second, at a hang-up all end at once, and a pipe that reads
-    the caller's output stays open. Here the controller has a session of its own, and its output is
-    a file of the run. To stop the run, write its STOP file.
+    the caller's output stays open. Here the controller has a separate session, and its output is a
+    file of the run. To stop the run, write its STOP file.
     """
 
     def _submit_command(self, command: str) -> LocalJob[R]:

@@ -7,10 +7,10 @@ library of Python 3.6 and later.
 """
 
 import re
-import subprocess
 from typing import Mapping, Optional, Sequence
 
 from common.host_lists import HostListError, expand
+from slurm.command import run_command
 from slurm.variables import submission_environment
 
 ANSWER_S = 10.0
@@ -24,13 +24,14 @@ def why_too_few(excluded: Sequence[str], environ: Mapping[str, str]) -> Optional
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None
-    shown = _ask(["scontrol", "--oneliner", "show", "job", job], environ)
+    environ = submission_environment(environ)
+    scontrol = ["scontrol", "--oneliner", "show", "job", job]
+    shown = run_command(scontrol, environ, timeout_s=ANSWER_S) or ""
     partition = _value(shown, "Partition")
     if not partition:
         return None
-    listed = _ask(
-        ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f"], environ
-    )
+    sinfo = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f"]
+    listed = run_command(sinfo, environ, timeout_s=ANSWER_S) or ""
     return describe_shortage(shown, listed, excluded)
 
 
@@ -69,20 +70,3 @@ def describe_shortage(job: str, nodes: str, excluded: Sequence[str]) -> Optional
 def _value(shown: str, key: str) -> str:
     match = re.search(rf"(?:^|\s){key}=(\S*)", shown)
     return match[1] if match and match[1] != "(null)" else ""
-
-
-def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Output of a Slurm command; empty if it fails or times out."""
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=ANSWER_S,
-            env=submission_environment(environ),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    if done.returncode != 0:
-        return ""
-    return done.stdout.decode(errors="replace")

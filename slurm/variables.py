@@ -166,7 +166,7 @@ def unknown_variables(environ: Mapping[str, str]) -> List[str]:
     """A line for each variable RLPOST_* that nothing reads, with the nearest known one.
 
     >>> unknown_variables({"RLPOST_ASSET": "/data"})
-    ['RLPOST_ASSET: no such variable; RLPOST_ASSETS is meant?']
+    ['RLPOST_ASSET: no such variable; did you mean RLPOST_ASSETS?']
     """
     known = sorted({*OURS, *OTHERS_OF_OURS})
     lines = []
@@ -174,7 +174,7 @@ def unknown_variables(environ: Mapping[str, str]) -> List[str]:
         if not name.startswith("RLPOST_") or name in known:
             continue
         nearest = difflib.get_close_matches(name, known, n=1)
-        remedy = f"{nearest[0]} is meant?" if nearest else f"known are {', '.join(OURS)}"
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(OURS)}"
         lines.append(f"{name}: no such variable; {remedy}")
     return lines
 

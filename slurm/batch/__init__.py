@@ -46,6 +46,6 @@ requeue. Constraints that only the batch host can handle:
   through its name (``--dependency=singleton``), which ``executor.completed`` makes unique to the
   run. It gets the account and the place of this one, see ``slurm.variables``.
 - After TERM srun can start no step: a container is left to the next start on that node.
-- A task of a job array has an id of its own in SLURM_JOB_ID, but the last task shares that of the
+- Each task of a job array has a separate id in SLURM_JOB_ID, but the last one has that of the
   array: Slurm's commands get ``ARRAY_TASK``.
 """

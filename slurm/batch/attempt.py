@@ -10,51 +10,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Callable, Iterable, Mapping, Optional, Tuple
 
-from common.attempt import LAUNCH_LOG, SECRET_FILE, STOP_FILE
+from common.attempt import LAUNCH_LOG, SECRET_FILE, create_attempt
 from common.exit_codes import EXIT_PREEMPTED
-from common.stop_file import StopMessage, write_stop
+from common.stop_file import StopMessage
 
 SECRET_BYTES = 32
 USR2 = "signal USR2 to the batch script: preemption, or the time limit is near"
 
 
-def create_attempt(run_folder: Path, environ: Mapping[str, str]) -> Tuple[int, Path]:
-    """Create the folder of this start and its secret; each start gets an unused number.
-
-    Raises:
-        OSError: the run folder cannot be written.
-    """
-    attempts = run_folder / "attempts"
-    attempts.mkdir(parents=True, exist_ok=True)
+def start_attempt(run_folder: Path, environ: Mapping[str, str]) -> Path:
+    """Create the folder of this start and its secret; return it. Raises OSError."""
     number = int(environ.get("SLURM_RESTART_COUNT", "") or 0)
-    while True:
-        folder = attempts / str(number)
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-    latest = attempts / f".latest-{number}"
-    latest.symlink_to(str(number))
-    os.replace(str(latest), str(attempts / "latest"))
+    folder = create_attempt(run_folder / "attempts", number)
     (folder / SECRET_FILE).write_text(secrets.token_hex(SECRET_BYTES))
-    return number, folder
+    return folder
 
 
-def request_stop(attempt_dir: Path, end_time: Optional[float], signal_lead_s: int) -> None:
-    """Write the STOP file, unless there is one. ``end_time``: end of the job, if Slurm says it."""
+def stop_message(end_time: Optional[float], signal_lead_s: int) -> StopMessage:
+    """The content of a STOP file after USR2. ``end_time``: end of the job, if Slurm says it."""
     now = int(time.time())
-    deadline = now + signal_lead_s if end_time is None else end_time
-    write_stop(attempt_dir / STOP_FILE, StopMessage(USR2, now, deadline))
+    return StopMessage(USR2, now, now + signal_lead_s if end_time is None else end_time)
 
 
-def get_image(image: str, cache: str, log: Path, goes_on: Callable[[], bool]) -> Tuple[int, str]:
+def get_image(
+    image: str, cache: str, log: Path, should_wait: Callable[[], bool]
+) -> Tuple[int, str]:
     """Import an image unless it is a file; return the exit code of ``slurm.image`` and the path.
 
     What the import says goes to the batch log and to ``log``.
 
     Args:
-        goes_on: waits a moment; False: return EXIT_PREEMPTED without waiting for the import.
+        should_wait: waits a moment; False: return EXIT_PREEMPTED without waiting for the import.
     """
     if image.startswith("/"):
         return 0, image
@@ -67,7 +53,7 @@ def get_image(image: str, cache: str, log: Path, goes_on: Callable[[], bool]) ->
     copying = threading.Thread(target=_copy, args=(importing.stderr, log), daemon=True)
     copying.start()
     while importing.poll() is None:
-        if not goes_on():
+        if not should_wait():
             return EXIT_PREEMPTED, ""
     copying.join()
     path = os.fsdecode(importing.stdout.read()).strip()  # one line, at the end

@@ -6,17 +6,16 @@
   announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
   ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
-  retry makes the image available. Anything else is a failure, after which ``max_failures`` bounds the restarts.
+  retry makes the image available. Anything else is a failure; ``max_failures`` bounds the restarts.
 """
 
-import time
 from pathlib import Path
 from typing import List, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import discard, text_or_empty, write_atomic
-from common.stop_file import StopMessage, stop_text
-from slurm.batch.attempt import USR2
+from common.stop_file import stop_text
+from slurm.batch.attempt import stop_message
 from slurm.batch.host import End, Host
 from slurm.batch.options import Options, expand
 from slurm.batch.place import Place
@@ -101,12 +100,7 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
         if count > options.max_failures:
             host.log(f"not requeued: {count} failures")
             return End(code)
-    state = host.job.state()
-    if state != "RUNNING":
-        host.log(f"not requeued: job state is {state or 'unknown'}")
-        return End(code, is_final=False)
-    if host.signals.terminated:
-        host.log("not requeued by the batch script, which got TERM")
+    if not host.may_requeue():
         return End(code, is_final=False)
     host.log(f"requeue: task {host.job.name}")
     ignore_term()
@@ -116,11 +110,10 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
 def _announce(host: Host, options: Options, stop_file: Path) -> bool:
     """Announce the end of this start to the agent and to the run; whether it is written."""
     host.log("USR2: preemption, or the time limit is near; the engine leaves")
-    now, end = time.time(), host.job.end_time()
-    deadline = now + options.signal_lead_s if end is None else end
+    message = stop_message(host.job.end_time(), options.signal_lead_s)
     try:
         stop_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(stop_file, stop_text(StopMessage(USR2, now, deadline)))
+        write_atomic(stop_file, stop_text(message))
     except OSError as error:
         host.log(f"{stop_file} cannot be written, trying again: {error}")
         return False

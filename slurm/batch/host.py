@@ -86,11 +86,11 @@ class Host:
             return 0, place
         default = self.environ.get("RLPOST_IMAGE_CACHE") or f"{place.home}/runs/images"
 
-        def goes_on() -> bool:
+        def should_wait() -> bool:
             self.wait()
             return not (leaves_on_stop and self.signals.stopped)
 
-        code, path = get_image(place.image, options.image_cache or default, log, goes_on)
+        code, path = get_image(place.image, options.image_cache or default, log, should_wait)
         if code == EXIT_PREEMPTED:
             self.log("USR2 during the import of the image: not waiting for it")
         elif code:
@@ -148,6 +148,15 @@ class Host:
         argv = removal_step(place, folder)
         if not self.run_bounded(argv, self.job.seconds_within(REMOVAL_S)):
             self.log("a container may be left on a node; the next run there removes it")
+
+    def may_requeue(self) -> bool:
+        """Whether this process may requeue its job; logs why not."""
+        state = self.job.state()
+        if state != "RUNNING":
+            self.log(f"not requeued: job state is {state or 'unknown'}")
+        elif self.signals.terminated:
+            self.log("not requeued by the batch script, which got TERM")
+        return state == "RUNNING" and not self.signals.terminated
 
     def run_bounded(self, argv: Sequence[str], seconds: float) -> bool:
         """Run a command; after ``seconds`` end it with TERM, then KILL. Whether it succeeded."""

@@ -10,11 +10,12 @@ import traceback
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
-from common.attempt import VERDICT_FILE
+from common.attempt import STOP_FILE, VERDICT_FILE
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there, text_or_empty
+from common.stop_file import write_stop
 from slurm import supervise
-from slurm.batch.attempt import create_attempt, launch_log, request_stop
+from slurm.batch.attempt import launch_log, start_attempt, stop_message
 from slurm.batch.host import End, Host, shell_code
 from slurm.batch.options import Options, expand
 from slurm.batch.place import Place, find_run_folder
@@ -52,7 +53,8 @@ def run(host: Host, options: Options, command: Command) -> End:
     """
     run_folder = find_run_folder(options, host.environ)
     place = host.find_place(options, command.agent, run_folder)
-    number, folder = create_attempt(Path(place.run_folder), host.environ)
+    folder = start_attempt(Path(place.run_folder), host.environ)
+    number = int(folder.name)
     attempt = Attempt(number, folder, Path(place.run_folder))
     nodes = host.environ.get("SLURM_JOB_NODELIST", "")
     host.log(f"job {host.job.name} attempt {number} on {nodes}: {folder}")
@@ -138,7 +140,8 @@ def _stop(host: Host, options: Options, attempt_dir: Path) -> bool:
     """Write the STOP file; whether it is written."""
     host.log("USR2: preemption, or the time limit is near; asking the run to stop")
     try:
-        request_stop(attempt_dir, host.job.end_time(), options.signal_lead_s)
+        message = stop_message(host.job.end_time(), options.signal_lead_s)
+        write_stop(attempt_dir / STOP_FILE, message)
     except OSError as error:
         host.log(f"the STOP file cannot be written, trying again: {error}")
         return False
@@ -169,12 +172,7 @@ def _restart(
     host: Host, options: Options, command: Command, attempt: Attempt, exclude: Sequence[str]
 ) -> End:
     """Requeue the job, or submit the next one of the chain."""
-    state = host.job.state()
-    if state != "RUNNING":
-        host.log(f"not requeued: job state is {state or 'unknown'}")
-        return End(EXIT_PREEMPTED, is_final=False)
-    if host.signals.terminated:
-        host.log("not requeued by the batch script, which got TERM")
+    if not host.may_requeue():
         return End(EXIT_PREEMPTED, is_final=False)
     ignore_term()
     if options.requeue == "chain":

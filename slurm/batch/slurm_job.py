@@ -4,13 +4,12 @@ Every command is bounded in time. A controller that does not answer gives None o
 here raises.
 """
 
-import subprocess
 import time
 from typing import Mapping, Optional, Sequence
 
 from common.job_name import job_name
+from slurm.command import run_command
 
-ANSWER_S = 10.0
 STATE_TRIES, STATE_PAUSE_S = 30, 2.0
 ARRAY_TRIES = 5
 REQUEUE_TRIES, REQUEUE_S = 5, 60.0
@@ -111,22 +110,3 @@ class SlurmJob:
 
     def _run(self, argv: Sequence[str], **variables: str) -> Optional[str]:
         return run_command(argv, {**self._environ, **variables})
-
-
-def run_command(
-    argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = ANSWER_S
-) -> Optional[str]:
-    """Output of a command; None if it failed, is missing or does not answer in time."""
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            universal_newlines=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=dict(environ),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

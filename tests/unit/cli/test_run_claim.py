@@ -96,6 +96,22 @@ def test_a_rejected_submission_leaves_no_folder_and_changes_none(slurm: Path, ca
     assert (slurm / "new/run.json").exists()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "echo 'Welcome to the cluster'",
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation'"
+        " >&2; exit 1",
+    ],
+)
+def test_the_folder_of_a_job_that_may_be_queued_stays(slurm: Path, capsys, answer: str) -> None:
+    """Its job would start without code."""
+    commands(slurm / "bin", sbatch=answer)
+    assert main(["recipe.toml", "--run-folder", "new"]) != 0
+    assert "the job may be" in capsys.readouterr().err
+    assert (slurm / "new/run.json").exists()
+
+
 def test_resume_without_a_folder_takes_the_newest_run_of_the_recipe(slurm: Path, capsys) -> None:
     assert main(["recipe.toml", "--resume"]) == 2
     assert "--resume: no run of test in " in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_an_unknown_variable_of_ours_is_noted_before_the_problems_that_it_causes
     project, monkeypatch, capsys
 ):
     monkeypatch.setenv("RLPOST_ASSET", "/data")
-    note = "note: RLPOST_ASSET: no such variable; RLPOST_ASSETS is meant?"
+    note = "note: RLPOST_ASSET: no such variable; did you mean RLPOST_ASSETS?"
     assert main(["recipe.toml", "--dry-run"]) == 0
     assert note in capsys.readouterr().err.splitlines()
     missing = ["recipe.toml", "--prompt-data", "$RLPOST_ASSETS/prompts.jsonl"]

@@ -102,4 +102,4 @@ def test_every_variable_of_ours_is_known_and_a_wrong_one_is_named_with_the_neare
     read = {name for path in files for name in re.findall(r"\bRLPOST_[A-Z_]+\b", path.read_text())}
     assert read - {"RLPOST_ASSET"} == known  # that one is an example
     (line,) = unknown_variables({"RLPOST_RUNFOLDER": "x", "HOME": "/"})
-    assert line == "RLPOST_RUNFOLDER: no such variable; RLPOST_RUN_FOLDER is meant?"
+    assert line == "RLPOST_RUNFOLDER: no such variable; did you mean RLPOST_RUN_FOLDER?"
