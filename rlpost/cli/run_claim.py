@@ -19,6 +19,7 @@ from common.run_folder import LOCK_FILE, RunFolder, claim_folder
 from rlpost.cli.runs import LOCAL, all_runs, local_is_alive, newest_job
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
+from slurm.errors import SubmitError, UnknownJobError
 from slurm.queue import queue
 from slurm.states import JobState
 
@@ -66,8 +67,8 @@ def choose_folder(given: Path | None, config: Config, *, resume: bool) -> Path:
 def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
     """Hold a run folder while its job is submitted; yield the folder.
 
-    Of two submissions at the same moment, the second finds the job of the first. If the block
-    raises, a folder that this call made is removed.
+    Of two submissions at the same moment, the second finds the job of the first. If Slurm rejects
+    the job, a folder that this call made is removed.
 
     Args:
         is_given: whether to use this very folder; otherwise the first unused name is taken.
@@ -75,18 +76,31 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
     Raises:
         ConfigError: a job of this folder is queued or runs, or Slurm does not answer.
     """
-    is_new = not (is_given and root.exists())
-    if not is_given:
+    is_new = True
+    if is_given:
+        is_new = _make(root)
+    else:
         root = claim_folder(root)
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(root):
         refuse_live_job(RunFolder(root.absolute()))
         try:
             yield root
-        except BaseException:
-            if is_new and newest_job(RunFolder(root)) is None:
+        except SubmitError as error:
+            if is_new and not isinstance(error, UnknownJobError):
                 shutil.rmtree(root, ignore_errors=True)
             raise
+
+
+def _make(root: Path) -> bool:
+    """Create a folder unless it exists; whether this call created it."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700)
+    except FileExistsError:
+        if not root.is_dir():
+            raise ConfigError(f"--run-folder {root}: a file; choose another name") from None
+        return False
+    return True
 
 
 def refuse_live_job(run: RunFolder) -> None:
