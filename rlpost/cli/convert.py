@@ -81,7 +81,7 @@ def store_port(environ: Mapping[str, str], master_port: int) -> int:
 def conversion_secret(path: Path) -> str:
     """Return the secret of the ranks of one conversion, which the first of them writes.
 
-    Raises ConfigError if the file cannot be written or belongs to somebody else.
+    Raises ConfigError if the file cannot be written or belongs to another user.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -54,7 +55,9 @@ def choose_folder(given: Path | None, config: Config, *, resume: bool) -> Path:
                 "leave out --resume to start a new run there"
             )
         return given
-    of_recipe = [name for name in names if name.startswith(f"{config.cluster.job_name}-")]
+    # NAME-DATE-TIME of rlpost submit, NAME-JOBID of sbatch; not those of a recipe "NAME-large"
+    pattern = re.escape(config.cluster.job_name) + r"-[\d_-]+"
+    of_recipe = [name for name in names if re.fullmatch(pattern, name)]
     if not of_recipe:
         raise ConfigError(
             f"--resume: no run of {config.cluster.job_name} in {runs_dir.absolute()}; give its folder "

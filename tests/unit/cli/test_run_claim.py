@@ -115,7 +115,7 @@ def test_the_folder_of_a_job_that_may_be_queued_stays(slurm: Path, capsys, answe
 def test_resume_without_a_folder_takes_the_newest_run_of_the_recipe(slurm: Path, capsys) -> None:
     assert main(["recipe.toml", "--resume"]) == 2
     assert "--resume: no run of test in " in capsys.readouterr().err
-    for name in ("test-1", "other-2", "test-3"):
+    for name in ("test-1", "other-2", "test-3", "test-large-4"):
         (slurm / "runs" / name).mkdir(parents=True)
         (slurm / "runs" / name / "run.json").write_text("{}")
         time.sleep(0.02)
