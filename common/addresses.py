@@ -45,7 +45,7 @@ def local_address(peer: str) -> str:
     """Return this host's address on the route to ``peer``; sends nothing. Raises OSError."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
+        probe.connect((peer, 9))  # discard (RFC 863); any port would do
         return str(probe.getsockname()[0])
 
 

@@ -6,8 +6,8 @@ and a library that another node replaces fails as a stale file handle
 (https://github.com/sgl-project/sglang/issues/31347,
 https://github.com/PrimeIntellect-ai/prime-rl/pull/2305). Then the folders are on the node's disk.
 
-TorchInductor's is ``/tmp/torchinductor_USER`` by default. torch loads pickles and libraries from it,
-whoever made it, so it is moved on every node.
+TorchInductor's is ``/tmp/torchinductor_USER`` by default. torch loads pickles and libraries from it
+even if another user made it, so it is moved on every node.
 
 Input: the environment, and the mounts of this node. Output: variables to add to the environment.
 """

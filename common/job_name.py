@@ -6,8 +6,8 @@ from typing import Mapping
 def job_name(environ: Mapping[str, str]) -> str:
     """The id of this job: ``ARRAY_TASK`` for a task of an array; empty outside a job.
 
-    In SLURM_JOB_ID each task has a separate number, but the last task has that of the array, which
-    means all tasks in Slurm's commands.
+    SLURM_JOB_ID does not identify a task: that of the last task is the id of the array, which means
+    all tasks in Slurm's commands.
 
     >>> job_name({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"})
     '9_3'

@@ -2,7 +2,7 @@
 
 One process listens (``KeyServer``), all connect (``KeyClient``). torch.distributed needs such a
 store to form process groups (``common.torch_store``): addresses of ranks and NCCL's unique ids
-travel through it, so whoever reads or writes it could join.
+travel through it, so any process that reads or writes it could join.
 
 Input: an address and a secret. Output: the operations of torch's TCPStore. Frames are those of
 ``common.message_codec``; their key is derived from the secret and the address, so that the process
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.addresses import host_port
+from common.keep_alive import keep_alive
 from common.message_codec import (
     MessageCodec,
     MessageError,
@@ -40,7 +41,7 @@ MAX_REQUEST_BYTES = 1 << 28
 MAX_UNPROVEN_BYTES = 256
 """Largest frame before the proof: a nonce."""
 MAX_UNPROVEN, PROOF_S = 1024, 20.0
-"""Connections that have not proven themselves: so many at once, each for so many seconds."""
+"""Number of connections that have not proven themselves, and the seconds that each has for it."""
 RETRY_S = 0.05
 CHUNK_BYTES = 1 << 18
 
@@ -218,7 +219,7 @@ class KeyServer:
         except OSError:
             return
         connection.setblocking(False)
-        keep_alive(connection)
+        _set_options(connection)
         codec = MessageCodec(hello_key(self._key), "head", max_body_bytes=MAX_UNPROVEN_BYTES)
         peer = _Peer(connection, codec, time.monotonic())
         self._peers.add(peer)
@@ -326,7 +327,7 @@ class KeyClient:
         """
         deadline = time.monotonic() + timeout_s
         with self._connection(deadline) as connection:
-            connection.send(operation + pack_fields(fields))
+            connection.send(operation + pack_fields(fields), deadline)
             return unpack_fields(connection.receive(deadline))
 
     @contextlib.contextmanager
@@ -336,7 +337,7 @@ class KeyClient:
             raise KeyStoreError(f"{where} is closed")
         connection = None
         try:
-            connection = self._idle.pop() if self._idle else self._connect(deadline)
+            connection = self._take_idle() or self._connect(deadline)
             yield connection
         except BaseException as error:
             if connection is not None:
@@ -347,9 +348,17 @@ class KeyClient:
                 raise KeyStoreError(f"{where}: {error}") from error
             raise
         self._idle.append(connection)
+        if self._is_closed:  # during the request
+            self.close()
+
+    def _take_idle(self) -> _Connection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _connect(self, deadline: float) -> _Connection:
-        """Connect and prove; retry while nobody listens. Raises TimeoutError, MessageError."""
+        """Connect and prove; retry until the server listens. Raises TimeoutError, MessageError."""
         while True:
             try:
                 return _Connection(self._address, self._key, deadline)
@@ -359,10 +368,10 @@ class KeyClient:
                 time.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Close all idle connections; later requests fail."""
+        """Close all connections, those in use after their request; later requests fail."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
+        while (connection := self._take_idle()) is not None:
+            connection.close()
 
 
 class _Connection:
@@ -371,11 +380,12 @@ class _Connection:
     def __init__(self, address: tuple[str, int], key: bytes, deadline: float) -> None:
         self._socket = socket.create_connection(address, timeout=_until(deadline))
         try:
-            keep_alive(self._socket)
+            _set_options(self._socket)
             self._codec = MessageCodec(hello_key(key), "node", max_body_bytes=MAX_UNPROVEN_BYTES)
             ours = new_nonce()
-            self.send(json.dumps({"nonce": ours}).encode())
-            welcome = json.loads(self.receive(min(deadline, time.monotonic() + PROOF_S)))
+            proof_deadline = min(deadline, time.monotonic() + PROOF_S)
+            self.send(json.dumps({"nonce": ours}).encode(), proof_deadline)
+            welcome = json.loads(self.receive(proof_deadline))
             if welcome.get("answers") != ours:
                 raise MessageError("it answers another handshake")
             self._codec.rekey(session_key(key, ours, str(welcome["nonce"])))
@@ -384,8 +394,10 @@ class _Connection:
             self._socket.close()
             raise
 
-    def send(self, body: bytes) -> None:
-        self._socket.sendall(self._codec.pack_body(body))
+    def send(self, body: bytes, deadline: float) -> None:
+        frame = self._codec.pack_body(body)
+        self._socket.settimeout(_until(deadline))
+        self._socket.sendall(frame)
 
     def receive(self, deadline: float) -> bytes:
         """Return the body of the next frame. Raises OSError, EOFError, MessageError."""
@@ -405,10 +417,6 @@ def _until(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Send small frames at once, and let the kernel end a connection whose host vanished."""
+def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    keep_alive(connection)

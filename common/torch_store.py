@@ -1,14 +1,15 @@
 """torch.distributed's store over authenticated connections, and how process groups get it.
 
-torch's TCPStore listens on all interfaces, and whoever connects may read and write it, so any user
-of a node could become a rank: receive weights, or send a pickle to ``all_gather_object``. Here the
-store listens on one address, and a peer that does not know the run's secret gets no answer.
+torch's TCPStore listens on all interfaces, and any process that connects may read and write it, so
+any user of a node could become a rank: receive weights, or send a pickle to ``all_gather_object``.
+Here the store listens on one address, and a peer that does not know the run's secret gets no
+answer.
 
 ``open_store`` is for groups that are formed here. ``replace_rendezvous`` makes every ``tcp://`` and
 ``env://`` rendezvous of this process use it, for libraries that form groups themselves (SGLang).
 
-The sockets that gloo and NCCL open afterwards are their own. NCCL's accept a random number of 64
-bits that is in the unique id; gloo's accept sequence numbers.
+The store does not protect the sockets that gloo and NCCL open afterwards. NCCL's accept a random
+number of 64 bits that is in the unique id; gloo's accept sequence numbers.
 """
 
 from __future__ import annotations
@@ -161,6 +162,12 @@ def open_store(
     return store
 
 
+def close_store(store: dist.Store | None) -> None:
+    """Close a store of ``open_store``; others, as of a world of one rank, have no connections."""
+    if isinstance(store, AuthenticatedStore):
+        store.close()
+
+
 def _wait_for_ranks(store: AuthenticatedStore, world_size: int) -> None:
     keys = {rank: f"joined/{rank}" for rank in range(world_size)}
     try:
@@ -185,8 +192,7 @@ def replace_rendezvous(secret: str) -> None:
     def open_kept(
         host: str, port: int, rank: int, world_size: int, timeout: timedelta
     ) -> dist.Store:
-        if (old := _stores.pop((host, port), None)) is not None and hasattr(old, "close"):
-            old.close()
+        close_store(_stores.pop((host, port), None))
         store = open_store(
             host, port, rank=rank, world_size=world_size, secret=secret, timeout=timeout
         )

@@ -12,9 +12,9 @@ transient. Only the standard library of Python 3.6 and later, see ``supervise``.
 import re
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
+from common.counting import first_names
 from common.exit_codes import EXIT_CONFIG
 
-MAX_HOSTS_NAMED = 8
 MAX_LINES = 8
 MAX_CHARS = 1200
 SIGN_LINES = 30  # number of last lines of a log in which a permanent pattern counts
@@ -382,10 +382,8 @@ def _alike(
 
 
 def _paragraph(hosts: Sequence[str], end: HostEnd, sign: Optional[_Known]) -> str:
-    more = len(hosts) - MAX_HOSTS_NAMED
-    named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
     what = sign.what if sign else "the task ended before its agent started"
-    lines = [f"{named}: {what}" + (f" ({end.how})" if end.how else "")]
+    lines = [f"{first_names(hosts)}: {what}" + (f" ({end.how})" if end.how else "")]
     if sign and sign.remedy:
         lines.append(f"remedy: {sign.remedy}")
     words = last_words(end.words)

@@ -26,8 +26,8 @@ def find_cause(run_folder: Path, attempt_dir: Path, nodelist: str, code: int = 0
     """Find out why the agents of an attempt wrote no verdict.
 
     ``nodelist`` is Slurm's compact list of its hosts, ``code`` the exit code of srun or, if there
-    was no image, of ``slurm.image``. The verdict is ``none`` if agents had
-    started, or if there is no evidence. Secrets of the run are masked.
+    was no image, of ``slurm.image``. The verdict is ``none`` if agents had started, or if there is
+    no evidence. Secrets of the run are masked.
     """
     launch = tail_or_empty(attempt_dir / LAUNCH_LOG, TAIL_BYTES)
     try:

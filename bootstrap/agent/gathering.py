@@ -32,6 +32,7 @@ from bootstrap.preflight.probe import CANARY_DIR, read_host
 from bootstrap.preflight.shared_folder import ANSWER, FolderTest
 from bootstrap.preflight.table import HeadObservations, HostFacts, Preflight, Requirements
 from common.attempt import PREFLIGHT_JSON
+from common.counting import first_names
 from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 ReadHost = Callable[[Facts, Options], Coroutine[Any, Any, HostFacts]]
 
 REPORT_S = 30.0
-MAX_NAMED = 8
 _CANARY_S = 5.0
 _CANARY_POLL_S = 0.05
 
@@ -136,13 +136,11 @@ class Gathering:
             await self._changed.wait()
 
     async def report_missing(self) -> None:
-        """Log which nodes are awaited, every REPORT_S until none is."""
+        """Log which nodes have not joined, every REPORT_S until all have."""
         await asyncio.sleep(REPORT_S)
         while not self.used and (missing := self._reception.missing()):
             num_hosts = len(self._facts.hosts)
-            more = len(missing) - MAX_NAMED
-            named = ", ".join(missing[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-            joined = num_hosts - len(missing)
+            joined, named = num_hosts - len(missing), first_names(missing)
             logger.info("waiting for %s (%d of %d joined)", named, joined, num_hosts)
             await asyncio.sleep(REPORT_S)
 

@@ -305,9 +305,8 @@ class HeadAgent:
         links = self._reception.links
         if links:
             _only_local_ip(links.values())
-        reports = [own, *(report for _, report in sorted(self._reception.reports.items()))]
         await self._gathering.choose(own.ip if links else "")
-        by_host = {report.host: report for report in reports}
+        by_host = {report.host: report for report in [own, *self._reception.reports.values()]}
         reports = [by_host[host] for host in self._gathering.used]
         logger.info(
             "nodes\n%s", comparison_table({report.host: report.network for report in reports})

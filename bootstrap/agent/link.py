@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import socket
 from contextlib import suppress
 
+from common.keep_alive import keep_alive
 from common.message_codec import Message, MessageCodec, MessageError
 
 BEAT_S = 2.0
 SILENCE_S = 10.0
-# A node that loses power does not close its connections: TCP keepalive detects it after about 8 s.
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 2, 2, 3
 _ALIVE: Message = {"kind": "alive"}
 
 
@@ -43,7 +41,8 @@ class Link:
         self._writer = writer
         self._beating: asyncio.Task[None] | None = None
         self.codec = codec
-        _keep_alive(writer.get_extra_info("socket"))
+        # A node that loses power does not close its connections: detect it after about 8 s.
+        keep_alive(writer.get_extra_info("socket"), idle_s=2, interval_s=2)
 
     @property
     def local_ip(self) -> str:
@@ -137,13 +136,3 @@ def _lost_by(error: OSError) -> LinkLost:
     if isinstance(error, ConnectionError):
         return LinkLost(f"the connection broke ({error}): its agent ended or was killed")
     return LinkLost(f"its machine does not answer ({error})", node_is_bad=True)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    give_up_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_COUNT)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
-    # Keepalive probes only an idle connection; this bounds the wait for acknowledgements.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)

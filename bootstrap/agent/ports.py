@@ -112,7 +112,7 @@ def busy_ports(ports: range) -> list[int]:
 def claim_block(job_id: str, floor: int, bind_ip: str) -> tuple[PortBlock, socket.socket]:
     """The first free block and its listening rendezvous socket, which reserves it while open.
 
-    Where all blocks of the job ids are in use, one that begins anywhere.
+    If all blocks that follow from job ids are in use, a block with a random start.
 
     Connections of an earlier attempt in TIME_WAIT do not count as busy: the kernel keeps them for a
     minute, and a requeued job must get the same block, which the nodes try first.

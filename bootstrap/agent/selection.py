@@ -1,8 +1,8 @@
 """Select the hosts of the cluster from an allocation with spare or unfit hosts. Pure.
 
 Input: hosts in order of topology, the number needed, unusable hosts with reasons. Output: the
-selected hosts in rank order, or a ``BringupError`` whose verdict and ``exclude`` let the next attempt start
-without the bad hosts.
+selected hosts in rank order, or a ``BringupError`` whose verdict and ``exclude`` let the next
+attempt start without the bad hosts.
 """
 
 from __future__ import annotations

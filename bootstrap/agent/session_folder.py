@@ -34,12 +34,14 @@ class SessionFolder:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every folder to remove."""
+        """Every folder to remove; none where they could not be made."""
+        if self.problem:
+            return ()
         return tuple(str(one) for one in (self.path, self.temp) if one is not None)
 
     def remove(self) -> None:
         """Remove all folders; used where Ray's keeper did not start."""
-        for folder in self.all if not self.problem else ():
+        for folder in self.all:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-Path = tuple[str, ...]
+Levels = tuple[str, ...]
 """Names of the levels above a host, the outermost first: ``("s0", "s1")``, or ``("block1",)``."""
 
 
-def topology_path(environ: Mapping[str, str]) -> Path:
+def topology_path(environ: Mapping[str, str]) -> Levels:
     """Levels above this host; empty where Slurm has no topology (man srun, SLURM_TOPOLOGY_ADDR).
 
     The address ends in the host's name, and its pattern (``switch.switch.node``) says how many
@@ -23,16 +23,16 @@ def topology_path(environ: Mapping[str, str]) -> Path:
     return tuple(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", levels)[:levels])
 
 
-def by_topology(hosts: Sequence[str], paths: Mapping[str, Path]) -> tuple[str, ...]:
+def by_topology(hosts: Sequence[str], paths: Mapping[str, Levels]) -> tuple[str, ...]:
     """Order hosts so that those with a common prefix of their paths are neighbours.
 
-    The first host stays first, because the head cannot be exchanged. Prefixes follow each other as
+    The first host stays first, because the head cannot be replaced. Prefixes follow each other as
     in ``hosts``, and so do hosts of equal path. A host without a path has not joined: it is taken
     to be beside its predecessor in ``hosts``, where a spare then takes its place.
     """
-    first_with: dict[Path, int] = {(): 0}
-    assumed: dict[str, Path] = {}
-    path: Path = ()
+    first_with: dict[Levels, int] = {(): 0}
+    assumed: dict[str, Levels] = {}
+    path: Levels = ()
     for index, host in enumerate(hosts):
         path = assumed[host] = paths.get(host) or path
         for level in range(1, len(path) + 1):

@@ -21,6 +21,7 @@ from typing import Any
 import netifaces
 
 from bootstrap.network.network_facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
+from common.addresses import local_address
 from common.host_lists import HostListError, expand
 
 # linux/if_arp.h; the tunnels are PPP, IPIP, IPIP6, SIT, GRE, GRE over IPv6 and devices without ARP.
@@ -43,7 +44,6 @@ _INFINIBAND_CONTROLLER = "0x0207"
 # (Cluster Toolkit documentation, "Enable GPUDirect-TCPXO optimized NCCL communication").
 _TCPXO_PLUG_IN = "var/lib/tcpxo/lib64"
 _MAX_GIDS = 256
-_DISCARD_PORT = 9  # RFC 863; any would do
 _SIOCETHTOOL, _ETHTOOL_GDRVINFO, _DRVINFO_BYTES = 0x8946, 0x3, 196
 _LIBRARY_FOLDERS = (
     "usr/lib",
@@ -162,10 +162,8 @@ def peer_address(environ: Mapping[str, str]) -> str | None:
 
 def source_towards(peer: str) -> str | None:
     """The address from which the kernel would reach a peer; None without a route. Sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.connect((peer, _DISCARD_PORT))
-        return str(asking.getsockname()[0]).split("%")[0]
+    with suppress(OSError):
+        return local_address(peer).partition("%")[0]
     return None
 
 

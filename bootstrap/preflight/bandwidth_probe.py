@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> float:
     import torch
     import torch.distributed as dist
 
-    from common.torch_store import AuthenticatedStore, open_store
+    from common.torch_store import close_store, open_store
 
     device = "cuda" if options.num_gpus and torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=options.deadline_s)
@@ -71,8 +71,7 @@ def measure(options: argparse.Namespace) -> float:
             )
         dist.barrier()
     dist.destroy_process_group()
-    if isinstance(store, AuthenticatedStore):
-        store.close()
+    close_store(store)
     return best
 
 

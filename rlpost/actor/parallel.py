@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from common.torch_store import AuthenticatedStore, open_store
+from common.torch_store import close_store, open_store
 from rlpost.actor import device
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import PlacementError
@@ -135,9 +135,7 @@ def destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     while _stores:
-        store = _stores.pop()
-        if isinstance(store, AuthenticatedStore):
-            store.close()
+        close_store(_stores.pop())
 
 
 def raised_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
-from common.counting import counted
+from common.counting import MAX_NAMED, counted
 from common.error_lines import error_line
 from common.files import tail_or_empty, text_or_empty
 from common.host_lists import HostListError, expand
@@ -29,7 +29,7 @@ from rlpost.metrics.progress import duration
 from rlpost.metrics.writer import eval_rewards, read_metrics
 from rlpost.report.goodput import Goodput, GpuLayout, end_of, goodput
 from rlpost.report.panels import mean_phases
-from slurm.causes import MAX_HOSTS_NAMED, HostEnd
+from slurm.causes import HostEnd
 from slurm.queue import QueueEntry
 from slurm.states import JobState
 
@@ -196,7 +196,7 @@ def startup_line(attempt_dir: Path, hosts: Sequence[str]) -> str:
     if HostEnd(words=logs[hosts[0]]).agent_began:
         joined.add(hosts[0])
     line = f"starting: {len(joined)} of {counted(len(hosts), 'node')} joined"
-    missing = [host for host in hosts if host not in joined][:MAX_HOSTS_NAMED]
+    missing = [host for host in hosts if host not in joined][:MAX_NAMED]
     if text_or_empty(attempt_dir / "container") not in ("pyxis", "enroot"):
         return line
     logs |= {host: tail_or_empty(attempt_dir / f"agent-{host}.log", LOG_TAIL) for host in missing}

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from common.counting import first_names
 from rlpost.daemon_threads import in_daemon
 from rlpost.errors import Hang
 from rlpost.progress.odd_rank import OddRanks, compare, describe
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ANSWER_S, WRITE_S = 5.0, 10.0
 """Deadlines for the answer of a rank, and for writing the files."""
-MAX_NAMED = 8
 HANG_FILE = "hang.txt"
 
 
@@ -188,8 +188,7 @@ def _message(
 ) -> str:
     text = f"{overdue.call} hangs"
     if blamed:
-        more = f" and {len(blamed) - MAX_NAMED} more" if len(blamed) > MAX_NAMED else ""
-        text += f" because of {', '.join(blamed[:MAX_NAMED])}{more}"
+        text += f" because of {first_names(blamed)}"
     text += f": {finding.why}"
     first = finding.ranks[0] if finding.ranks else 0
     text += f" (rank {first}: {describe(positions[first])}"

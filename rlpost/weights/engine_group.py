@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from common.addresses import host_port
-from common.torch_store import AuthenticatedStore, open_store
+from common.torch_store import close_store, open_store
 from rlpost.errors import SyncError
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,7 @@ class EngineGroup:
             logger.warning(
                 "the abort of the engine group did not finish within %.0f s; abandoned it", ABORT_S
             )
-        if isinstance(self._store, AuthenticatedStore):
-            self._store.close()
+        close_store(self._store)
 
     def _start_of(self, flat: torch.Tensor) -> Callable[[], dist.Work]:
         group = self._group

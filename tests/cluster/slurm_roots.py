@@ -74,9 +74,9 @@ def _root_or_reason(release: str) -> tuple[Path | None, str]:
 
 def _make(release: str, root: Path) -> None:
     """Make the folder; the caller holds the lock of the cache."""
-    for left in root.parent.glob(".slurm-*"):  # by a maker that was killed
+    for left in root.parent.glob(f".{root.name}-*"):  # by a process that was killed
         shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=".slurm-", dir=root.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as folder:
         downloaded, unpacked = Path(folder, "downloaded"), Path(folder, "unpacked")
         selected = ("--variant=minbase", f"--include={','.join(PACKAGES)}")
         # --kill-child: a timeout ends its downloads as well

@@ -1,7 +1,7 @@
 """Another user of the node, beside a whole run: every port it listens on and every path it makes.
 
 The run has its own network, /tmp and /dev/shm, so that all of them belong to it. Each must be
-declared here: a new port or path fails the test until somebody has decided who may reach it. The
+declared here: a new port or path fails the test until its entry says who may reach it. The
 stranger, another uid in the same namespaces, has taken the predictable names before the run starts.
 """
 
@@ -142,7 +142,7 @@ WORKERS = range(PortBlock(0).worker_ports.start, PortBlock(0).worker_ports.stop)
 GLOO = range(BLOCK_SIZE, 65536)  # ports of the kernel's choice
 
 DECLARED: dict[tuple[str, str], tuple[range | int, ...]] = {
-    # authenticated frames; after the bring-up nobody accepts
+    # authenticated frames; after the bring-up no connection is accepted
     ("agent", NODE): (0,),
     # gRPC, which requires the token
     ("gcs", ANY): (1,),

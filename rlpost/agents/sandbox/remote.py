@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common.keep_alive import keep_alive
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.inner.files import Request
 from rlpost.agents.sandbox.protocol import Ended, Limits, Result, Sandbox, SandboxLost
@@ -58,7 +59,7 @@ class RemoteSandbox(Sandbox):
             raise SandboxLost(f"sandbox server {node.name} ({node.host}): {error}") from error
         sandbox = cls(limits, node.name, writer)
         try:
-            wire.keep_alive(writer)
+            keep_alive(writer.get_extra_info("socket"))
             address = (node.host, node.port)
             sandbox._wire = await wire.greet(reader, writer, secret, "driver", address)
             await sandbox._wire.send({"limits": asdict(limits)})

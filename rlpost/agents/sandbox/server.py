@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from common.addresses import node_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+from common.keep_alive import keep_alive
 from common.log_format import configure_logging
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.images import unpacked
@@ -59,7 +60,7 @@ class SandboxServer:
         assert task is not None
         self.connections.add(task)
         try:
-            wire.keep_alive(writer)
+            keep_alive(writer.get_extra_info("socket"))
             await self._serve(await self._greeted(reader, writer))
         except (wire.PeerRefused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)

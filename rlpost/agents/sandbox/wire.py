@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import socket
 from typing import Any, Literal
 
 from common.addresses import host_port
@@ -130,13 +129,3 @@ def _nonce(frame: bytes, *, answers: str | None = None) -> str:
     if answers is not None and greeting.get("answers") != answers:
         raise PeerRefused("the other side answers another handshake")
     return str(greeting["nonce"])
-
-
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel end a connection whose other node vanished, within half a minute."""
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)  # ms

@@ -14,8 +14,7 @@ from bootstrap.agent.identity import Facts
 from bootstrap.agent.link import Link
 from bootstrap.agent.options import Options
 from bootstrap.agent.rendezvous import NodeReport, Reception
-from bootstrap.agent.topology import Path as Levels
-from bootstrap.agent.topology import by_topology, topology_path
+from bootstrap.agent.topology import Levels, by_topology, topology_path
 from bootstrap.check_result import Check
 from bootstrap.preflight.shared_folder import FolderTest
 from bootstrap.preflight.table import HostFacts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -76,6 +77,43 @@ def test_a_value_wakes_those_that_wait_for_it(server: KeyServer) -> None:
         assert [answer.result() for answer in answers] == [expected] * 8
 
 
+def test_each_request_has_its_own_time_limit(
+    server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the request before it on the same connection."""
+    asking = client(server)
+    asking.request(key_store.COUNT, [], 1.0)
+    delays, read = iter([1.5]), KeyServer._read
+
+    def read_late(self: KeyServer, peer: key_store._Peer) -> None:
+        time.sleep(next(delays, 0.0))
+        read(self, peer)
+
+    monkeypatch.setattr(KeyServer, "_read", read_late)
+    asking.request(key_store.SET, [b"key", bytes(1 << 25)], 60.0)  # more than sockets buffer
+
+
+def test_both_sides_notice_a_vanished_host_even_with_data_in_flight(server: KeyServer) -> None:
+    asking = client(server)
+    asking.request(key_store.COUNT, [], 10.0)
+    (peer,), (connection,) = server._peers, asking._idle
+    for side in (peer.connection, connection._socket):
+        assert side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert side.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+
+
+def test_a_request_during_close_ends_and_its_connection_is_closed(server: KeyServer) -> None:
+    closing, setting = client(server), client(server)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(closing.request, key_store.GET, [b"late"], 10.0)
+        while not server._waiting and not waiting.done():
+            time.sleep(0.01)
+        closing.close()
+        setting.request(key_store.SET, [b"late", b"value"], 10.0)
+        assert waiting.result() == [b"value"]
+    assert closing._idle == []
+
+
 def test_without_the_secret_nothing_is_answered(server: KeyServer) -> None:
     client(server).request(key_store.SET, [b"key", b"value"], 10.0)
     other = KeyServer("127.0.0.1", 0, SECRET)
@@ -99,7 +137,6 @@ def test_a_repeated_hello_does_not_prove_the_secret(
     server: KeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections without a proof are closed after a while, however many there are."""
-    monkeypatch.setattr(key_store, "PROOF_S", 0.5)
     monkeypatch.setattr(key_store, "MAX_UNPROVEN", 20)
     key = key_store.store_key(SECRET, "127.0.0.1", server.port)
     recorded = MessageCodec(hello_key(key), "node").pack({"nonce": "recorded"})
@@ -110,8 +147,10 @@ def test_a_repeated_hello_does_not_prove_the_secret(
         stranger.sendall(recorded)
         assert b'"answers": "recorded"' in stranger.recv(4096)
     assert client(server).request(key_store.COUNT, [], 10.0) == [b"0"]
+    assert [stranger.recv(1) for stranger in strangers[:20]] == [b""] * 20  # the oldest of too many
+    monkeypatch.setattr(key_store, "PROOF_S", 0.5)
+    assert [stranger.recv(1) for stranger in strangers[20:]] == [b""] * 20
     for stranger in strangers:
-        assert stranger.recv(1) == b""
         stranger.close()
 
 

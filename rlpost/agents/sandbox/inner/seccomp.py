@@ -1,7 +1,8 @@
 """The system-call filter of commands: a denied call fails with EPERM, the program continues.
 
 It denies calls that change the host or reach past the namespaces, and calls that allocate memory
-which no limit counts; buffers of sockets keep their size. The filter is a BPF program for x86_64 and aarch64.
+which no limit counts; buffers of sockets keep their size. The filter is a BPF program for x86_64
+and aarch64.
 """
 
 from __future__ import annotations
