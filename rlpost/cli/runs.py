@@ -64,7 +64,7 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
             )
         return runs[0]
     named = [run for run in runs if run.root.name == word] or [
-        run for run in runs if any(_is_meant(word, job) for job in job_ids(run))
+        run for run in runs if any(_is_id_of(word, job) for job in job_ids(run))
     ]
     if named:
         return named[0]
@@ -113,7 +113,7 @@ def _with_clusters(entries: Sequence[Entry]) -> list[str]:
     return list(dict.fromkeys(ids))
 
 
-def _is_meant(word: str, job: str) -> bool:
+def _is_id_of(word: str, job: str) -> bool:
     return word == job or word == number_of(job)
 
 
