@@ -5,7 +5,8 @@
 The tiny recipe on this machine: real agent, Ray, driver, router, graders and Megatron-core ranks.
 Engines are stubs that answer at once (``benchmarks.soak_engine``), so that a step is short; weights
 reach them as files. Every SAMPLE_STEPS steps all processes of the run are measured. Growth is the
-slope of a line through the samples after the first quarter, in which caches fill and modules load.
+slope of a line through the samples of the second half: in the first, caches and pools of connections
+fill and modules load.
 
 It ends with status 1 when descriptors, threads, tasks or shared memory grow, which no data explains.
 """
@@ -62,10 +63,9 @@ class Samples:
             self.values[name, quantity][step] = value
 
     def growth(self, name: str, quantity: str) -> tuple[float, float, float] | None:
-        """Return first and last value after the first quarter, and the slope per 1,000 steps."""
-        since = self.steps[-1] / 4
-        points = [(step, value) for step, value in self.values[name, quantity].items()]
-        points = [point for point in points if point[0] >= since]
+        """Return first and last value of the second half, and the slope per 1,000 steps."""
+        since = self.steps[-1] / 2
+        points = [point for point in self.values[name, quantity].items() if point[0] >= since]
         if len(points) < 3:
             return None
         at, values = np.array(points, dtype=float).T
@@ -88,6 +88,12 @@ class SoakRun:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
+
+    def end(self) -> None:
+        """Kill all processes of the run, which outlives ``rlpost submit``."""
+        for _, process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     @property
     def lines(self) -> list[dict[str, float]]:
@@ -201,9 +207,7 @@ def soak(folder: Path, num_steps: int) -> tuple[Samples, float]:
             assert run.process.returncode == 0, run.log.read_text()[-3000:]
             return samples, time.monotonic() - first
         finally:
-            if run.process.poll() is None:
-                run.process.terminate()
-                run.process.wait(120)
+            run.end()
 
 
 def section(samples: Samples, num_steps: int, seconds: float) -> tuple[list[str], list[str]]:
@@ -223,10 +227,10 @@ def section(samples: Samples, num_steps: int, seconds: float) -> tuple[list[str]
         "```",
         "",
         f"{num_steps:,} steps of 16 answers in {seconds / 60:.1f} minutes ({machine()}). Megabytes or counts at a",
-        "quarter of the run and at its end; growth per 1,000 steps is the slope of a line through all samples in",
-        "between.",
+        "half of the run and at its end; growth per 1,000 steps is the slope of a line through all these",
+        "samples.",
         "",
-        *table(("process", "quantity", "at a quarter", "at the end", "growth"), rows),
+        *table(("process", "quantity", "at half", "at the end", "growth"), rows),
     ]
     return lines, grown
 

@@ -1,9 +1,10 @@
 """Versions of the policy: which weights engines have, and which the trainer's ranks keep. Pure.
 
-Version v of the policy are its weights after v rollouts of the run, those that train a critic alone
+Version v of the policy is its weights after v rollouts of the run, those that train a critic alone
 included. Input: the settings, and the versions that the ranks had when the attempt began. Output:
-for each rollout, what the driver tells the ranks. The driver alone decides; ranks label their
-weights with the versions that it names, and refuse to send them under another one.
+the versions that engines and ranks have after each rollout, and the place of each optimizer step.
+Only the driver decides; ranks label their weights with the versions that it names, and refuse to
+send them under another one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ class PolicyVersions:
         Until the first update that is due in this attempt, they have the kept weights, or the
         policy's own where none are kept that are new enough for ``interval``.
         """
-        last_due, due_at_start = (
-            step - step % self.interval,
-            self.start - self.start % self.interval,
-        )
+        last_due = step - step % self.interval
+        due_at_start = self.start - self.start % self.interval
         first = self.start
         if self.kept is not None and self.kept >= due_at_start:
             first = self.kept

@@ -106,9 +106,8 @@ def commit(writing: Path, *, check: Callable[[], None] = lambda: None) -> Path:
         CheckpointError: the folder is empty, or a checkpoint of another program has the name.
         OSError: the storage failed; the previous checkpoint is still the newest.
     """
-    lane = writing.parent if writing.parent.name.startswith(WRITING) else None
-    folder = writing.parent if lane is None else lane.parent
-    final = folder / writing.name.removeprefix(WRITING)
+    final, lane = _target(writing)
+    folder = final.parent
     descriptor = os.open(writing, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         manifest = _seal(writing)
@@ -141,12 +140,18 @@ def discard(writing: Path) -> None:
     This frees its disk space before the next save. A save that failed after the rename is deleted
     too, unless it is marked as committed. Raises OSError; the next ``begin`` deletes the rest.
     """
+    final, lane = _target(writing)
+    _delete(writing, lane)
+    # Without a manifest it belongs to another program.
+    if (final / MANIFEST).exists() and not os.path.lexists(final / COMMITTED):
+        _delete(final, lane)
+
+
+def _target(writing: Path) -> tuple[Path, Path | None]:
+    """Return the final path of a folder from ``begin``, and the lane in which it is, if any."""
     lane = writing.parent if writing.parent.name.startswith(WRITING) else None
     folder = writing.parent if lane is None else lane.parent
-    _delete(writing, lane)
-    renamed = folder / writing.name.removeprefix(WRITING)
-    if (renamed / MANIFEST).exists() and not os.path.lexists(renamed / COMMITTED):
-        _delete(renamed, lane)
+    return folder / writing.name.removeprefix(WRITING), lane
 
 
 def _step_aside(final: Path, lane: Path | None, *, is_complete: bool) -> Path | None:

@@ -101,9 +101,9 @@ def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]
             ``cluster = "FILE.toml"`` in it, instead of the table, names the file.
         given: what the command line names for "model" and "cluster"; it wins over the recipe.
 
-    ``none`` is no file. A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative to the recipe, or
-    to the working directory if it is from the command line. Raises ConfigError for an unreadable
-    recipe.
+    ``none`` is no file. A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative
+    to the recipe, or to the working directory if it is from the command line. Raises ConfigError for
+    an unreadable recipe.
     """
     recipe = recipe_file(recipe)
     named = read_toml(recipe) if recipe is not None else {}

@@ -140,9 +140,10 @@ class _Server(ThreadingHTTPServer):
         """Handle a request in a thread; end the oldest if there are too many."""
         with self._lock:
             self._clients[request] = None
-            too_many = list(self._clients)[: len(self._clients) - MAX_CLIENTS]
-        for oldest in too_many:
-            with suppress(OSError):  # it has ended in this moment
+            num_excess = max(0, len(self._clients) - MAX_CLIENTS)
+            excess = list(self._clients)[:num_excess]
+        for oldest in excess:
+            with suppress(OSError):  # the client has just closed it
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -153,7 +154,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log failures of our own alone: any user can break a connection, as often as they like."""
+        """Log only failures of the handler: any user can break connections."""
         if not isinstance(sys.exception(), OSError):
             logger.warning("prometheus: a request failed", exc_info=True)
 

@@ -37,7 +37,7 @@ NO_ANSWER = "no answer to the health check"
 NODE_LOST = "the node is lost"
 STUCK = "blocked in a broadcast that lost a peer"
 MAX_RESTARTS = 3
-"""Restarts of one engine without a trained batch in between; another one would change nothing."""
+"""Restarts of one engine since the last trained batch; another one would change nothing."""
 
 
 class EngineHealth:
@@ -269,8 +269,8 @@ class EngineHealth:
         for index in sick:
             if self._restarts[index] > MAX_RESTARTS:
                 raise EngineDied(
-                    f"engine {index} died or hung again after {MAX_RESTARTS} restarts, and no batch was trained in "
-                    f"between; see the end of engine-{index}-server.log in the attempt's folder. If it is killed for "
+                    f"engine {index} died or hung again after {MAX_RESTARTS} restarts since the last trained "
+                    f"batch; see the end of engine-{index}-server.log in the attempt's folder. If it is killed for "
                     "memory, lower --sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
                 )
 

@@ -90,7 +90,7 @@ async def check_engine(
 ) -> str | None:
     """Let an engine generate a token; return why it counts as dead, or None."""
     began, before = clock(), await _activity(client)
-    problem = await _problem(client)
+    problem = await failure(client, "/health_generate")
     if problem is None:
         life.passed(clock())
         return None
@@ -104,9 +104,10 @@ async def check_engine(
     return None if silence is None else f"{problem}: {silence}"
 
 
-async def _problem(client: EngineClient) -> str | None:
+async def failure(client: EngineClient, path: str) -> str | None:
+    """Return why a GET of ``path`` failed, None if it succeeded."""
     try:
-        await client.request("GET", "/health_generate", None)
+        await client.request("GET", path, None)
     except RolloutError as error:
         return str(error)
     return None

@@ -24,11 +24,11 @@ from common.cluster import Cluster
 from rlpost.bounded import for_each
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
-from rlpost.errors import EngineDied, RolloutError
+from rlpost.errors import EngineDied
 from rlpost.metrics.spans import SPANS
 from rlpost.metrics.trace import ProcessSpans, clock_offset
 from rlpost.orchestration.adoption import ANSWER_S, is_adopted
-from rlpost.orchestration.engine_life import EngineLife, check_engine
+from rlpost.orchestration.engine_life import EngineLife, check_engine, failure
 from rlpost.orchestration.engine_settings import settings_of_engine
 from rlpost.orchestration.placement import Placement, Ports
 from rlpost.orchestration.worker_groups import EngineWorkers
@@ -236,7 +236,7 @@ class Fleet:
                 life = self._lives.setdefault(index, EngineLife(client.url))
                 problem = await check_engine(client, life)
             else:
-                problem = await self._silence(client)
+                problem = await failure(client, "/health")
             if problem is not None:
                 logger.warning("%s", problem)
             return problem is None
@@ -244,13 +244,6 @@ class Fleet:
         present = self._present()
         healthy = await for_each(is_healthy, present)
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
-
-    async def _silence(self, client: EngineClient) -> str | None:
-        try:
-            await client.request("GET", "/health", None)
-        except RolloutError as error:
-            return str(error)
-        return None
 
     async def dismiss(self, index: int) -> None:
         """Remove an engine from the router, which retries its requests, and stop its process.

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from rlpost.checkpoint.state import RunState
 from rlpost.config.tree import Config
-from rlpost.errors import Fenced, HalfTrained, Preempted, RlpostError
+from rlpost.errors import Fenced, Preempted, RlpostError
 from rlpost.garbage import between_steps
 from rlpost.metrics.progress import progress_line
 from rlpost.metrics.spans import span
@@ -198,7 +198,7 @@ class Loop:
     async def _is_saved(self, request: Preempted) -> bool:
         """Whether a checkpoint holds the state, or the save in progress commits it in time."""
         holds_all = self.state.holding(*self._rollouts.pending()) == self._saved
-        if isinstance(request, HalfTrained) or not holds_all:
+        if not holds_all:
             return False
         try:
             async with asyncio.timeout(self._stop.time_to_save_s()):

@@ -41,7 +41,7 @@ class _Unpickler(pickle.Unpickler):
             return found
         raise pickle.UnpicklingError(
             f".metadata names {module}.{name}, which no checkpoint needs: do not use this folder "
-            "unless you trust whoever made it"
+            "unless you trust its author"
         )
 
 

@@ -101,7 +101,10 @@ class StoredTensors:
     ) -> None:
         path = self._folder / name
         if path.parent.resolve() != self._folder.resolve():
-            raise CheckpointError(f"{self._folder}: .metadata names {name}, outside of the folder")
+            raise CheckpointError(
+                f"{self._folder}: .metadata names {name}, outside of the folder: do not use it unless "
+                "you trust its author"
+            )
         with open(path, "rb") as file:
             for offset, wanted in sorted(needed.items()):
                 length = self._places[wanted[0][0].storage_index].length

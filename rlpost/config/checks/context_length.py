@@ -82,7 +82,7 @@ def context_notes(config: Config, hf: HfConfig) -> list[str]:
 
 
 def _lengths(config: Config) -> list[RequestLengths]:
-    """The limits of training and of each evaluation set whose requests we build ourselves."""
+    """The limits of training and of each evaluation set whose requests the run builds itself."""
     rollout, evaluation = config.rollout, config.eval
     generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     # An environment's gateway bounds its requests; a custom function chooses its own.
@@ -96,11 +96,13 @@ def _lengths(config: Config) -> list[RequestLengths]:
             rollout.rollout_max_context_len,
         )
     ]
+    if evaluation.eval_interval is None:
+        return found
     try:
         sets = eval_sets(evaluation)
     except ConfigError:  # reported by another check
         return found
-    for one in sets if evaluation.eval_interval is not None else ():
+    for one in sets:
         if one.custom_generate_function_path:
             continue
         limits = set_settings(one, evaluation, rollout)

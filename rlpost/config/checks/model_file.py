@@ -14,7 +14,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path
 
 FEWEST = 2
-"""Differences from which on the file is taken for that of another model."""
+"""Differences that make the file that of another model."""
 
 
 def name_wrong_model_file(

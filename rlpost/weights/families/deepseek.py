@@ -11,6 +11,7 @@ rotary embedding, which rotates adjacent pairs.
 from __future__ import annotations
 
 from rlpost.actor.rope import rope as options_of
+from rlpost.actor.rope import rope_type
 from rlpost.errors import WeightError
 from rlpost.model_types import HfConfig
 from rlpost.weights import names
@@ -88,10 +89,10 @@ def _rotary(hf: HfConfig) -> dict[str, object]:
     Raises:
         WeightError: YaRN with options that Megatron-core lacks.
     """
-    rope: HfConfig = options_of(hf)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    options = options_of(hf)
+    rope: HfConfig = options
     fields: dict[str, object] = {"rotary_base": rope["rope_theta"]}
-    if kind != "yarn":
+    if rope_type(options) != "yarn":
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if rope.get("attention_factor") is not None or not rope.get("truncate", True):

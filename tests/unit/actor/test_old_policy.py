@@ -98,6 +98,15 @@ def test_a_version_that_a_rank_does_not_have_is_refused(model, place, asked, has
     assert model.value == 1
 
 
+def test_an_older_version_is_given_up_when_the_old_policy_becomes_the_policy(model):
+    """A checkpoint then has one copy of the weights instead of two."""
+    old = old_policy(model)
+    model.step(old, StepPlace(1, 1, 1, old_version=0))
+    assert old.kept_version == 0
+    model.step(old, StepPlace(2, 1, 1, old_version=2))
+    assert old.kept_version is None
+
+
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint of the run below."""
@@ -181,7 +190,7 @@ class Run:
         """Check what engines get now, and how old it is."""
         version = self.versions.engines(self.step)
         assert self.weight_of(version) == self.weights[version]
-        assert self.step - version < max(self.versions.interval, 1)
+        assert self.step - version < self.versions.interval
         assert self.model.value == self.weights[self.step]
 
     def die(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from common import files
 from rlpost.checkpoint import commit as protocol
-from rlpost.checkpoint.commit import begin, commit, newest_committed, prune, step_of
+from rlpost.checkpoint.commit import begin, commit, discard, newest_committed, prune, step_of
 from rlpost.errors import CheckpointError
 
 
@@ -249,7 +249,14 @@ def test_a_checkpoint_of_another_program_is_never_replaced(tmp_path):
     (theirs / "__0_0.distcp").write_text("weeks of training")
     with pytest.raises(CheckpointError, match="was not written by rlpost"):
         write(tmp_path, 20, "ours")
+    discard(tmp_path / f"{protocol.WRITING}{theirs.name}")
     assert (theirs / "__0_0.distcp").read_text() == "weeks of training"
+    assert content_of(tmp_path) == (10, "ten")
+
+
+def test_discarding_a_save_that_failed_after_its_commit_keeps_the_checkpoint(tmp_path):
+    path = write(tmp_path, 10, "ten")
+    discard(tmp_path / f"{protocol.WRITING}{path.name}")
     assert content_of(tmp_path) == (10, "ten")
 
 

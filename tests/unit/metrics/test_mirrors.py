@@ -3,6 +3,7 @@ by Prometheus's own parser.
 """
 
 import json
+import select
 import socket
 import struct
 import sys
@@ -16,7 +17,7 @@ from common.cluster import Cluster
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.metrics.mirrors import mirrors
-from rlpost.metrics.prometheus import PrometheusServer
+from rlpost.metrics.prometheus import MAX_CLIENTS, PrometheusServer
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 
 TOKEN = "t0ken" * 8
@@ -153,6 +154,22 @@ def test_the_file_of_targets_follows_the_attempts_and_is_empty_after_the_last(tm
     assert json.loads(path.read_text()) == [found]
     second.close()
     assert json.loads(path.read_text()) == []
+
+
+def test_connections_up_to_the_limit_are_kept_and_one_more_ends_the_oldest():
+    pytest.importorskip("prometheus_client")
+    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run="a")
+    address = ("127.0.0.1", server.port)
+    clients = [socket.create_connection(address) for _ in range(MAX_CLIENTS - 1)]
+    try:
+        scrape(server.port)  # accepted after all of these
+        assert not select.select(clients, [], [], 0.1)[0]
+        clients += [socket.create_connection(address) for _ in range(2)]
+        assert select.select(clients, [], [], 2.0)[0] == [clients[0]]
+    finally:
+        for connection in clients:
+            connection.close()
+        server.close()
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_settings():

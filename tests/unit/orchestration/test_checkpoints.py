@@ -113,11 +113,15 @@ def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
         never.go_on.set()
         assert not await made.settle() and committed == [1], "it was slow, and is kept"
 
+        folders = []
+
         async def stuck(folder):
+            folders.append(folder)
             await asyncio.sleep(3600)
 
         with pytest.raises(CheckpointError, match=r"step 3 was not written to .* within 0 s"):
             await made.commit(RunState(step=3), stuck)
+        assert folders[0].exists(), "ranks may still write to it"
         with pytest.raises(CheckpointError, match=r"step 4 was not written to .* within 0 s"):
             await made.start(RunState(step=4), stuck, never.finish)
 

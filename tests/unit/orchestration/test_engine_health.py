@@ -139,12 +139,12 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
     def num_restarts():
         return fleet.log.count("restart 1")
 
-    async def falls_ill_forever():
+    async def hangs_forever():
         while True:
             fleet.sick = {1}
             await asyncio.sleep(INTERVAL_S)
 
-    async def falls_ill_five_times():
+    async def hangs_five_times():
         for number in range(5):
             fleet.sick = {1}
             while num_restarts() <= MAX_RESTARTS + number:
@@ -152,10 +152,10 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
             watch.trained(4)
 
     with pytest.raises(EngineDied, match=r"engine 1 .* after 3 restarts.*engine-1-server.log"):
-        asyncio.run(asyncio.wait_for(run(falls_ill_forever), timeout=20))
+        asyncio.run(asyncio.wait_for(run(hangs_forever), timeout=20))
     assert num_restarts() == MAX_RESTARTS
     watch = watch_over(fleet)
-    asyncio.run(asyncio.wait_for(run(falls_ill_five_times), timeout=20))
+    asyncio.run(asyncio.wait_for(run(hangs_five_times), timeout=20))
 
 
 def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():

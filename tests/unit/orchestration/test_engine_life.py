@@ -10,7 +10,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rlpost.orchestration.engine_life import BUSY_LIMIT_S, EngineLife, check_engine
+from rlpost.orchestration.engine_life import BUSY_LIMIT_S, SLOWER_IDLE, EngineLife, check_engine
 from rlpost.rollout.engine_activity import cpu_seconds_below
 from rlpost.rollout.engine_client import EngineClient
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
@@ -25,7 +25,7 @@ class Forward:
 
     passes_s: tuple[float, ...]
     cores: float
-    at_end: float | None = None  # cores in use once it hangs; None: it goes on answering
+    at_end: float | None = None  # cores in use once it hangs; None: it keeps answering
 
     def is_silent(self, began, now):
         """Whether no pass ended between these moments."""
@@ -80,6 +80,18 @@ def test_an_engine_that_computes_is_alive_however_slow(engine):
 def test_an_engine_that_hangs_is_found_in_time(engine, within_s):
     hangs_at = sum(engine.passes_s)
     assert hangs_at <= found_dead_at(engine) <= hangs_at + within_s
+
+
+def test_without_cpu_time_an_engine_has_a_multiple_of_its_longest_silence_since_its_restart():
+    """Such as a pass on a device whose process waits for it without computing."""
+    life, longest_s = EngineLife("http://engine"), 100.0
+    assert life.silent(0.0, longest_s, NO_LOAD) is None
+    life.passed(longest_s)
+    limit_s = SLOWER_IDLE * longest_s
+    assert life.silent(200.0, 199.0 + limit_s, HUNG) is None
+    assert life.silent(200.0, 200.0 + limit_s, HUNG) is not None
+    life.restarted()
+    assert life.silent(1000.0, 999.0 + limit_s, HUNG) is None
 
 
 class Silent(FakeEngine):

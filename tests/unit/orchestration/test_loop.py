@@ -15,7 +15,7 @@ from rlpost.errors import CheckpointError, Fenced, Preempted, RlpostError
 from rlpost.metrics.writer import MetricsWriter, read_metrics
 from rlpost.orchestration.generation import rules
 from rlpost.orchestration.loop import Loop
-from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.preemption import EXIT_S, StopRequest
 from rlpost.orchestration.run_stages import policy_versions
 from rlpost.rollout.buffer import RolloutBuffer
 from rlpost.rollout.collector import Choices, Collector
@@ -441,7 +441,22 @@ def test_a_journal_with_unwritten_records_is_not_reported_as_saved(
     assert stops[0].left_with == left_with
 
 
-@pytest.mark.parametrize(("commits", "saved"), [(True, "checkpoint"), (False, "journal")])
+def test_no_save_is_started_before_the_pause_after_a_failed_one_is_over(tmp_path):
+    class Paused(FakeStages):
+        def save_is_owed(self):
+            return True
+
+        def save_is_paused(self):
+            return 2 <= len(self.seen) // 4 < 5  # rollouts of 4 prompts
+
+    stages = Paused()
+    run(tmp_path, stages, RunState(pending={}))
+    assert sorted({step for step, _ in stages.saves}) == [0, 1, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("commits", "saved"), [(True, "checkpoint"), (False, "journal"), ("hangs", "journal")]
+)
 def test_a_stop_during_the_save_of_the_last_step_leaves_with_what_that_save_has_committed(
     tmp_path, monkeypatch, commits, saved
 ):
@@ -451,8 +466,15 @@ def test_a_stop_during_the_save_of_the_last_step_leaves_with_what_that_save_has_
         async def save(self, state, *, wait):
             assert not wait, "the deadline leaves no time for another save"
             await super().save(state, wait=wait)
-            reason = {"reason": "test", "time": time.time(), "deadline": time.time() + 30}
+            deadline = time.time() + EXIT_S + (1 if commits == "hangs" else 15)
+            reason = {"reason": "test", "time": time.time(), "deadline": deadline}
             self.stop.write_text(json.dumps(reason))
+
+        async def settle_saves(self):
+            if commits == "hangs":
+                await asyncio.sleep(20)
+                raise AssertionError("the deadline is over")
+            return commits
 
     stops = []
 
@@ -463,7 +485,6 @@ def test_a_stop_during_the_save_of_the_last_step_leaves_with_what_that_save_has_
 
     monkeypatch.setitem(globals(), "StopRequest", slow_disk)
     stages = Slow(tmp_path / "STOP")
-    stages.background_succeeds = commits
     with pytest.raises(Preempted):
         run(tmp_path, stages, RunState(pending={}))
     assert stages.saves == [(3, False)] and stops[0].left_with == saved

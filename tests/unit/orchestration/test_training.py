@@ -198,7 +198,7 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
 
 
-def test_every_step_is_told_its_place_and_old_log_probs_are_those_of_a_version():
+def test_every_step_gets_its_place_and_old_log_probs_are_those_of_a_version():
     """Two answers are graded, so that there are two steps instead of four."""
     actors, versions = Actors(), PolicyVersions(interval=2, start=5, kept=4, ref_interval=3)
     options = {"num_steps": 4, "keep_old_actor": True, "rollouts": 6, "versions": versions}

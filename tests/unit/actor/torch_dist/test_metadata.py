@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from rlpost.actor.checkpoint_keys import fit_to_checkpoint
 from rlpost.actor.torch_dist.metadata import read_metadata
 from rlpost.actor.torch_dist.reader import StoredTensors
+from rlpost.actor.torch_dist.shards import Chunk, Shard
 from rlpost.errors import CheckpointError
 
 
@@ -85,3 +86,14 @@ def test_what_torch_writes_is_read(saved: Path) -> None:
     stored = read_metadata(str(saved)).state_dict_metadata
     assert stored["a"].size == torch.Size([2, 3]) and stored["b"].properties.dtype == torch.bfloat16
     assert "a" in StoredTensors(saved) and "n" not in StoredTensors(saved)
+
+
+def test_a_tensor_outside_of_the_folder_is_not_read(saved: Path) -> None:
+    (saved / "__0_0.distcp").rename(saved.parent / "secret")
+    metadata = read_metadata(str(saved))
+    for place in metadata.storage_data.values():
+        place.relative_path = "../secret"
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    chunk = Chunk("a", (2, 3), (0, 0), (2, 3), cast(Shard, None), 0)
+    with pytest.raises(CheckpointError, match=r"names \.\./secret, outside of the folder"):
+        StoredTensors(saved).read_into([chunk], lambda chunk: torch.empty(6))
