@@ -75,25 +75,26 @@ def cpu_list(cpus: Iterable[int]) -> str:
 def threads_of_rank(
     given: int | None,
     *,
-    offloads: bool,
+    uses_cpu: bool,
     cores: int,
-    ranks_per_node: int,
+    num_sharing: int,
     own_cores: int | None = None,
 ) -> int:
     """Return the number of intra-op CPU threads of a trainer rank.
 
     Args:
         given: the user's setting; takes precedence.
-        offloads: whether the optimizer runs on the CPU. Otherwise one thread feeds the GPU, and
-            more would compete with data loading, engines and NCCL.
+        uses_cpu: whether the model or the optimizer runs on the CPU. Otherwise one thread feeds
+            the GPU, and more would compete with data loading, engines and NCCL.
         cores: cores of the job step on this node, before the rank was bound.
+        num_sharing: processes that compute on this node at the same time.
         own_cores: cores that the rank is bound to.
     """
     if given is not None:
         return given
-    if not offloads:
+    if not uses_cpu:
         return 1
-    share = cores // max(1, ranks_per_node)
+    share = cores // max(1, num_sharing)
     return max(1, share if own_cores is None else min(share, own_cores))
 
 

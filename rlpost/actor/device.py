@@ -69,11 +69,13 @@ def prepare(settings: ActorSettings) -> None:
     siblings = read_siblings(allowed)
     if settings.bind_cpus:
         bind_to_gpus(visible(), gpus_per_node=settings.num_gpus_per_node)
+    # A colocated engine idles while a rank computes; another has a slot of its own.
+    has_cuda = torch.cuda.is_available()
     threads = threads_of_rank(
         settings.actor_num_threads,
-        offloads=settings.optimizer_cpu_offload and torch.cuda.is_available(),
+        uses_cpu=settings.optimizer_cpu_offload or not has_cuda,
         cores=num_cores(allowed, siblings),
-        ranks_per_node=settings.actor_num_gpus_per_node,
+        num_sharing=settings.actor_num_gpus_per_node if has_cuda else settings.num_gpus_per_node,
         own_cores=num_cores(os.sched_getaffinity(0), siblings),
     )
     torch.set_num_threads(threads)

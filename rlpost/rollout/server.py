@@ -31,7 +31,7 @@ from typing import Any
 from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
-from rlpost.cpu_affinity import bind_to_gpus
+from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings
 from rlpost.garbage import paused_for_imports
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.engine_activity import EngineActivity
@@ -161,7 +161,6 @@ def use_stand_ins(num_ranks: int = 1) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # compiling the MoE router costs more than it saves
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def keep_memory() -> None:
@@ -185,10 +184,27 @@ def start_by_fork() -> None:
     multiprocessing.set_start_method = lambda *_args, **_options: None
 
 
-def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
+def use_threads(num_sharing: int | None) -> None:
+    """Give the operators of each process this share of the cores, or one thread if it is None.
+
+    ``num_sharing`` processes compute on this node at the same time.
+    """
+    import torch
+
+    cpus = os.sched_getaffinity(0)
+    cores = num_cores(cpus, read_siblings(cpus))
+    threads = 1 if num_sharing is None else max(1, cores // num_sharing)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to 1
+    torch.set_num_threads(threads)  # torch read the variable at import
+
+
+def run_engine(
+    arguments: Mapping[str, Any], ready_fd: int, gpus_per_node: int | None = None
+) -> None:
     """Serve until killed; write a line to ``ready_fd`` once requests are accepted.
 
-    A reader of the pipe gets end-of-file if the process ends before.
+    A reader of the pipe gets end-of-file if the process ends before. Without CUDA, the slots of a
+    node (``gpus_per_node``) share its cores.
     """
     with paused_for_imports():
         import torch
@@ -196,8 +212,7 @@ def run_engine(arguments: Mapping[str, Any], ready_fd: int) -> None:
         has_cuda = torch.cuda.is_available()
         if not has_cuda:
             use_stand_ins(int(arguments.get("tp_size", 1)))
-            # torch read the variable at import
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            use_threads(gpus_per_node)
             keep_memory()
             start_by_fork()
         given = typed_args(arguments)  # SGLang's names and types
@@ -316,7 +331,7 @@ def main(argv: list[str]) -> int:
     if argv == ["engine"]:
         if (gpus_per_node := document.get("gpus_per_node")) is not None:
             bind_to_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus_per_node=gpus_per_node)
-        run_engine(arguments, ready_fd)
+        run_engine(arguments, ready_fd, gpus_per_node)
     else:
         run_router(arguments)
     return 0

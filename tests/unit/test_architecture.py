@@ -130,6 +130,7 @@ PRESCRIBED = {
         "rlpost.rollout.sglang_on_cpu.rlpost_delta_net_on_cpu",
         "fused_qk_gemma_rmsnorm_with_gate_cpu",
     ),
+    ("rlpost.rollout.sglang_on_cpu.rlpost_decode_on_cpu", "forward"),
     ("rlpost.rollout.sglang_on_cpu.rlpost_sinks_on_cpu", "forward"),
     ("rlpost.rollout.sglang_on_cpu.rlpost_triton_on_cpu", "normalise"),
 }

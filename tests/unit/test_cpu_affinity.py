@@ -93,13 +93,13 @@ def test_threads_of_one_core_count_once():
 @pytest.mark.parametrize(
     ("arguments", "threads"),
     [
-        ({"offloads": False, "cores": 112, "ranks_per_node": 8}, 1),
-        ({"offloads": True, "cores": 112, "ranks_per_node": 8}, 14),
-        ({"offloads": True, "cores": 112, "ranks_per_node": 8, "own_cores": 56}, 14),
-        ({"offloads": True, "cores": 112, "ranks_per_node": 2, "own_cores": 28}, 28),
-        ({"offloads": True, "cores": 4, "ranks_per_node": 8}, 1),
-        ({"given": 6, "offloads": False, "cores": 112, "ranks_per_node": 8}, 6),
-        ({"given": 6, "offloads": True, "cores": 4, "ranks_per_node": 8}, 6),
+        ({"uses_cpu": False, "cores": 112, "num_sharing": 8}, 1),
+        ({"uses_cpu": True, "cores": 112, "num_sharing": 8}, 14),
+        ({"uses_cpu": True, "cores": 112, "num_sharing": 8, "own_cores": 56}, 14),
+        ({"uses_cpu": True, "cores": 112, "num_sharing": 2, "own_cores": 28}, 28),
+        ({"uses_cpu": True, "cores": 4, "num_sharing": 8}, 1),
+        ({"given": 6, "uses_cpu": False, "cores": 112, "num_sharing": 8}, 6),
+        ({"given": 6, "uses_cpu": True, "cores": 4, "num_sharing": 8}, 6),
     ],
 )
 def test_threads_of_a_rank(arguments, threads):
@@ -118,12 +118,16 @@ def test_the_settings_of_the_run_reach_the_actor():
 
 
 @pytest.mark.parametrize(
-    ("offloads", "cuda", "threads"), [(True, True, 7), (True, False, 1), (False, True, 1)]
+    ("offloads", "cuda", "threads"),
+    [(True, True, 7), (False, True, 1), (True, False, 3), (False, False, 3)],
 )
-def test_a_rank_that_offloads_its_optimizer_uses_its_share_of_the_cores(
+def test_a_rank_that_computes_on_the_cpu_uses_its_share_of_the_cores(
     monkeypatch, offloads, cuda, threads
 ):
-    """A share of the CPUs of the step, not of the socket to which the rank was bound just before."""
+    """A share of the CPUs of the step, not of the socket to which the rank was bound just before.
+
+    Without CUDA, engines may compute in the slots that the ranks leave.
+    """
     affinity, asked = [set(range(28))], []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity[-1]))
     monkeypatch.setattr(device, "read_siblings", lambda cpus: {})

@@ -76,5 +76,5 @@ class PerfConfig(Group):
     micro_batch_size: Positive = 1
     """Samples per micro-batch without --use-dynamic-batch-size."""
     actor_num_threads: Positive | None = None
-    """CPU threads per operator of a trainer rank. Default: 1; with --optimizer-cpu-offload on GPUs,
-    an even share of the job's cores on the node."""
+    """CPU threads per operator of a trainer rank. Default: 1; with --optimizer-cpu-offload or
+    without GPUs, an even share of the job's cores on the node."""

@@ -17,6 +17,7 @@ MODELS = {
     "GLM-4.7": "glm47_355b",
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
     "Qwen3-235B-A22B": "qwen3_235b_a22b",
+    "SmolLM2-135M-Instruct": "smollm2_135m",
     "tiny": "qwen3_4b",
 }
 FP8 = {
