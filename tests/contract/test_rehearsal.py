@@ -315,9 +315,9 @@ def test_a_rank_that_runs_out_of_memory_is_named(step):
     held = {"weights": 10, "gradients": 20, "optimizer": 40}
     full = Recording(6, (), {"build": 0, "train": 90 * 10**9, "log-probs": 50 * 10**9}, held)
     memory = [memory_use(full, offloaded_fraction=0.0)]
-    (fault,) = memory_check(memory, 80 * 10**9).faults
+    (fault,) = memory_check(memory, 80 * 10**9, context=3 * 10**9).faults
     assert "rank 6: train takes 90.0 GB" in fault
-    assert memory_check(memory, 141 * 10**9).faults == ()
+    assert memory_check(memory, 141 * 10**9, context=3 * 10**9).faults == ()
 
 
 def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):

@@ -25,6 +25,7 @@ from rlpost.config.plan.rank_memory import (
     held_memory,
     muon_matrices,
     parameter_bytes,
+    pinned_rounding,
     saved_bytes,
     saved_weight_bytes,
     trained_parameters,
@@ -267,6 +268,7 @@ def _rank(
     trained = trained_parameters(config, shape, layout, stage)
     matrices = muon_matrices(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained, matrices)
+    host += pinned_rounding(config, shape, layout, stage)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
     if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
