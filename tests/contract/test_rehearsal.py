@@ -20,7 +20,8 @@ import torch.distributed as dist
 from rlpost.actor import logprobs, metric_reduction
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
-from rlpost.config.plan.shape import layout_of
+from rlpost.config.plan.nccl_memory import communicators
+from rlpost.config.plan.shape import layout_of, shape_of
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
@@ -31,6 +32,7 @@ from rlpost.rehearsal.other_layout import unread
 from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import RankFacts
+from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
 from rlpost.types import TrainBatch, TrainSample
@@ -121,6 +123,43 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
 
 def test_a_sound_step_has_no_fault(step):
     assert hangs(step.recordings) == []
+
+
+@pytest.mark.parametrize(
+    "perf",
+    [
+        {},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 4},
+        {
+            "pipeline_model_parallel_size": 1,
+            "tensor_model_parallel_size": 4,
+            "expert_model_parallel_size": 8,
+        },
+    ],
+)
+def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
+    """One for each process group; the last rank has experts."""
+    config, _ = recipe_config("glm45_355b", tmp_path, **(EIGHT | {"perf": EIGHT["perf"] | perf}))
+    settings, layout = actor_settings(config), layout_of(config)
+    description = description_of(settings)
+    facts = {
+        rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
+    }
+    used: dict[str, tuple[int, ...]] = {}
+
+    def noted(self: CallRecorder, name: str, args: Any, group: dist.ProcessGroup) -> Call:
+        made = call(self, name, args, group)
+        used[group.group_name] = made.group
+        return made
+
+    phases, call = Phases(batch(24, 16), batch(24, 16), shares_gpus=True), CallRecorder._call
+    with patch.object(CallRecorder, "_call", noted):
+        rehearse_phases(
+            settings, description, phases, rank=WORLD - 1, world=WORLD, facts=facts, results=RESULTS
+        )
+    planned = communicators(layout, shape_of(config.model.model_dump()))
+    found = [(len(ranks), ranks[1] - ranks[0]) for ranks in used.values() if len(ranks) > 1]
+    assert sorted(found) == sorted((one.size, one.stride) for one in planned if one.size > 1)
 
 
 def test_two_ranks_of_a_class_represent_all_of_it(step):

@@ -113,12 +113,22 @@ def default_fraction(config: Config, shape: Shape, gpu_bytes: int) -> float:
     if (num_replicas := replicas(config)) > 1:
         batch = _largest_batch(config, gpu_bytes)
         reserved += batch * num_replicas * (4.5 if batch > 300 else 3)
-    if not config.offload_rollout:  # with offload, prefill has no graphs (cuda_graphs.py)
+    if _captures_prefill(config):
         graphs = 8 * NUM_PREFILL_GRAPHS.get(chunk, 58)
         reserved += 1536 if shape.latent is not None else graphs
     if gpu_mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((gpu_mib - reserved) / gpu_mib, 3)
+
+
+def _captures_prefill(config: Config) -> bool:
+    """Whether engines capture graphs of prefill; not with offload (rollout/cuda_graphs.py)."""
+    args = config.sglang.server_args
+    if args.get("disable_cuda_graph") or args.get("disable_prefill_cuda_graph"):
+        return False
+    default = "disabled" if config.offload_rollout else "breakable"
+    backend: str = args.get("cuda_graph_backend_prefill", default)
+    return backend != "disabled"
 
 
 def _prefill_tokens(gpu_bytes: int) -> int:
