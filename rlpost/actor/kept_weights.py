@@ -167,14 +167,16 @@ def host_copies(
     """
     places: list[tuple[int, int]] = []  # piece, and offset of the copy in it
     used: list[int] = []  # bytes of each piece
-    capacity = 0
+    capacities: list[int] = []
     for tensor in tensors:
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if not used or used[-1] + size > capacity:
+        room = (piece for piece in range(len(used)) if used[piece] + size <= capacities[piece])
+        if (piece := next(room, None)) is None:
+            piece = len(used)
             used.append(0)
-            capacity = max(piece_bytes, 1 << (size - 1).bit_length())  # as torch rounds it
-        used[-1] += size
-        places.append((len(used) - 1, used[-1] - size))
+            capacities.append(max(piece_bytes, 1 << (size - 1).bit_length()))  # as torch rounds it
+        places.append((piece, used[piece]))
+        used[piece] += size
     pinned = any(tensor.is_cuda for tensor in tensors)
     pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
     return [

@@ -21,7 +21,8 @@ from rlpost.actor import logprobs, metric_reduction
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
 from rlpost.config.plan.nccl_memory import communicators
-from rlpost.config.plan.shape import layout_of, shape_of
+from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_rounding
+from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
@@ -160,6 +161,21 @@ def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
     planned = communicators(layout, shape_of(config.model.model_dump()))
     found = [(len(ranks), ranks[1] - ranks[0]) for ranks in used.values() if len(ranks) > 1]
     assert sorted(found) == sorted((one.size, one.stride) for one in planned if one.size > 1)
+
+
+@pytest.mark.parametrize(("recipe", "rank"), [("glm45_355b", 16), ("qwen3_30b_a3b", 0)])
+def test_pinned_gradients_take_as_much_host_memory_as_planned(recipe, rank, tmp_path):
+    """Within 5 %: Megatron's shards of this rank, each rounded up as torch rounds pinned memory."""
+    config, _ = recipe_config(recipe, tmp_path)
+    settings, layout = actor_settings(config), layout_of(config)
+    facts = rehearse_rank(settings, description_of(settings), rank=rank, world=layout.world)
+    sizes = [4 * (one.optimizer[1] - one.optimizer[0]) for one in facts.weights if one.optimizer]
+    rounded = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert rounded > 1.05 * sum(sizes)
+    shape, stage = shape_of(config.model.model_dump()), rank * layout.pipeline // layout.world
+    _, in_host_memory = held_memory(config, layout, rank_parameters(shape, layout, stage))
+    planned = 4 * in_host_memory // HOST_BYTES + pinned_rounding(config, shape, layout, stage)
+    assert planned == pytest.approx(rounded, rel=0.05)
 
 
 def test_two_ranks_of_a_class_represent_all_of_it(step):
