@@ -309,9 +309,37 @@ def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part_of_the_free_memory(
     assert engine.kv_tokens == int(engine.kv_cache / engine.kv_bytes_per_token)
 
 
+def test_engines_that_receive_over_the_network_hold_two_buckets_beside_the_cache():
+    made = planned("qwen3_4b_decoupled")
+    generate = dict(made.phases[-1].parts)
+    assert generate["buffers"] == 2 * made.update.largest_bytes == made.update.engine_bytes
+    assert planned("qwen3_4b").update.engine_bytes == 0
+
+
+def test_a_save_holds_weights_and_optimizer_beside_the_weights_of_engines():
+    made = planned("qwen3_4b")
+    save, rank = dict(made.phases[-1].parts), made.fullest
+    assert (save["weights"], save["optimizer"]) == (rank.held.weights, rank.held.optimizer)
+    assert save["engine"] == made.engine.weights
+
+
+def test_cuda_graphs_are_in_host_memory_while_the_trainer_works():
+    made = planned("qwen3_30b_a3b")
+    without = planned("qwen3_30b_a3b", sglang={"sglang_disable_cuda_graph": True})
+    assert made.engine.graphs == 256 * 2 * 2**20 and without.engine.graphs == 0
+    assert made.host_bytes_per_node - without.host_bytes_per_node == 8 * made.engine.graphs
+
+
 def test_a_longer_answer_than_the_limit_is_computed_whole():
     made = planned("qwen3_4b", rollout={"rollout_max_response_len": 20000})
     assert made.tokens == 20000 + 1024
+
+
+def test_a_gpu_is_named_or_given_by_its_size():
+    """CUDA reports less than nvidia-smi (81559 MiB of an H100, 143771 MiB of an H200)."""
+    sizes = {name: plan.parse_size(name) / 2**20 for name in plan.CARDS}
+    assert 0.985 * 81559 < sizes["H100"] < 81559 and 0.985 * 143771 < sizes["H200"] < 143771
+    assert plan.parse_size("h100") == plan.parse_size("79.11GiB") == plan.parse_size("H100")
 
 
 @pytest.mark.parametrize("bad", ["80", "-1GB", "80TB", "many"])
