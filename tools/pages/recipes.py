@@ -128,10 +128,9 @@ searches all layouts of the model on this number of GPUs.
 | host memory | pinned gradients of an offloaded optimizer rounded up to powers of two, as torch does | the line of torch |
 | what fits | sums up to {reserve:.0%} of a GPU | |
 
-`--gpu-memory` is the memory that CUDA reports, which is less than that on the data sheet of the GPU in GiB and more than
-it in GB: 79.11 GiB = 84.9 GB for an H100 of 80 GB. The trainer's communicators exist from the first step on, and NCCL
-keeps their buffers while engines generate: an engine that starts later than that finds less free memory, and has a
-smaller KV cache by `mem_fraction_static` of the difference.
+`--gpu-memory` is the memory that CUDA reports: 79.11 GiB = 84.9 GB for an H100 that is sold with 80 GB. The trainer's
+communicators exist from the first step on, and NCCL keeps their buffers while engines generate. An engine that starts
+later finds less free memory, and its KV cache is smaller by `mem_fraction_static` of the difference.
 
 Not included: imbalance between experts, fragmentation beyond that reserve, and DeepEP. Linear attention and sliding
 windows are counted in the KV cache as full attention. For
