@@ -40,6 +40,7 @@ from rlpost.config.plan.shape import (
     rank_parameters,
     teacher_layout,
 )
+from rlpost.config.plan.shortages import cache_problem, phase_problem
 from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
 from rlpost.config.tree import Config
 
@@ -157,19 +158,15 @@ class Estimate:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line for each amount that does not fit."""
-        limit = self.gpu_bytes * RESERVE
+        config, limit, engine = self.config, self.gpu_bytes * RESERVE, self.engine
         found = [
-            f"{phase.name}: {phase.total / 1e9:.1f} GB of the {limit / 1e9:.1f} GB that a GPU of "
-            f"{self.gpu_bytes / 1e9:.0f} GB has for it"
-            for phase in self.phases
-            if phase.total > limit
+            phase_problem(config, one.name, one.parts, limit=limit, gpu_bytes=self.gpu_bytes)
+            for one in self.phases
+            if one.total > limit
         ]
-        engine = self.engine
         if engine is not None and engine.kv_tokens < self.longest:
-            found.append(
-                f"generate: beside {engine.weights / 1e9:.1f} GB of weights the KV cache of an engine holds "
-                f"{max(0, engine.kv_tokens)} tokens, and one answer may have {self.longest}"
-            )
+            sizes = engine.weights, engine.kv_tokens, self.longest
+            found.append(cache_problem(config, *sizes))
         return tuple(found)
 
 

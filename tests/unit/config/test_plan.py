@@ -466,6 +466,46 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
     assert code == 0 and "at its peak" in text
 
 
+@pytest.mark.parametrize(
+    ("groups", "phase", "part", "remedy"),
+    [
+        (
+            {"perf": {"recompute_granularity": None, "max_tokens_per_gpu": 40_000}},
+            "train",
+            "activations",
+            "use --recompute-granularity full",
+        ),
+        (
+            {"perf": {"max_tokens_per_gpu": 400_000}},
+            "train",
+            "logits",
+            "--max-tokens-per-gpu 400000",
+        ),
+        ({"cluster": {"offload_rollout": False}}, "train", "engine", "use --offload-rollout"),
+        (
+            {"sglang": {"sglang_mem_fraction_static": 0.98}},
+            "generate",
+            "KV cache",
+            "lower --sglang-mem-fraction-static 0.98",
+        ),
+    ],
+)
+def test_a_refusal_names_the_largest_part_the_bound_and_the_setting(groups, phase, part, remedy):
+    made = planned("qwen3_4b", **groups)
+    (line,) = [line for line in made.problems if line.startswith(f"{phase}: ")]
+    parts = dict(next(one.parts for one in made.phases if one.name == phase))
+    assert f"{parts[part] / 1e9:.1f} GB of them {part}" in line
+    assert f"of {80.0} GB (--gpu-memory) {0.95 * 80:.1f} GB may be planned" in line
+    assert remedy in line
+
+
+def test_a_cache_without_room_for_an_answer_names_sglang_s_share_and_what_helps():
+    small = {"sglang_mem_fraction_static": 0.055}
+    (line,) = planned("qwen3_4b", sglang=small).problems
+    assert "gives --sglang-mem-fraction-static 0.055 of the memory that is free" in line
+    assert "raise --rollout-num-gpus-per-engine 2" in line
+
+
 def test_with_adapters_the_base_takes_two_bytes_and_adapters_all_the_rest():
     """Rank 2 on a dense layer: QKV 8 + 16, output 8 + 8, gate and up 8 + 32, down 16 + 8; TP 2 halves
     the sharded factor of each.
