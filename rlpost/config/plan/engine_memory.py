@@ -31,9 +31,9 @@ class PlannedEngine:
     kv_bytes_per_token: float
     kv_tokens: int
     """Tokens of all requests of an engine that fit in its KV cache."""
-    context: int = 0
+    context: int
     """CUDA and NCCL."""
-    graphs: int = 0
+    graphs: int
     """CUDA graphs; in host memory while the engine is offloaded."""
 
     @property
