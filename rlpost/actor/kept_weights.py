@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 
 from rlpost.actor import device, megatron_checkpoint
+from rlpost.actor.memory import PIECE_BYTES
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.weights.inventory import Inventory
 
 REFERENCE = "reference"
 """Folder in a checkpoint with the reference."""
+ALIGNMENT = 256
+"""Bytes at a multiple of which each copy begins, as in torch's allocators."""
 
 
 class KeptWeights:
@@ -44,10 +47,8 @@ class KeptWeights:
         self._saved_in, self._prepare = saved_in, prepare
         self._saver: megatron_checkpoint.Saver | None = None
         self._live = [held.tensor.data for held in inventory.held.values()]
-        self._kept = [_on_host_like(tensor) for tensor in self._live]
-        self._mine: list[torch.Tensor] = (
-            [_on_host_like(tensor) for tensor in self._live] if shares is None else shares._mine
-        )
+        self._kept = host_copies(self._live)
+        self._mine: list[torch.Tensor] = host_copies(self._live) if shares is None else shares._mine
         self.is_swapped_in = False
         """Whether the model has the kept weights."""
         self.version: int | None = None
@@ -154,6 +155,31 @@ class ReferenceWeights(KeptWeights):
         self.was_updated = True
 
 
-def _on_host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate host memory for a copy; pinned if the tensor is on a GPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+def host_copies(
+    tensors: Sequence[torch.Tensor], *, piece_bytes: int = PIECE_BYTES
+) -> list[torch.Tensor]:
+    """Allocate host memory for a copy of each tensor; pinned if they are on a GPU.
+
+    The copies share pieces of ``piece_bytes``, because torch rounds each pinned allocation up to a
+    power of two (ATen/core/CachingHostAllocator.h): one for each tensor takes a third more. The
+    setting ``pinned_max_round_threshold_mb`` is no remedy: with it the allocator of torch 2.13
+    returns cached blocks that are too small (pytorch/pytorch#192722).
+    """
+    places: list[tuple[int, int]] = []  # piece, and offset of the copy in it
+    used: list[int] = []  # bytes of each piece
+    capacities: list[int] = []
+    for tensor in tensors:
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        room = (piece for piece in range(len(used)) if used[piece] + size <= capacities[piece])
+        if (piece := next(room, None)) is None:
+            piece = len(used)
+            used.append(0)
+            capacities.append(max(piece_bytes, 1 << (size - 1).bit_length()))  # as torch rounds it
+        places.append((piece, used[piece]))
+        used[piece] += size
+    pinned = any(tensor.is_cuda for tensor in tensors)
+    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
+    return [
+        pieces[piece][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, (piece, begin) in zip(tensors, places, strict=True)
+    ]

@@ -51,7 +51,7 @@ from rlpost.teacher_folder import teacher_shape
 from rlpost.units import count_text
 
 EXIT_NO_FIT = 2
-GPU_MEMORY = "80GB"
+GPU_MEMORY = "H100"
 NUM_SUGGESTED = 5
 SGLANG_BYTES_PER_EXPERT = 4
 """Bytes per expert of a token in an engine's table of routes, which covers dense layers too."""
@@ -70,6 +70,11 @@ HF_SIZES = {
 }
 """Keys of config.json that parallel sizes divide, and the settings of [model] with their value."""
 UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
+CARDS = {"A100": 79.14, "H100": 79.11, "H200": 139.80, "B200": 178.35, "GB200": 184.31}
+"""GiB that CUDA reports of a GPU, the least of what torch's out-of-memory messages name in public:
+H100 vllm-project/vllm#27508, GB200 vllm-project/vllm#43951, B200 pytorch/ao#4002; A100 (80 GB) and
+H200 in logs. nvidia-smi names more, with what the driver keeps: 81559 MiB of an H100
+(modal-labs/modal-client#2797), 143771 MiB of an H200 (sgl-project/sglang#3196)."""
 GLYPHS = {
     "weights": ("█", "blue"), "gradients": ("▓", "cyan"), "optimizer": ("▒", "magenta"), "activations": ("░", "green"),
     "logits": ("≡", "yellow"), "KV cache": ("○", "green"), "engine": ("●", "blue"), "buffers": ("=", "yellow"),
@@ -131,7 +136,7 @@ def add_gpus(made: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         default=GPU_MEMORY,
         metavar="SIZE",
-        help=f"of one GPU (default: {GPU_MEMORY})",
+        help=f"of one GPU: a size such as 80GB, or {', '.join(CARDS)} (default: {GPU_MEMORY})",
     )
 
 
@@ -320,14 +325,18 @@ def model_of(config: Config) -> tuple[Shape, int]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``80GB`` or ``79.6GiB``. Raises ConfigError."""
+    """Bytes of ``H100``, ``80GB`` or ``79.6GiB``. Raises ConfigError."""
+    if (card := text.upper()) in CARDS:
+        return int(CARDS[card] * UNITS["GiB"])
     found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G|)", text)
     try:
         size = int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
     except (TypeError, ValueError):
         size = 0
     if size < 1:
-        raise ConfigError(f"--gpu-memory {text}: write a size such as 80GB or 141GB")
+        raise ConfigError(
+            f"--gpu-memory {text}: name a GPU ({', '.join(CARDS)}) or write a size such as 80GB or 141GB"
+        )
     return size
 
 

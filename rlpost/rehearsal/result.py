@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from common.counting import counted
-from rlpost.config.plan.estimate import RESERVE, TRAINER_CONTEXT, PlannedRank
+from rlpost.config.plan.estimate import RESERVE, PlannedRank
 from rlpost.rehearsal.distributed_calls import TRAIN, UPDATE, Recording
 
 BAR = 40
@@ -140,12 +140,12 @@ def offload_check(recordings: Iterable[Recording]) -> RehearsalCheck:
     return RehearsalCheck("offload while engines generate, and onload", tuple(faults), extent)
 
 
-def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int) -> RehearsalCheck:
+def memory_check(memory: Sequence[MemoryUse], gpu_bytes: int, *, context: int) -> RehearsalCheck:
     """Whether each rank has enough memory in each phase.
 
-    As in ``rlpost plan``, CUDA and NCCL take an allowance, and sums may fill a part of the GPU.
+    As in ``rlpost plan``, CUDA and NCCL take ``context`` bytes, and sums may fill a part of the GPU.
     """
-    limit = round(gpu_bytes * RESERVE) - TRAINER_CONTEXT
+    limit = round(gpu_bytes * RESERVE) - context
     faults = []
     for one in memory:
         phase = max(one.peaks, key=lambda name: one.peaks[name])
@@ -181,7 +181,7 @@ def compared_parts(
         Compared("gradients", planned.held.gradients, most.held["gradients"]),
         Compared("optimizer", planned.held.optimizer, most.held["optimizer"]),
         Compared("activations, logits", planned.passing.peak, passing),
-        Compared("all while training", planned.train - TRAINER_CONTEXT, most.peaks[TRAIN]),
+        Compared("all while training", planned.train - planned.context, most.peaks[TRAIN]),
     ]
     if of_critic:
         found.insert(3, Compared("critic", planned.critic.total, of_critic))

@@ -116,7 +116,7 @@ def rehearse_run(
             _hangs(recorded),
             load_check(config, settings, facts),
             *([offload_check(recorded.recordings.values())] if phases.offloads else []),
-            memory_check(memory, options.gpu_bytes),
+            memory_check(memory, options.gpu_bytes, context=plan(config).fullest.context),
         ),
         memory=memory,
         classes=recorded.classes,

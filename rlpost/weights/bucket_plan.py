@@ -24,6 +24,9 @@ SHARED_BUFFERS = 3
 """
 SENT_BUFFERS = 2
 """Buckets on a GPU that sends: the tensors, and their concatenated bytes."""
+RECEIVED_BUFFERS = 2
+"""Buckets on an engine's GPU that receives: SGLang's ``_receive_bucketed_weights_from_distributed``
+allocates a tensor for each name, and concatenates them into the tensor that it receives."""
 
 
 @dataclass(frozen=True, slots=True)

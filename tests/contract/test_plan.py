@@ -250,13 +250,13 @@ def test_recomputed_layers_keep_their_inputs(found):
 
 @pytest.mark.parametrize(("name", "bf16"), MEASURED)
 def test_weights_gradients_and_adam_take_as_many_bytes_as_planned(name, bf16, found):
-    """Within a tenth, measured as the storage of the tensors after a step.
+    """Within 5 %, measured as the storage of the tensors after a step.
 
     Adam's state is main weights and both moments.
     """
     config = load([], {"perf": {"bf16": bf16}, "cluster": {"actor_num_gpus_per_node": 1}}).config
     held, _ = held_memory(config, Layout(), shape(small(name)).parameters)
     measured = found[name, "bf16" if bf16 else "fp32"]
-    assert held.weights == pytest.approx(measured["weights"], rel=0.1)
-    assert held.gradients == pytest.approx(measured["grads"], rel=0.1)
-    assert held.optimizer == pytest.approx(measured["optimizer"], rel=0.1)
+    assert held.weights == pytest.approx(measured["weights"], rel=0.05)
+    assert held.gradients == pytest.approx(measured["grads"], rel=0.05)
+    assert held.optimizer == pytest.approx(measured["optimizer"], rel=0.05)

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from rlpost.actor import logprobs, metric_reduction
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.settings import ActorSettings
-from rlpost.config.plan.shape import layout_of
+from rlpost.config.plan.nccl_memory import communicators
+from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_rounding
+from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
@@ -31,6 +33,7 @@ from rlpost.rehearsal.other_layout import unread
 from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import RankFacts
+from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
 from rlpost.types import TrainBatch, TrainSample
@@ -121,6 +124,58 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
 
 def test_a_sound_step_has_no_fault(step):
     assert hangs(step.recordings) == []
+
+
+@pytest.mark.parametrize(
+    "perf",
+    [
+        {},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 4},
+        {
+            "pipeline_model_parallel_size": 1,
+            "tensor_model_parallel_size": 4,
+            "expert_model_parallel_size": 8,
+        },
+    ],
+)
+def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
+    """One for each process group; the last rank has experts."""
+    config, _ = recipe_config("glm45_355b", tmp_path, **(EIGHT | {"perf": EIGHT["perf"] | perf}))
+    settings, layout = actor_settings(config), layout_of(config)
+    description = description_of(settings)
+    facts = {
+        rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
+    }
+    used: dict[str, tuple[int, ...]] = {}
+
+    def noted(self: CallRecorder, name: str, args: Any, group: dist.ProcessGroup) -> Call:
+        made = call(self, name, args, group)
+        used[group.group_name] = made.group
+        return made
+
+    phases, call = Phases(batch(24, 16), batch(24, 16), shares_gpus=True), CallRecorder._call
+    with patch.object(CallRecorder, "_call", noted):
+        rehearse_phases(
+            settings, description, phases, rank=WORLD - 1, world=WORLD, facts=facts, results=RESULTS
+        )
+    planned = communicators(layout, shape_of(config.model.model_dump()))
+    found = [(len(ranks), ranks[1] - ranks[0]) for ranks in used.values() if len(ranks) > 1]
+    assert sorted(found) == sorted((one.size, one.stride) for one in planned if one.size > 1)
+
+
+@pytest.mark.parametrize(("recipe", "rank"), [("glm45_355b", 16), ("qwen3_30b_a3b", 0)])
+def test_pinned_gradients_take_as_much_host_memory_as_planned(recipe, rank, tmp_path):
+    """Within 5 %: Megatron's shards of this rank, each rounded up as torch rounds pinned memory."""
+    config, _ = recipe_config(recipe, tmp_path)
+    settings, layout = actor_settings(config), layout_of(config)
+    facts = rehearse_rank(settings, description_of(settings), rank=rank, world=layout.world)
+    sizes = [4 * (one.optimizer[1] - one.optimizer[0]) for one in facts.weights if one.optimizer]
+    rounded = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert rounded > 1.05 * sum(sizes)
+    shape, stage = shape_of(config.model.model_dump()), rank * layout.pipeline // layout.world
+    _, in_host_memory = held_memory(config, layout, rank_parameters(shape, layout, stage))
+    planned = 4 * in_host_memory // HOST_BYTES + pinned_rounding(config, shape, layout, stage)
+    assert planned == pytest.approx(rounded, rel=0.05)
 
 
 def test_two_ranks_of_a_class_represent_all_of_it(step):
@@ -315,9 +370,9 @@ def test_a_rank_that_runs_out_of_memory_is_named(step):
     held = {"weights": 10, "gradients": 20, "optimizer": 40}
     full = Recording(6, (), {"build": 0, "train": 90 * 10**9, "log-probs": 50 * 10**9}, held)
     memory = [memory_use(full, offloaded_fraction=0.0)]
-    (fault,) = memory_check(memory, 80 * 10**9).faults
+    (fault,) = memory_check(memory, 80 * 10**9, context=3 * 10**9).faults
     assert "rank 6: train takes 90.0 GB" in fault
-    assert memory_check(memory, 141 * 10**9).faults == ()
+    assert memory_check(memory, 141 * 10**9, context=3 * 10**9).faults == ()
 
 
 def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):

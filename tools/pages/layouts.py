@@ -162,7 +162,7 @@ GPUs to the slower side until they are close.
 
 ## Where to start
 
-GPUs of {memory}, colocated, {prompts} prompts x {answers} answers of up to {length} tokens, full recomputation,
+{memory} GPUs, colocated, {prompts} prompts x {answers} answers of up to {length} tokens, full recomputation,
 distributed optimizer. "GPU, training" is the peak of the fullest GPU while it trains; while it generates, engines fill
 70 % of it. Sizes are the planner's ([how it counts](recipes.md#the-planner)), not measurements.
 
@@ -258,7 +258,7 @@ def _example(example: Example) -> str:
     found = suggest(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
     lines = [f"{choice.words}\n    {choice.reasons}" for choice in found[:NUM_SHOWN]]
     return (
-        f"{example.title} on {8 * example.nodes} GPUs of {GPU_MEMORY}:\n\n"
+        f"{example.title} on {8 * example.nodes} {GPU_MEMORY} GPUs:\n\n"
         f"```bash\n{search_command(example)}\n```\n\n```text\n" + "\n".join(lines) + "\n```"
     )
 

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.estimate import ENGINE_CONTEXT, RESERVE, TRAINER_CONTEXT, Estimate, estimate
+from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
 from rlpost.config.plan.layout_search import FittingLayout
+from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 
@@ -120,15 +121,23 @@ searches all layouts of the model on this number of GPUs.
 | activations | Korthikanti et al. ([2205.05198](https://arxiv.org/abs/2205.05198)) for gated MLPs, grouped queries, experts, attention without stored scores | what autograd keeps for small models: within a tenth; the peak of a [rehearsal](rehearsal.md): 4 % below to 4 % above it |
 | micro-batches in flight | Narayanan et al. ([2104.04473](https://arxiv.org/abs/2104.04473)) | |
 | weight update | all weights, in FP8 without embeddings, norms and routers; buffers three times the largest bucket | the plan of every rank of every recipe: equal |
-| KV cache | `mem_fraction_static` of the GPU less the weights; 2 x layers x KV heads x width x 2 bytes a token | |
-| CUDA, NCCL | an allowance: {trainer:.0f} GB for the trainer, {engine:.0f} GB for an engine | not checked |
+| engine weights | SGLang's sharding: attention over its replica, embedding and head too with DP attention, routers and narrow projections whole on each GPU | parameters of SGLang's models at full size on the meta device, with the settings of the recipes: within 5 % |
+| KV cache | `mem_fraction_static` of the memory that is free when the first engine starts, less the weights; 2 x layers x KV heads x width x 2 bytes a token | SGLang's own functions for the free memory, the default of `mem_fraction_static` and the bytes of a token: within 5 % |
+| CUDA graphs | SGLang's allowance of 2 MiB for each request of the largest batch; on the GPU while engines generate, in host memory while the trainer works | SGLang's own function |
+| CUDA, NCCL | {context:.1f} GB for each process, and the buffers of each communicator from NCCL's source, by its size, the ranks on a node and NVLink SHARP (`NCCL_NVLS_ENABLE`) | the communicators of a rehearsed rank: equal; their bytes: read, not measured (`rlpost/config/plan/nccl_memory.py` names its sources) |
+| host memory | pinned gradients of an offloaded optimizer rounded up to powers of two, as torch does | the line of torch |
 | what fits | sums up to {reserve:.0%} of a GPU | |
 
-Not included: imbalance between experts, fragmentation beyond that reserve, DeepEP, and CUDA graphs of unusual sizes. For
+`--gpu-memory` is the memory that CUDA reports: 79.11 GiB = 84.9 GB for an H100 that is sold with 80 GB. The trainer's
+communicators exist from the first step on, and NCCL keeps their buffers while engines generate. An engine that starts
+later finds less free memory, and its KV cache is smaller by `mem_fraction_static` of the difference.
+
+Not included: imbalance between experts, fragmentation beyond that reserve, and DeepEP. Linear attention and sliding
+windows are counted in the KV cache as full attention. For
 TransformerEngine's fused kernels the sums use their documented activations; they were checked without these kernels
 only. The order of `--suggest` is a heuristic, not a measurement.
 
-## All recipes on GPUs of {memory}
+## All recipes on {memory} GPUs
 
 | recipe | parameters | trainer | peak of a GPU | host a node | checkpoint |
 |---|---|---|---|---|---|
@@ -144,8 +153,7 @@ def recipes_page() -> str:
     plans = {name: _planned(name) for name in names}
     rows = "\n".join(_row(name, made) for name, made in plans.items())
     text = _PLAN.format(
-        trainer=TRAINER_CONTEXT / 1e9,
-        engine=ENGINE_CONTEXT / 1e9,
+        context=CUDA_CONTEXT / 1e9,
         reserve=RESERVE,
         memory=GPU_MEMORY,
         rows=rows,

@@ -1,8 +1,7 @@
 """Estimate the memory of each GPU and node in each phase of a run. Pure.
 
-Input: settings, the shape of the model and the memory of a GPU. Output: an ``Estimate``. SGLang
-fills ``mem_fraction_static`` of a GPU with weights and KV cache. What CUDA and NCCL take for
-themselves is an allowance, not a sum: ``TRAINER_CONTEXT`` and ``ENGINE_CONTEXT``.
+Input: settings, the shape of the model and the memory of a GPU. Output: an ``Estimate``. CUDA and
+NCCL are counted by ``nccl_memory``, engines by ``engine_memory``.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from rlpost.config.plan.activations import (
     stage_activations,
     transient_bytes,
 )
-from rlpost.config.plan.engine_weights import engine_weights, replicas
+from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
+from rlpost.config.plan.nccl_memory import idle_context, trainer_context
 from rlpost.config.plan.rank_memory import (
     RankMemory,
     forward_pass,
     held_memory,
     muon_matrices,
     parameter_bytes,
+    pinned_rounding,
     saved_bytes,
     saved_weight_bytes,
     trained_parameters,
@@ -39,15 +40,12 @@ from rlpost.config.plan.shape import (
     rank_parameters,
     teacher_layout,
 )
+from rlpost.config.plan.shortages import cache_problem, phase_problem
 from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
 from rlpost.config.tree import Config
 
-TRAINER_CONTEXT = 3 * 10**9
-ENGINE_CONTEXT = 3 * 10**9
 RESERVE = 0.95
 """Usable share of a GPU: the caching allocator leaves gaps."""
-MEM_FRACTION = 0.85
-"""Assumed where the recipe leaves ``mem_fraction_static`` to SGLang."""
 
 
 class Sizes(TypedDict):
@@ -73,6 +71,8 @@ class PlannedRank:
     """Bytes that it writes of a checkpoint."""
     optimizer_host: int
     passing: Activations
+    context: int
+    """CUDA and NCCL."""
     teacher: int = 0
     """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
     teacher_pass: int = 0
@@ -81,7 +81,7 @@ class PlannedRank:
     @property
     def train(self) -> int:
         """Peak of forward and backward."""
-        return self.held.total + self.critic.total + self.passing.peak + TRAINER_CONTEXT
+        return self.held.total + self.critic.total + self.passing.peak + self.context
 
     @property
     def activations(self) -> int:
@@ -103,22 +103,8 @@ class PlannedCriticRank:
     saved: int
     """Bytes that it writes of a checkpoint."""
     optimizer_host: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedEngine:
-    """One GPU of an engine."""
-
-    weights: int
-    kv_cache: int
-    kv_bytes_per_token: float
-    kv_tokens: int
-    """Tokens of all requests of an engine that fit in its KV cache."""
-
-    @property
-    def resident(self) -> int:
-        """Weights and KV cache."""
-        return self.weights + max(0, self.kv_cache)
+    context: int
+    """CUDA and NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +158,15 @@ class Estimate:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line for each amount that does not fit."""
-        limit = self.gpu_bytes * RESERVE
+        config, limit, engine = self.config, self.gpu_bytes * RESERVE, self.engine
         found = [
-            f"{phase.name}: {phase.total / 1e9:.1f} GB of the {limit / 1e9:.1f} GB that a GPU of "
-            f"{self.gpu_bytes / 1e9:.0f} GB has for it"
-            for phase in self.phases
-            if phase.total > limit
+            phase_problem(config, one.name, one.parts, limit=limit, gpu_bytes=self.gpu_bytes)
+            for one in self.phases
+            if one.total > limit
         ]
-        engine = self.engine
         if engine is not None and engine.kv_tokens < self.longest:
-            found.append(
-                f"generate: beside {engine.weights / 1e9:.1f} GB of weights the KV cache of an engine holds "
-                f"{max(0, engine.kv_tokens)} tokens, and one answer may have {self.longest}"
-            )
+            sizes = engine.weights, engine.kv_tokens, self.longest
+            found.append(cache_problem(config, *sizes))
         return tuple(found)
 
 
@@ -211,9 +193,6 @@ def estimate(
         _rank(config, shape, layout, one, stage=stage, teacher=teacher)
         for stage in range(layout.pipeline)
     )
-    engine = None
-    if config.num_engines:
-        engine = _engine(config, shape, gpu_bytes=gpu_bytes, width=engine_width)
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
     matrices = muon_matrices(config, shape, Layout(), 0)
@@ -225,6 +204,15 @@ def estimate(
         stored_critic = saved_bytes(config, Layout(), critic, matrices)
     of_critic = _own_critic(config, shape)
     own_critic = max(of_critic, key=lambda rank: rank.held.total + rank.activations, default=None)
+    engine = None
+    if config.num_engines:
+        engine = planned_engine(
+            config,
+            shape,
+            gpu_bytes=gpu_bytes,
+            width=engine_width,
+            held=_held_by_trainer(config, ranks, own_critic),
+        )
     buffers = [_save_buffer(config, rank) for rank in ranks]
     buffers += [_critic_save_buffer(config, rank) for rank in of_critic]
     saved = [rank.saved for rank in ranks] + [rank.saved for rank in of_critic]
@@ -252,9 +240,9 @@ def estimate(
         phases=(
             *_phases(config, fullest, engine, update, own_critic, most_weights=most_weights),
             *_teacher_phase(config, ranks, engine, update, own_critic),
-            *_critic_phase(config, own_critic, engine),
+            *_critic_phase(config, own_critic, engine, fullest.context),
         ),
-        host_bytes_per_node=_host(config, ranks, own_critic),
+        host_bytes_per_node=_host(config, ranks, own_critic, engine),
         checkpoint_bytes=stored_size + stored_critic,
         checkpoint_bytes_per_rank=max(saved),
         save_buffer_bytes=max(buffers),
@@ -277,6 +265,7 @@ def _rank(
     trained = trained_parameters(config, shape, layout, stage)
     matrices = muon_matrices(config, shape, layout, stage)
     held, host = held_memory(config, layout, parameters, trained, matrices)
+    host += pinned_rounding(config, shape, layout, stage)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
     if config.use_critic and not config.has_own_critic:
         critic = critic_parameters(shape, layout, stage)
@@ -302,20 +291,25 @@ def _rank(
         passing=stage_activations(
             shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
         ),
+        context=trainer_context(config, layout, shape),
         teacher=of_teacher,
         teacher_pass=passing,
     )
 
 
-def _engine(config: Config, shape: Shape, *, gpu_bytes: int, width: int) -> PlannedEngine:
-    copies, weights = replicas(config), engine_weights(config, shape, width)
-    fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
-    heads = max(1.0, shape.groups * copies / config.cluster.rollout_num_gpus_per_engine)
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * 2
-    if shape.latent is not None:  # one narrow vector for all heads, on each GPU
-        per_token = 2 * shape.num_layers * (shape.latent.kv_rank + shape.latent.position)
-    cache = int(fraction * gpu_bytes) - weights
-    return PlannedEngine(weights, cache, per_token, int(cache / per_token) * copies)
+def _held_by_trainer(
+    config: Config, ranks: tuple[PlannedRank, ...], own_critic: PlannedCriticRank | None
+) -> int:
+    """Bytes that the trainer holds on the GPUs of an engine that starts."""
+    if not config.cluster.colocate:
+        return 0
+    processes = 2 if own_critic is not None and config.critic_shares_gpus else 1
+    held = processes * idle_context(config)
+    if config.offload_train:
+        return held
+    if processes == 2 and own_critic is not None and not config.offloads_critic:
+        held += own_critic.held.total
+    return held + max(rank.held.total + rank.critic.total for rank in ranks)
 
 
 def _phases(
@@ -338,9 +332,9 @@ def _phases(
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
     resident, computing = rank.critic.total, rank.critic.total
-    contexts = TRAINER_CONTEXT
+    contexts = rank.context
     if own_critic is not None and config.critic_shares_gpus:
-        contexts *= 2
+        contexts += own_critic.context
         if not config.offloads_critic:
             resident = own_critic.held.total
             computing = resident + own_critic.activations
@@ -352,22 +346,28 @@ def _phases(
         passing = (("activations", at_peak.kept), ("logits", at_peak.logits))
     else:
         passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
-    if engine is None or update is None or not config.cluster.colocate:
-        alone = () if engine is None else (_generate(engine, ()),)
-        return (MemoryPhase("train", (*kept, *with_pass, *passing, context)), *alone)
+    train = (*kept, *with_pass, *passing, context)
+    if engine is None or update is None:
+        return (MemoryPhase("train", train),)
+    if not config.cluster.colocate:
+        received = ("buffers", update.engine_bytes)
+        return (MemoryPhase("train", train), _generate(engine, (received,)))
     buffers = ("buffers", update.gpu_bytes)
-    sent = max(most_weights, held.weights)
     shadow = () if config.offload_train else (*kept, *of_critic)
+    sent = shadow or (("weights", max(most_weights, held.weights)),)
     there = () if config.offload_rollout else (("engine", engine.resident),)
-    beside = ("engine's CUDA", ENGINE_CONTEXT)
-    return (
-        MemoryPhase("train", (*kept, *with_pass, *passing, context, beside, *there)),
-        MemoryPhase(
-            "synchronise",
-            (("weights", sent), ("engine", engine.weights), buffers, context, beside),
-        ),
+    beside = ("engine's CUDA", engine.context)
+    in_sync = engine.weights if config.offload_rollout else engine.resident
+    phases = [
+        MemoryPhase("train", (*train, beside, *there)),
+        MemoryPhase("synchronise", (*sent, ("engine", in_sync), buffers, context, beside)),
         _generate(engine, (*shadow, context)),
-    )
+    ]
+    if config.offload_train and config.checkpoint.save_interval:
+        saved = ("optimizer", held.optimizer + rank.critic.optimizer)
+        weights = ("weights", held.weights + rank.critic.weights)
+        phases.append(MemoryPhase("save", (weights, saved, ("engine", in_sync), context, beside)))
+    return tuple(phases)
 
 
 def _own_critic(config: Config, shape: Shape) -> list[PlannedCriticRank]:
@@ -385,12 +385,16 @@ def _own_critic(config: Config, shape: Shape) -> list[PlannedCriticRank]:
         passing = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
         activations = passing.kept + passing.layer
         written = saved_bytes(own, layout, parameters, matrices)
-        ranks.append(PlannedCriticRank(held, activations, written, host))
+        context = trainer_context(own, layout, shape)
+        ranks.append(PlannedCriticRank(held, activations, written, host, context))
     return ranks
 
 
 def _critic_phase(
-    config: Config, rank: PlannedCriticRank | None, engine: PlannedEngine | None
+    config: Config,
+    rank: PlannedCriticRank | None,
+    engine: PlannedEngine | None,
+    policy_context: int,
 ) -> tuple[MemoryPhase, ...]:
     """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
 
@@ -398,16 +402,16 @@ def _critic_phase(
     """
     if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
         return ()
-    contexts = 2 if config.critic_shares_gpus else 1
+    contexts = rank.context + (policy_context if config.critic_shares_gpus else 0)
     parts = [
         ("weights", rank.held.weights),
         ("gradients", rank.held.gradients),
         ("optimizer", rank.held.optimizer),
         ("activations", rank.activations),
-        ("CUDA, NCCL", contexts * TRAINER_CONTEXT),
+        ("CUDA, NCCL", contexts),
     ]
     if engine is not None and config.critic_shares_gpus and config.cluster.colocate:
-        parts.append(("engine's CUDA", ENGINE_CONTEXT))
+        parts.append(("engine's CUDA", engine.context))
         if not config.offload_rollout:
             parts.append(("engine", engine.resident))
     return (MemoryPhase("critic", tuple(parts)),)
@@ -437,7 +441,7 @@ def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> Memor
     own = (
         ("engine", engine.weights),
         ("KV cache", max(0, engine.kv_cache)),
-        ("engine's CUDA", ENGINE_CONTEXT),
+        ("engine's CUDA", engine.context + engine.graphs),
     )
     return MemoryPhase("generate", (*own, *more))
 
@@ -449,12 +453,16 @@ def _save_buffer(config: Config, rank: PlannedRank) -> int:
 
 
 def _host(
-    config: Config, ranks: tuple[PlannedRank, ...], own_critic: PlannedCriticRank | None
+    config: Config,
+    ranks: tuple[PlannedRank, ...],
+    own_critic: PlannedCriticRank | None,
+    engine: PlannedEngine | None,
 ) -> int:
     """Return host memory of the fullest node, a critic on the same GPUs included.
 
-    It holds the offloaded optimizer, what is offloaded while engines generate, the weights of
-    reference, old policy and teacher, and the buffer of a checkpoint.
+    It holds the offloaded optimizer, what is offloaded while engines generate, CUDA graphs while
+    the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference,
+    old policy and teacher, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and (
@@ -472,6 +480,8 @@ def _host(
         each = max(each, own)
     if own_critic is not None and config.critic_shares_gpus:
         each += _critic_host(config, own_critic)
+    if engine is not None and config.offload_rollout:
+        each += engine.graphs
     return each * config.cluster.actor_num_gpus_per_node
 
 

@@ -21,6 +21,7 @@ from rlpost.config.plan.shape import (
     Shape,
     layout_of,
     matrix_parameters,
+    parameters_of_stage,
     rank_parameters,
 )
 from rlpost.config.tree import Config
@@ -118,6 +119,26 @@ def held_memory(
         round((state * each.optimizer - matrices.total * moment) * (1 - away)),
     )
     return on_gpu, round(state * HOST_BYTES * away)
+
+
+def pinned_rounding(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
+    """Host memory that torch adds to the gradients of an optimizer in host memory.
+
+    Megatron-core allocates a pinned float32 gradient for each parameter
+    (``HybridDeviceOptimizer._set_sub_optimizer_grads``), and torch rounds each up to a power of two.
+    A distributed optimizer shards whole parameters but for the ends of a share.
+    """
+    if not config.optimizer.optimizer_cpu_offload or config.lora.lora_rank is not None:
+        return 0
+    ranks = layout.world // layout.pipeline
+    dense, experts = ranks // layout.tensor, ranks // (layout.expert_tensor * layout.expert)
+    if not config.perf.use_distributed_optimizer:
+        dense = experts = 1
+    added = 0
+    for elements, count, is_expert in parameters_of_stage(shape, layout, stage):
+        wasted = (1 << (4 * elements - 1).bit_length()) - 4 * elements
+        added += wasted * count // (experts if is_expert else dense)
+    return round(added * config.optimizer.optimizer_offload_fraction)
 
 
 def fullest_held(config: Config, shape: Shape) -> RankMemory:

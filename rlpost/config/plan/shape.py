@@ -12,7 +12,7 @@ with sandwich norms, the norms at the end are on every rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -330,6 +330,36 @@ def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
         for _, (is_sparse, is_linear) in zip(layers, kinds, strict=False)
     ]
     return Parameters(sum(one.dense for one in found), sum(one.expert for one in found))
+
+
+def parameters_of_stage(
+    shape: Shape, layout: Layout, stage: int
+) -> Iterator[tuple[int, int, bool]]:
+    """The matrices of a rank: elements of one, how many, and whether they are of routed experts.
+
+    Megatron-core fuses queries, keys and values, and both inputs of a gated MLP.
+    """
+    layers = sparse_of(shape, layout, stage)
+    num_sparse = sum(layers)
+    tensor, hidden = layout.tensor, shape.hidden
+    if stage in (0, layout.pipeline - 1):
+        ends = 1 if layout.pipeline > 1 or shape.tied else 2
+        yield -(-shape.vocab // tensor) * hidden, ends, False
+    if shape.latent is None:
+        yield hidden * _qkv_columns(shape, tensor), len(layers), False
+        yield hidden * shape.heads * shape.head_dim // tensor, len(layers), False
+    else:
+        for rows, columns in shape.attention_matrices:
+            yield rows * columns // tensor, len(layers), False
+    for width, count in ((shape.ffn, len(layers) - num_sparse), (shape.shared_ffn, num_sparse)):
+        if width and count:
+            yield 2 * hidden * width // tensor, count, False
+            yield hidden * width // tensor, count, False
+    if num_sparse:
+        yield hidden * shape.num_experts, num_sparse, False
+        width, each = shape.expert_ffn // layout.expert_tensor, shape.num_experts // layout.expert
+        yield 2 * hidden * width, num_sparse * each, True
+        yield hidden * width, num_sparse * each, True
 
 
 def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:

@@ -17,7 +17,14 @@ from functools import cached_property, lru_cache
 from rlpost.config.plan.adapters import served_adapters
 from rlpost.config.plan.shape import FP8_SIDE, Layout, LinearAttention, Shape, layers_of
 from rlpost.config.tree import Config
-from rlpost.weights.bucket_plan import SENT_BUFFERS, SHARED_BUFFERS, Travelling, bucket_bytes, deal
+from rlpost.weights.bucket_plan import (
+    RECEIVED_BUFFERS,
+    SENT_BUFFERS,
+    SHARED_BUFFERS,
+    Travelling,
+    bucket_bytes,
+    deal,
+)
 
 FP8_WIDTH = 1
 
@@ -59,6 +66,8 @@ class PlannedUpdate:
     """Requests of the driver that move the buckets, for all engines together."""
     gpu_bytes: int
     """Bytes of buckets on a GPU that trainer and engine share, else on a GPU that sends."""
+    engine_bytes: int = 0
+    """The same on a GPU of an engine that receives them over the network; 0 otherwise."""
 
 
 def weight_update(
@@ -88,8 +97,11 @@ def weight_update(
         device_bytes=gpu_bytes,
     )
     count, largest = _buckets(shape, layout, width, in_fp8, size)
-    buffers = SHARED_BUFFERS if config.cluster.colocate else SENT_BUFFERS
-    return PlannedUpdate(total, count, largest, count * num_engines, buffers * largest)
+    requests = count * num_engines
+    if config.cluster.colocate:
+        return PlannedUpdate(total, count, largest, requests, SHARED_BUFFERS * largest)
+    received = 0 if config.sync.update_weight_transport == "disk" else RECEIVED_BUFFERS * largest
+    return PlannedUpdate(total, count, largest, requests, SENT_BUFFERS * largest, received)
 
 
 # A search for layouts repeats the same few calls many times.

@@ -93,6 +93,14 @@ def hybrid_keeps_classes(source: Source) -> None:
     )
 
 
+def hybrid_pins_a_gradient_for_each_parameter(source: Source) -> None:
+    made = source.lines(HYBRID, "HybridDeviceOptimizer")
+    assert (
+        "self.cpu_copy_map_grad[param] = torch.empty(param.shape, dtype=param.dtype, "
+        "pin_memory=self.pin_cpu_grads, device='cpu')" in made
+    )
+
+
 def hybrid_is_chosen_by_cpu_offload(source: Source) -> None:
     made = source.lines(OPTIMIZERS, "_get_megatron_optimizer_based_on_param_groups")
     offload, adam = (
@@ -291,6 +299,12 @@ FACTS = (
             '"cpu_optimizer_cls": cpu_optimizer_cls,',
             '"cpu_optimizer_cls": str(cpu_optimizer_cls),',
         ),
+    ),
+    Fact(
+        "HybridDeviceOptimizer allocates a pinned gradient for each parameter",
+        ("rlpost/config/plan/rank_memory.py",),
+        hybrid_pins_a_gradient_for_each_parameter,
+        (HYBRID, "pin_memory=self.pin_cpu_grads, device=", "pin_memory=False, device="),
     ),
     Fact(
         "the state of a HybridDeviceOptimizer is that of the format: param, exp_avg and exp_avg_sq",

@@ -99,6 +99,11 @@ def asks_the_variable_for_graphs(source: Source) -> None:
     )
 
 
+def keeps_a_copy_of_paused_graphs(source: Source) -> None:
+    capture = source.text(f"{BACKENDS}/full_cuda_graph_backend.py")
+    assert "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in capture and "enable_cpu_backup=True" in capture
+
+
 class Anything:
     """An object with every attribute."""
 
@@ -563,6 +568,16 @@ FACTS = (
         ),
     ),
     Fact(
+        "full CUDA graphs have a copy in host memory while they are paused",
+        ("rlpost/config/plan/estimate.py",),
+        keeps_a_copy_of_paused_graphs,
+        (
+            f"{BACKENDS}/full_cuda_graph_backend.py",
+            "enable_cpu_backup=True",
+            "enable_cpu_backup=False",
+        ),
+    ),
+    Fact(
         "breakable CUDA graphs raise with the memory saver and SGLANG_MEMORY_SAVER_CUDA_GRAPH",
         (PROCESS, FLEET),
         breakable_graphs_refuse_the_saver,
@@ -668,7 +683,7 @@ FACTS = (
     ),
     Fact(
         "mem_fraction_static counts from the memory that is free when the engine starts",
-        (STAGES, "rlpost/config/plan/estimate.py"),
+        (STAGES, "rlpost/config/plan/engine_memory.py"),
         memory_counts_from_what_is_free,
         (KV_CACHE, "slack_gb = pre_model_load_memory * (1 -", "slack_gb = 100.0 * (1 -"),
     ),

@@ -23,6 +23,31 @@ OPTIMIZER = "torch/optim/optimizer.py"
 SERIALIZATION = "torch/serialization.py"
 NVIDIA = "ray/_private/accelerators/nvidia_gpu.py"
 RAY_UTILS = "ray/_private/utils.py"
+PINNED = "torch/include/ATen/core/CachingHostAllocator.h"
+KEPT, RANK_MEMORY = "rlpost/actor/kept_weights.py", "rlpost/config/plan/rank_memory.py"
+
+
+def between(text: str, begin: str, end: str) -> str:
+    """Return the text from ``begin`` up to ``end``, without repeated white space."""
+    assert begin in text, begin
+    return " ".join(text.partition(begin)[2].partition(end)[0].split())
+
+
+def pinned_memory_is_rounded_up(source: Source) -> None:
+    """C++, so its text is compared. The bound is the largest size unless it is set."""
+    text = source.text(PINNED)
+    rounded = between(text, "const auto roundSize = [&]() -> size_t {", "}();")
+    assert rounded == (
+        "if (size <= pinned_max_round_threshold() && size <= pinned_max_cached_size()) { "
+        "return c10::llvm::PowerOf2Ceil(size); } else { return size; }"
+    )
+
+
+def cached_pinned_blocks_are_of_any_size(source: Source) -> None:
+    """A block of the same power of two is returned although it may be smaller than the request."""
+    found = between(source.text(PINNED), "virtual B* get_free_block(size_t size,", "return block;")
+    assert "B* block = pool.free_list_[index].list_.back();" in found
+    assert "size_ >=" not in found and "size_ <" not in found
 
 
 def parameters(source: Source, path: str, name: str) -> list[str]:
@@ -297,6 +322,22 @@ FACTS = (
         (STORED,),
         loading_is_weights_only,
         (SERIALIZATION, "return pickle_module is None", "return False"),
+    ),
+    Fact(
+        "pinned memory is rounded up to a power of two",
+        (KEPT, RANK_MEMORY),
+        pinned_memory_is_rounded_up,
+        (PINNED, "return c10::llvm::PowerOf2Ceil(size);", "return size;"),
+    ),
+    Fact(
+        "without rounding a cached block of pinned memory may be too small for a request",
+        (KEPT,),
+        cached_pinned_blocks_are_of_any_size,
+        (
+            PINNED,
+            "B* block = pool.free_list_[index].list_.back();",
+            "B* block = pool.free_list_[index].first_of_at_least(size);",
+        ),
     ),
     Fact(
         "actors of zero GPUs keep CUDA_VISIBLE_DEVICES as their environment has it",

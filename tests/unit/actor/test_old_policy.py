@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from rlpost.actor.kept_weights import KeptWeights
+from rlpost.actor.kept_weights import KeptWeights, host_copies
 from rlpost.actor.old_policy import OldPolicy
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import SyncError
@@ -226,3 +226,38 @@ def test_engines_get_the_weights_of_their_label_whatever_the_resumes_change(seed
         again = PolicyVersions(of.interval, run.step, kept, of.ref_interval)
         if run.keeps_old and run.step > run.critic_only:
             assert (again.engines(run.step), again.old(run.step)) == before
+
+
+def test_host_copies_take_at_most_five_percent_more_than_the_weights_when_rounded(monkeypatch):
+    """The weights of Qwen3-4B at TP 2; one allocation for each takes a third more.
+
+    torch rounds each pinned allocation up to a power of two.
+    """
+    layer = [(3072, 2560), (2560, 2048), (9728, 2560), (2560, 4864), (2560,), (128,)]
+    shapes = [(75968, 2560), *layer * 36]
+    weights = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    allocated: list[int] = []
+    empty = torch.empty
+
+    def on_meta(size: int, **options: object) -> torch.Tensor:
+        allocated.append(size)
+        return empty(size, dtype=torch.uint8, device="meta")
+
+    monkeypatch.setattr(torch, "empty", on_meta)
+    copies = host_copies(weights)
+    rounded = sum(1 << (size - 1).bit_length() for size in allocated)
+    total = sum(weight.nbytes for weight in weights)
+    assert [(copy.shape, copy.dtype) for copy in copies] == [
+        (weight.shape, weight.dtype) for weight in weights
+    ]
+    assert total <= rounded < 1.05 * total
+    alone = sum(1 << (weight.nbytes - 1).bit_length() for weight in weights)
+    assert alone > 1.3 * total
+
+
+def test_host_copies_do_not_overlap():
+    weights = [torch.rand(3, 5), torch.rand(7, dtype=torch.float64), torch.tensor(2.5)]
+    copies = host_copies(weights, piece_bytes=600)
+    for copy, weight in zip(copies, weights, strict=True):
+        copy.copy_(weight)
+    assert all(torch.equal(copy, weight) for copy, weight in zip(copies, weights, strict=True))

@@ -11,8 +11,15 @@ from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
-from rlpost.config.plan.estimate import TRAINER_CONTEXT, estimate
-from rlpost.config.plan.shape import Layout, Shape, critic_parameters, rank_parameters
+from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.nccl_memory import trainer_context
+from rlpost.config.plan.shape import (
+    Layout,
+    Shape,
+    critic_parameters,
+    layout_of,
+    rank_parameters,
+)
 from rlpost.orchestration.ledger_lines import gpus_by_role
 from rlpost.orchestration.observation import pace
 from rlpost.orchestration.settings_of_actors import actor_settings
@@ -235,10 +242,13 @@ def test_gpus_that_policy_and_critic_share_hold_one_of_the_two_at_a_time():
     )
     assert phases["critic"]["weights"] == 2 * parameters
     contexts = {name: parts.pop("CUDA, NCCL") for name, parts in phases.items()}
-    assert set(contexts.values()) == {2 * TRAINER_CONTEXT}, "each process has a context"
+    ranks = critic_ranks(offloaded.config)
+    own = trainer_context(ranks, layout_of(ranks), DENSE)
+    assert set(contexts.values()) == {alone.fullest.context + own}, "each process has a context"
     of_policy = {name: {**parts} for name, parts in without.items()}
     for parts in of_policy.values():
         parts.pop("CUDA, NCCL")
+    assert phases["generate"].pop("KV cache") < of_policy["generate"].pop("KV cache")
     assert {name: phases[name] for name in of_policy} == of_policy
     assert offloaded.host_bytes_per_node > alone.host_bytes_per_node
     resident = own_critic(sizes, cluster={**OWN, "offload_train": False})

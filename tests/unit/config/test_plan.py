@@ -23,6 +23,7 @@ from rlpost.config.plan.activations import (
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import Sizes, estimate
 from rlpost.config.plan.layout_search import bubble, nearest, suggest
+from rlpost.config.plan.nccl_memory import idle_context
 from rlpost.config.plan.rank_memory import RankMemory, held_memory
 from rlpost.config.plan.shape import (
     Layout,
@@ -208,7 +209,7 @@ def test_every_recipe_fits_gpus_of_80_gb(name):
     assert made.problems == ()
     assert all(phase.total > 2 * GB for phase in made.phases)
     assert [phase.name for phase in made.phases] == (
-        ["train", "synchronise", "generate"]
+        ["train", "synchronise", "generate", "save"]
         if made.config.cluster.colocate
         else ["train", "generate"]
     )
@@ -217,7 +218,7 @@ def test_every_recipe_fits_gpus_of_80_gb(name):
 @pytest.mark.slow
 def test_the_large_recipe_does_not_fit_with_its_optimizer_on_the_gpu_and_the_nearest_layout_moves_it():
     made = planned("glm45_355b", optimizer={"optimizer_cpu_offload": False})
-    assert [line.split(":")[0] for line in made.problems] == ["train"]
+    assert [line.split(":")[0] for line in made.problems] == ["train", "save"]
     near = nearest(made.config, suggest(made.config, made.shape, gpu_bytes=80 * GB))
     assert near is not None and near.config.optimizer.optimizer_cpu_offload
     assert (
@@ -298,17 +299,47 @@ def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
     assert ("buffers", made.update.gpu_bytes) in made.phases[1].parts
 
 
-def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part():
+def test_kv_cache_is_what_the_weights_leave_of_sglang_s_part_of_the_free_memory():
     """36 layers x 4 heads of 8 on each of 2 GPUs x 128 x (key and value) x 2 bytes."""
-    engine = planned("qwen3_4b").engine
+    made = planned("qwen3_4b")
+    engine, config = made.engine, made.config
     assert engine.kv_bytes_per_token == 36 * 4 * 128 * 2 * 2
-    assert engine.weights + engine.kv_cache == pytest.approx(0.7 * 80 * GB)
+    free = 80 * GB - idle_context(config) - engine.context
+    assert engine.weights + engine.kv_cache == pytest.approx(0.7 * free)
     assert engine.kv_tokens == int(engine.kv_cache / engine.kv_bytes_per_token)
+
+
+def test_engines_that_receive_over_the_network_hold_two_buckets_beside_the_cache():
+    made = planned("qwen3_4b_decoupled")
+    generate = dict(made.phases[-1].parts)
+    assert generate["buffers"] == 2 * made.update.largest_bytes == made.update.engine_bytes
+    assert planned("qwen3_4b").update.engine_bytes == 0
+
+
+def test_a_save_holds_weights_and_optimizer_beside_the_weights_of_engines():
+    made = planned("qwen3_4b")
+    save, rank = dict(made.phases[-1].parts), made.fullest
+    assert (save["weights"], save["optimizer"]) == (rank.held.weights, rank.held.optimizer)
+    assert save["engine"] == made.engine.weights
+
+
+def test_cuda_graphs_are_in_host_memory_while_the_trainer_works():
+    made = planned("qwen3_30b_a3b")
+    without = planned("qwen3_30b_a3b", sglang={"sglang_disable_cuda_graph": True})
+    assert made.engine.graphs == 256 * 2 * 2**20 and without.engine.graphs == 0
+    assert made.host_bytes_per_node - without.host_bytes_per_node == 8 * made.engine.graphs
 
 
 def test_a_longer_answer_than_the_limit_is_computed_whole():
     made = planned("qwen3_4b", rollout={"rollout_max_response_len": 20000})
     assert made.tokens == 20000 + 1024
+
+
+def test_a_gpu_is_named_or_given_by_its_size():
+    """CUDA reports less than nvidia-smi (81559 MiB of an H100, 143771 MiB of an H200)."""
+    sizes = {name: plan.parse_size(name) / 2**20 for name in plan.CARDS}
+    assert 0.985 * 81559 < sizes["H100"] < 81559 and 0.985 * 143771 < sizes["H200"] < 143771
+    assert plan.parse_size("h100") == plan.parse_size("79.11GiB") == plan.parse_size("H100")
 
 
 @pytest.mark.parametrize("bad", ["80", "-1GB", "80TB", "many"])
@@ -433,6 +464,46 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
     )
     code, text = shown("qwen3_4b.toml", "24GB", "--suggest")
     assert code == 0 and "at its peak" in text
+
+
+@pytest.mark.parametrize(
+    ("groups", "phase", "part", "remedy"),
+    [
+        (
+            {"perf": {"recompute_granularity": None, "max_tokens_per_gpu": 40_000}},
+            "train",
+            "activations",
+            "use --recompute-granularity full",
+        ),
+        (
+            {"perf": {"max_tokens_per_gpu": 400_000}},
+            "train",
+            "logits",
+            "--max-tokens-per-gpu 400000",
+        ),
+        ({"cluster": {"offload_rollout": False}}, "train", "engine", "use --offload-rollout"),
+        (
+            {"sglang": {"sglang_mem_fraction_static": 0.98}},
+            "generate",
+            "KV cache",
+            "lower --sglang-mem-fraction-static 0.98",
+        ),
+    ],
+)
+def test_a_refusal_names_the_largest_part_the_bound_and_the_setting(groups, phase, part, remedy):
+    made = planned("qwen3_4b", **groups)
+    (line,) = [line for line in made.problems if line.startswith(f"{phase}: ")]
+    parts = dict(next(one.parts for one in made.phases if one.name == phase))
+    assert f"{parts[part] / 1e9:.1f} GB of them {part}" in line
+    assert f"of {80.0} GB (--gpu-memory) {0.95 * 80:.1f} GB may be planned" in line
+    assert remedy in line
+
+
+def test_a_cache_without_room_for_an_answer_names_sglang_s_share_and_what_helps():
+    small = {"sglang_mem_fraction_static": 0.055}
+    (line,) = planned("qwen3_4b", sglang=small).problems
+    assert "gives --sglang-mem-fraction-static 0.055 of the memory that is free" in line
+    assert "raise --rollout-num-gpus-per-engine 2" in line
 
 
 def test_with_adapters_the_base_takes_two_bytes_and_adapters_all_the_rest():

@@ -1,0 +1,139 @@
+"""Memory of an engine on each of its GPUs: weights, KV cache, CUDA graphs. Pure.
+
+Input: settings, the shape of the model, the memory of a GPU. Output: a ``PlannedEngine``. The
+arithmetic is SGLang's 0.5.21: ``KVCacheConfigurator._profile_available_bytes`` and
+``DefaultPoolConfigurator`` for the KV cache, ``handle_gpu_memory_settings`` and
+``reserve_for_graph_mb`` (``arg_groups/memory_hook.py``) where the settings leave values to it.
+Sliding windows and linear attention are counted as full attention, which takes more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.config.plan.engine_weights import attention_gpus, drafts, engine_weights, replicas
+from rlpost.config.plan.nccl_memory import MIB, engine_context
+from rlpost.config.plan.shape import Shape
+from rlpost.config.tree import Config
+
+GRAPH_BYTES = 2 * MIB
+"""SGLang's allowance for the CUDA graphs of decoding, for each request of the largest batch."""
+NUM_PREFILL_GRAPHS = {2048: 42, 4096: 50, 8192: 58, 16384: 74}
+"""By prefill tokens: graphs of SGLang's default list, each with an allowance of 8 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEngine:
+    """One GPU of an engine."""
+
+    weights: int
+    kv_cache: int
+    kv_bytes_per_token: float
+    kv_tokens: int
+    """Tokens of all requests of an engine that fit in its KV cache."""
+    context: int
+    """CUDA and NCCL."""
+    graphs: int
+    """CUDA graphs; in host memory while the engine is offloaded."""
+
+    @property
+    def resident(self) -> int:
+        """Weights, KV cache and graphs."""
+        return self.weights + max(0, self.kv_cache) + self.graphs
+
+
+def planned_engine(
+    config: Config, shape: Shape, *, gpu_bytes: int, width: int, held: int
+) -> PlannedEngine:
+    """Plan an engine.
+
+    SGLang gives ``mem_fraction_static`` of the memory that is free when an engine starts to weights
+    and KV cache.
+
+    Args:
+        config: the settings.
+        shape: of the model.
+        gpu_bytes: memory of a GPU.
+        width: bytes of a weight.
+        held: bytes of a GPU that others hold when the engine starts.
+    """
+    weights = engine_weights(config, shape, width)
+    context = engine_context(config, attention_gpus(config))
+    fraction = float(
+        config.sglang.server_args.get("mem_fraction_static")
+        or default_fraction(config, shape, gpu_bytes)
+    )
+    cache = int(fraction * (gpu_bytes - held - context)) - weights
+    per_token = kv_bytes_per_token(config, shape)
+    tokens = int(cache / per_token) * replicas(config)
+    return PlannedEngine(weights, cache, per_token, tokens, context, graph_bytes(config, gpu_bytes))
+
+
+def kv_bytes_per_token(config: Config, shape: Shape) -> float:
+    """Bytes of a token in the KV cache of a GPU, with those of a draft layer."""
+    given = str(config.sglang.server_args.get("kv_cache_dtype", "auto"))
+    width = 1 if given.startswith("fp8") else 2
+    heads = max(1.0, shape.groups / attention_gpus(config))
+    each = 2 * heads * shape.head_dim
+    if shape.latent is not None:  # one narrow vector for all heads, on each GPU
+        each = shape.latent.kv_rank + shape.latent.position
+    return width * each * (shape.num_layers + drafts(config))
+
+
+def graph_bytes(config: Config, gpu_bytes: int) -> int:
+    """SGLang's allowance for the CUDA graphs of decoding; 0 without."""
+    args = config.sglang.server_args
+    if args.get("disable_cuda_graph") or args.get("disable_decode_cuda_graph"):
+        return 0
+    return GRAPH_BYTES * _largest_batch(config, gpu_bytes)
+
+
+def _largest_batch(config: Config, gpu_bytes: int) -> int:
+    """Requests of the largest CUDA graph."""
+    args = config.sglang.server_args
+    if sizes := args.get("cuda_graph_bs_decode"):
+        return max(map(int, sizes))
+    if given := args.get("cuda_graph_max_bs_decode"):
+        return int(given)
+    is_small_engine = config.cluster.rollout_num_gpus_per_engine < 4
+    for bound_gib, small, large in ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512)):
+        if gpu_bytes < bound_gib * 2**30:
+            return small if is_small_engine else large
+    return 512
+
+
+def default_fraction(config: Config, shape: Shape, gpu_bytes: int) -> float:
+    """The ``mem_fraction_static`` that SGLang chooses."""
+    args = config.sglang.server_args
+    gpu_mib = gpu_bytes / MIB
+    chunk = int(args.get("chunked_prefill_size") or _prefill_tokens(gpu_bytes))
+    reserved = 512 + 1.5 * max(chunk, 2048)
+    reserved += config.cluster.rollout_num_gpus_per_engine / 8 * 1024
+    reserved += graph_bytes(config, gpu_bytes) / MIB
+    if (num_replicas := replicas(config)) > 1:
+        batch = _largest_batch(config, gpu_bytes)
+        reserved += batch * num_replicas * (4.5 if batch > 300 else 3)
+    if _captures_prefill(config):
+        graphs = 8 * NUM_PREFILL_GRAPHS.get(chunk, 58)
+        reserved += 1536 if shape.latent is not None else graphs
+    if gpu_mib > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((gpu_mib - reserved) / gpu_mib, 3)
+
+
+def _captures_prefill(config: Config) -> bool:
+    """Whether engines capture graphs of prefill; not with offload (rollout/cuda_graphs.py)."""
+    args = config.sglang.server_args
+    if args.get("disable_cuda_graph") or args.get("disable_prefill_cuda_graph"):
+        return False
+    default = "disabled" if config.offload_rollout else "breakable"
+    backend: str = args.get("cuda_graph_backend_prefill", default)
+    return backend != "disabled"
+
+
+def _prefill_tokens(gpu_bytes: int) -> int:
+    """SGLang's default for ``chunked_prefill_size``."""
+    for bound_gib, tokens in ((20, 2048), (60, 4096), (160, 8192)):
+        if gpu_bytes < bound_gib * 2**30:
+            return tokens
+    return 16384
