@@ -27,9 +27,7 @@ FORMS = {
 """The text of a prompt, by the value of --as."""
 
 
-def problems(
-    seed: int, form: str = "terms"
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def problems(seed: int, form: str = "terms") -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """All problems as (train, heldout), shuffled by ``seed``; ``form`` is a key of FORMS."""
     every = [
         {"prompt": FORMS[form].format(left=left, right=right), "label": str(left + right)}
@@ -62,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("assets/tiny"), help="folder of the two files"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the order")
-    parser.add_argument("--as", choices=FORMS, default="terms", dest="form", help="form of a prompt")
+    parser.add_argument(
+        "--as", choices=FORMS, default="terms", dest="form", help="form of a prompt"
+    )
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     train, heldout = problems(arguments.seed, arguments.form)
