@@ -5,6 +5,7 @@ A rank sees one GPU (its launcher sets CUDA_VISIBLE_DEVICES), so CUDA means devi
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlpost.actor.attention_backends import Gpu
 from rlpost.actor.settings import ActorSettings
 from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
 from rlpost.local_gpus import find_gpu, read_local_gpus, visible_names
@@ -56,6 +58,14 @@ def weight_dtype(bf16: bool | None) -> torch.dtype:
     if bf16 is None:
         bf16 = torch.cuda.is_available()
     return torch.bfloat16 if bf16 else torch.float32
+
+
+def gpu() -> Gpu | None:
+    """Return what the choice of attention kernels depends on; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
+    return Gpu(torch.cuda.get_device_capability(), has_flash_attention)
 
 
 def prepare(settings: ActorSettings) -> None:

@@ -14,6 +14,8 @@ import logging
 import torch
 import torch.distributed as dist
 
+from rlpost.actor import device
+from rlpost.actor.attention_backends import Choice, Options, choose
 from rlpost.actor.layer_specs import LOCAL, has_transformer_engine
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.rope import attention_factor
@@ -65,6 +67,28 @@ def kernel_fields(
         "moe_grouped_gemm": with_engine and (grouped is None or grouped),
         "moe_permute_fusion": with_engine and given.get("moe_permute_fusion", False),
     }
+
+
+def chosen_attention(
+    description: ModelDescription, settings: ActorSettings, *, implementation: str
+) -> Choice:
+    """Return what computes attention here.
+
+    Raises:
+        ConfigError: nothing can compute it with these settings on this GPU.
+    """
+    is_16_bit = device.weight_dtype(settings.bf16) != torch.float32
+    choice = choose(
+        description.attention(settings, is_16_bit=is_16_bit),
+        device.gpu(),
+        with_engine=implementation != LOCAL,
+        options=Options.of(settings.megatron),
+    )
+    if isinstance(choice, str):
+        raise ConfigError(choice)
+    if choice.reason and _is_first_rank():
+        logger.info("attention: torch's kernels in place of TransformerEngine's: %s", choice.reason)
+    return choice
 
 
 def _check(description: ModelDescription, settings: ActorSettings, *, implementation: str) -> None:
