@@ -81,11 +81,16 @@ def flash(
     value_width = value.size(-1)
     # FlashAttention has one width for all three, and 8 divides it
     width = -8 * (-max(query.size(-1), value_width) // 8)
-    query, key, value = (F.pad(each, (0, width - each.size(-1))) for each in (query, key, value))
+    query, key, value = (
+        each if each.size(-1) == width else F.pad(each, (0, width - each.size(-1)))
+        for each in (query, key, value)
+    )
     # keys before the query (-1: all), and none after it
     window_size = (-1 if window is None else window - 1, 0)
     if sinks is not None:
-        output = _FlashWithSinks.apply(query, key, value, sinks, bounds, scale, window_size)
+        left, right = window_size
+        options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+        output = _FlashWithSinks.apply(query, key, value, sinks, _FlashCall(bounds, options))
     else:
         output = varlen_attn(
             query,
@@ -101,6 +106,20 @@ def flash(
         )
     assert isinstance(output, torch.Tensor)
     return output[..., :value_width]
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashCall:
+    """What forward and backward pass of FlashAttention are given besides tensors."""
+
+    bounds: SequenceBounds
+    options: dict[str, float]  # scale, and the window: keys before and after a query, -1 for all
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | float | bool, ...]:
+        """Bounds, the probability of dropout, and whether all keys before a query are seen."""
+        bounds, is_causal = self.bounds, self.options["window_size_left"] < 0
+        return bounds.queries, bounds.keys, bounds.max_queries, bounds.max_keys, 0.0, is_causal
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -120,37 +139,22 @@ class _FlashWithSinks(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor,
-        bounds: SequenceBounds,
-        scale: float,
-        window_size: tuple[int, int],
+        call: _FlashCall,
     ) -> torch.Tensor:
-        is_causal = window_size == (-1, 0)
-        output, total, random_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            bounds.queries,
-            bounds.keys,
-            bounds.max_queries,
-            bounds.max_keys,
-            0.0,
-            is_causal,
-            return_debug_mask=False,
-            scale=scale,
-            window_size_left=window_size[0],
-            window_size_right=window_size[1],
+        output, total, *random_state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *call.arguments, return_debug_mask=False, **call.options
         )
         with_sink = torch.logaddexp(total, sinks.float().unsqueeze(-1))  # [heads, Tq]
         share = (total - with_sink).exp().mT.unsqueeze(-1)  # [Tq, heads, 1]
         output = (output.float() * share).to(output.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, with_sink, random_state, unused)
-        ctx.bounds, ctx.scale, ctx.window_size = bounds, scale, window_size
+        ctx.save_for_backward(query, key, value, sinks, output, with_sink, *random_state)
+        ctx.call = call
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, sinks, output, with_sink, random_state, unused = ctx.saved_tensors
-        bounds, (gradient,) = ctx.bounds, gradients
+        query, key, value, sinks, output, with_sink, *random_state = ctx.saved_tensors
+        (gradient,) = gradients
         of_inputs = torch.ops.aten._flash_attention_backward(
             gradient.contiguous(),
             query,
@@ -158,22 +162,14 @@ class _FlashWithSinks(torch.autograd.Function):
             value,
             output,
             with_sink,
-            bounds.queries,
-            bounds.keys,
-            bounds.max_queries,
-            bounds.max_keys,
-            0.0,
-            ctx.window_size == (-1, 0),
-            random_state,
-            unused,
-            scale=ctx.scale,
-            window_size_left=ctx.window_size[0],
-            window_size_right=ctx.window_size[1],
+            *ctx.call.arguments,
+            *random_state,
+            **ctx.call.options,
         )
         dot = (gradient.float() * output.float()).sum(-1)  # [Tq, heads]
         weight = (sinks.float().unsqueeze(-1) - with_sink).exp().mT
         of_sinks = -(weight * dot).sum(0).to(sinks.dtype)
-        return (*of_inputs, of_sinks, None, None, None)
+        return (*of_inputs, of_sinks, None)
 
 
 def _memory_efficient(

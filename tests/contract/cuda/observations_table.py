@@ -72,6 +72,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     ),
     "fused gradients": ("qwen3", {"megatron": {"gradient_accumulation_fusion": True}}),
     "fp8": ("qwen3", {"megatron": {"fp8": "hybrid"}}),
+    "fused activation that is clamped": (
+        "gpt-oss-moe",
+        {"transformer_impl": "local", "megatron": {"bias_activation_fusion": True}},
+    ),
     "unfused swiglu": ("qwen3", {"megatron": {"bias_activation_fusion": False}}),
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),
 }

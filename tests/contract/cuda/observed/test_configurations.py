@@ -15,6 +15,11 @@ pytestmark = pytest.mark.timeout(300)
 WITHOUT_ROTARY_KERNEL = (
     "glm_z1_9b", "glm4-0414", "deepseek-v3-moe", LATENT_MTP, "glm4.7-flash-moe", "qwen3-long", "gpt-oss-moe",
 )  # fmt: skip
+WITHOUT_FUSED_ACTIVATION = {
+    "local": ("gemma3", "gpt-oss-moe"),
+    "transformer_engine": ("gemma3",),
+}
+"""A GELU without a fused kernel, and one that clamps before the bias of an expert is added."""
 WITH_WINDOWS = ("gemma3", "qwen3-long")
 
 
@@ -98,7 +103,7 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
         kind = name.partition(",")[0]
         rotated = kind == "transformer_engine" and family not in WITHOUT_ROTARY_KERNEL
         assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (
-            family != "gemma3",  # its GELU has no fused kernel
+            family not in WITHOUT_FUSED_ACTIVATION[kind],
             rotated,
         ), name
         assert found["implementation"] == kind
@@ -163,6 +168,8 @@ REFUSED = {
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
     "fused gradients": ("needs a kernel of Apex (fused_weight_gradient_mlp_cuda)",) * 2,
     "fp8": ("--fp8 hybrid needs TransformerEngine", None),
+    "fused activation that is clamped": ("the kernel clamps the activations of this model before",)
+    * 2,
     "unfused swiglu": (None, None),
     "what Megatron refuses": (
         "TransformerConfig refuses these settings: DeepEP backend is only supported",
