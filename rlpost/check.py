@@ -17,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rlpost.actor.architecture import mtp_problem, sharding_problem
+from rlpost.actor.attention_backends import BEST_GPU, Options, attention_of, choose
 from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
@@ -358,6 +359,22 @@ def _check_description(config: Config, path: Path) -> None:
     )
     if problem is not None:
         raise ConfigError(problem)
+    attention = attention_of(
+        description.hf_config,
+        description.fields,
+        head_dim=description.head_dim,
+        tensor=perf.tensor_model_parallel_size,
+        context=perf.context_parallel_size,
+        is_16_bit=perf.bf16 is not False,
+    )
+    choice = choose(
+        attention,
+        BEST_GPU,
+        with_engine=perf.transformer_impl != "local",
+        options=Options.of(config.megatron.options),
+    )
+    if isinstance(choice, str):
+        raise ConfigError(choice)
 
 
 def _engine_problems(config: Config, hf: HfConfig) -> list[str]:

@@ -28,6 +28,9 @@ _ENOUGH: Mapping[str, tuple[int, str]] = {
     "NPROC": (16_384, "processes and threads of a user"),
 }
 """What is enough of each limit, and what it counts."""
+_OLDEST_DRIVERS = {12: 525, 13: 580}
+"""Major version of CUDA -> branch of the oldest driver with it (CUDA Toolkit release notes, table
+of minimum driver versions for minor version compatibility)."""
 _LONG_SESSION = "r12345678.99"  # name of an attempt's folder, of job and restart
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
@@ -185,7 +188,31 @@ def _gpus(facts: HostFacts, wanted: Requirements) -> Check:
         why = f" ({reading.error})" if reading.error else ""
         said = f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}"
         return Check("gpus", "EXCLUDE_NODE", said)
-    return Check("gpus", "OK", f"{known[source]} by {source}")
+    return _cuda(facts) or Check("gpus", "OK", f"{known[source]} by {source}")
+
+
+def _cuda(facts: HostFacts) -> Check | None:
+    """A torch that cannot use the GPUs of this job, which would then train on the CPU."""
+    reading, built = facts.gpu_reading, facts.torch_cuda
+    if not reading.gpus or not facts.num_gpus_by_slurm or built is None:
+        return None
+    if not built:
+        said = f"{len(reading.gpus)} GPUs, and a torch for the CPU, which would train on it: "
+        said += "install the packages for GPUs (docs/install.md), or submit without GPUs"
+        return Check("gpus", "FATAL_CONFIG", said)
+    if reading.cuda is None or _major(reading.cuda) >= _major(built):
+        return None
+    oldest = _OLDEST_DRIVERS.get(_major(built))
+    newer = f"driver {oldest} or newer" if oldest else "a newer driver"
+    said = (
+        f"driver {reading.driver or 'of unknown version'} supports CUDA {reading.cuda}, torch is "
+    )
+    said += f"built for CUDA {built} and sees no GPU with it: install {newer}"
+    return Check("gpus", "EXCLUDE_NODE", said)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def _gpu_health(facts: HostFacts) -> Check:

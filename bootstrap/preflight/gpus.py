@@ -76,6 +76,8 @@ class GpuReading:
     gpus: tuple[Gpu, ...] | None = None
     source: str = ""  # NVML or nvidia-smi
     error: str | None = None
+    driver: str | None = None  # version, 580.95.05
+    cuda: str | None = None  # newest version that the driver's libcuda supports, 13.0
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> GpuReading:
@@ -238,9 +240,29 @@ def _from_nvml() -> GpuReading:
         raise ImportError(str(error)) from error
     except pynvml.NVMLError as error:
         return GpuReading((), "NVML", f"NVML does not start: {error}")
+    driver = None
+    with suppress(pynvml.NVMLError, AttributeError):
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
     return GpuReading(
-        tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), "NVML"
+        tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())),
+        "NVML",
+        driver=driver,
+        cuda=_cuda_of_driver(),
     )
+
+
+def _cuda_of_driver() -> str | None:
+    """The newest CUDA of the libcuda that programs here load; None without one.
+
+    It may be newer than the kernel's driver: NVIDIA's package cuda-compat. (cuda.h:
+    ``cuDriverGetVersion``, 1000 major + 10 minor.)
+    """
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _gpu_of(nvml: ModuleType, index: int) -> Gpu:

@@ -7,7 +7,9 @@ nodes wait for the slowest.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -79,6 +81,7 @@ def read_host(
     return HostFacts(
         gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
+        torch_cuda=read_torch_cuda(),
         hcas=tuple(
             Hca(
                 row["name"],
@@ -153,6 +156,19 @@ def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
         if all(count.isdigit() for count in counts):
             return sum(map(int, counts)) or None
     return None
+
+
+def read_torch_cuda() -> str | None:
+    """Version of CUDA that the installed torch is built for; "" for the CPU, None if unknown.
+
+    From torch/version.py, without importing torch.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = text_or_empty(Path(found.origin).with_name("version.py"))
+    built = re.search(r"^cuda\b[^=\n]*= *(?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
+    return None if built is None else built[1] or ""
 
 
 def _resolve(host: str) -> tuple[str, ...] | None:

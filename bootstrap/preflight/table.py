@@ -52,6 +52,7 @@ class HostFacts:
 
     gpu_reading: GpuReading = field(default_factory=GpuReading)
     num_gpus_by_slurm: int | None = None
+    torch_cuda: str | None = None  # version of CUDA that torch is built for; "" without CUDA
     hcas: tuple[Hca, ...] = ()
     memlock: int | None = None  # bytes, UNLIMITED
     nofile: int | None = None  # UNLIMITED

@@ -32,7 +32,9 @@ from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
 from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings
+from rlpost.errors import ConfigError
 from rlpost.garbage import paused_for_imports
+from rlpost.local_gpus import hidden_gpu_problem
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.engine_activity import EngineActivity
 from rlpost.rollout.request_spans import RequestSpans
@@ -211,6 +213,13 @@ def run_engine(
 
         has_cuda = torch.cuda.is_available()
         if not has_cuda:
+            problem = hidden_gpu_problem(
+                os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+                torch_version=torch.__version__,
+                torch_cuda=torch.version.cuda,
+            )
+            if problem is not None:
+                raise ConfigError(problem)
             use_stand_ins(int(arguments.get("tp_size", 1)))
             use_threads(gpus_per_node)
             keep_memory()

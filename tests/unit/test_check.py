@@ -145,3 +145,18 @@ def test_saving_into_a_folder_with_another_trainers_checkpoints_is_refused(tmp_p
     assert problem.startswith("--save ") and "iter_0000019" in problem
     (tmp_path / "saved/iter_0000019/MANIFEST.json").touch()
     assert problems(tmp_path, checkpoint={"save": "saved"}) == []
+
+
+def test_an_exchange_that_the_attention_cannot_follow_is_refused_before_a_job(tmp_path):
+    """From the table of attention backends, whatever GPUs the nodes have."""
+    make_project(tmp_path)
+    for given, said in (("all_gather", "has no packed rows"), ("a2a+p2p", "forms no groups")):
+        found = problems(
+            tmp_path,
+            perf={"context_parallel_size": 2},
+            megatron={"cp_comm_type": given},
+        )
+        assert any(f"--cp-comm-type {given}: " in line and said in line for line in found), found
+    assert not any(
+        "cp-comm-type" in line for line in problems(tmp_path, perf={"context_parallel_size": 2})
+    )

@@ -27,6 +27,8 @@ typedef struct { unsigned int version; unsigned char uuid[16]; int ret; unsigned
 typedef struct { char legacy[16]; unsigned int domain, bus, device, id, subsystem; char name[32]; } Pci;
 #define INDEX(gpu) ((int)(long)(gpu) - 1)
 int nvmlInitWithFlags(unsigned int flags) { return INIT; }
+int nvmlSystemGetDriverVersion(char *text, unsigned int size) { strcpy(text, "550.54.15"); return 0; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **gpu) { *gpu = (void *)(long)(index + 1); return 0; }
 int nvmlDeviceGetUUID(void *gpu, char *text, unsigned int size) {
@@ -78,6 +80,7 @@ def build_nvml(folder: Path, init: int) -> str:
         [compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", output, str(folder / "nvml.c")],
         check=True,
     )
+    shutil.copy(output, folder / "libcuda.so.1")
     return str(folder)
 
 
@@ -88,6 +91,7 @@ def test_everything_that_nvml_says_arrives(
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
     reading = read_gpus({})
     assert (reading.source, reading.error) == ("NVML", None)
+    assert (reading.driver, reading.cuda) == ("550.54.15", "12.4")
     assert reading.gpus is not None
     well = Gpu("GPU-a", 4, 0, False, False, "none", 18, "completed", "0000:3b:00")
     assert reading.gpus[:2] == (

@@ -64,8 +64,33 @@ def gpus(
     }
 
 
+def cuda(driver: str | None, supports: str | None, torch: str | None) -> dict[str, object]:
+    """A variant of ``FIT``: the driver, its CUDA, and that of torch."""
+    reading = GpuReading(GPUS, "NVML", driver=driver, cuda=supports)
+    return {"gpu_reading": reading, "torch_cuda": torch}
+
+
 def test_a_fit_host_is_fit() -> None:
     assert level_of(check_host(FIT, WANTED, SEEN)) == "OK"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        cuda("580.95.05", "13.0", "13.0"),
+        cuda("590.44", "13.1", "13.0"),
+        cuda("570.1", "12.8", "12.9"),  # minor versions of CUDA are compatible
+        cuda(None, None, "13.0"),
+        cuda("550.54.15", "12.4", None),
+        cuda("580.95.05", "13.0", "") | {"num_gpus_by_slurm": None},  # the job asked for no GPU
+        {"torch_cuda": "", "gpu_reading": GpuReading()},
+    ],
+)
+def test_a_torch_that_the_driver_supports_and_what_is_unknown_are_fit(
+    change: dict[str, object],
+) -> None:
+    facts = replace(FIT, **change)  # type: ignore[arg-type]
+    assert level_of(check_host(facts, WANTED, SEEN)) == "OK"
 
 
 def test_nothing_known_is_nothing_wrong() -> None:
@@ -106,6 +131,14 @@ def test_what_a_host_offers_for_sandboxes_is_said_when_a_run_needs_it(
             "8 asked for (NVML does not start)",
         ),
         ({"num_gpus_by_slurm": 4}, "gpus", "EXCLUDE_NODE", "4 by Slurm, 8 asked for"),
+        (
+            cuda("550.54.15", "12.4", "13.0"),
+            "gpus",
+            "EXCLUDE_NODE",
+            "driver 550.54.15 supports CUDA 12.4, torch is built for CUDA 13.0 and sees no GPU "
+            "with it: install driver 580 or newer",
+        ),
+        (cuda("580.95.05", "13.0", ""), "gpus", "FATAL_CONFIG", "a torch for the CPU"),
         (
             gpus(replace(GPUS[0], used_mib=30_000)),
             "gpu-health",
