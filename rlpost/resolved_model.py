@@ -140,6 +140,8 @@ def _flat(model: ResolvedModel) -> Iterator[tuple[str, object]]:
 def _text(value: object) -> str:
     if isinstance(value, tuple) and len(set(value)) == 1 and len(value) > 1:
         return f"{_text(value[0])} in each layer"
+    if isinstance(value, tuple):
+        return " ".join(map(_text, value))
     return "none" if value is None else value_text(value)
 
 
@@ -191,7 +193,8 @@ def _head_dim(resolved: Any, *, latent: bool) -> int:
 def _windows(resolved: Any) -> tuple[int | None, ...]:
     window = getattr(resolved, "sliding_window", None)
     kinds = getattr(resolved, "layer_types", None)
-    if kinds is None:  # Qwen3-MoE: every layer has the window
+    # ``Qwen3MoeModel`` gives every layer the window, and its configuration has no kinds of layers
+    if kinds is None or resolved.model_type == "qwen3_moe":
         return (window,) * resolved.num_hidden_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
 

@@ -165,6 +165,20 @@ def test_a_prompt_that_the_template_refuses_is_named_with_its_line(tmp_path, row
     assert stack_check.prompt_problems(skipping) == []
 
 
+def test_the_template_of_older_processors_and_named_templates_are_read(tmp_path):
+    made = chats(tmp_path, [message("tool")])
+    tokens = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files = tmp_path / "model/tokenizer_config.json", tmp_path / "model/chat_template.json"
+    files[0].write_text(json.dumps(tokens))
+    assert "has no chat template" in stack_check.prompt_problems(made)[0]
+    files[1].write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert "no tools here" in stack_check.prompt_problems(made)[0]
+    files[1].unlink()
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}]
+    files[0].write_text(json.dumps(tokens | {"chat_template": named}))
+    assert "no tools here" in stack_check.prompt_problems(made)[0]
+
+
 def test_a_tokenizer_of_another_model_is_named(tmp_path):
     made = config(tmp_path, QWEN3 | {"vocab_size": 1})
     (problem,) = stack_check.prompt_problems(made)
