@@ -21,6 +21,8 @@ def engine_args(config: Config) -> dict[str, object]:
     """Return the arguments, without those that the user passes to SGLang."""
     routes = config.grpo.use_rollout_routing_replay
     args: dict[str, object] = {"enable_return_routed_experts": True} if routes else {}
+    if config.perf.bf16 is False:
+        args["dtype"] = "float32"  # that of the trainer
     return args | adapter_args(config) if config.sends_adapters else args
 
 

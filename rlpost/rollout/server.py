@@ -64,6 +64,10 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "watchdog_timeout": 1800.0,
 }
 
+ON_CUDA: Mapping[str, object] = {"dtype": "bfloat16"}
+"""That of the trainer; SGLang's own default is float16 for a checkpoint whose dtype is float32 or
+missing."""
+
 LOGGING: Mapping[str, object] = {"log_level_http": "warning"}
 """Without it the log on the shared file system gets a line for each request: gigabytes in a run."""
 
@@ -82,10 +86,10 @@ ONLY_ON_CUDA: Mapping[str, object] = {
 def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str, object]:
     """Return the fields of ServerArgs.
 
-    Without CUDA, the given values override CPU defaults, and settings that need CUDA are reset.
+    The given values override the defaults; without CUDA, settings that need it are reset.
     """
     if has_cuda:
-        return {**LOGGING, **given}
+        return {**LOGGING, **ON_CUDA, **given}
     return {**LOGGING, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 

@@ -110,6 +110,10 @@ def test_a_prediction_layer_with_weights_may_be_trained(tmp_path):
     write_model(make_project(tmp_path), **MIXTURE, num_nextn_predict_layers=1)
     index = {"metadata": {}, "weight_map": {"model.layers.2.eh_proj.weight": "model.safetensors"}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.2.eh_proj.weight": entry}).encode()
+    file = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model/model.safetensors").write_bytes(file)
     assert problems(tmp_path, **TRAINED) == []
     assert "--mtp-num-layers 3" in problems(tmp_path, **TRAINED, model={"mtp_num_layers": 3})[0]
 
