@@ -11,16 +11,21 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from rlpost.actor import device
+from rlpost.errors import MemoryHeld
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"
 PIECE_BYTES = 256 * 1024**2
+FREE_S, FREE_POLL_S = 60.0, 0.05
+"""Deadline until device memory is free for a part, and the interval between two checks."""
 
 
 class DeviceMemory:
@@ -65,12 +70,36 @@ class DeviceMemory:
         return freed
 
     def restore(self, *parts: str) -> dict[str, int]:
-        """Onload parts; those on the device are skipped. Return the bytes of each onloaded part."""
+        """Onload parts; those on the device are skipped. Return the bytes of each onloaded part.
+
+        Raises:
+            MemoryHeld: another process has not freed the memory within ``FREE_S``.
+        """
+        self._wait_until_free([part for part in parts if part in self._offloaded])
         with self.lock:
             taken = {part: self._restore(part) for part in parts if part in self._offloaded}
             device.synchronise()
         _report("restored", taken)
         return taken
+
+    def _wait_until_free(self, parts: Sequence[str]) -> None:
+        """Wait until the device has memory for offloaded parts.
+
+        An engine of several GPUs answers that it has released its memory when its first rank has
+        (SGLang's ``release_memory_occupation`` has no barrier after the release), and memory of a
+        killed process is free only when the driver has ended its context.
+        """
+        wanted = sum(size for part in parts for _, _, size in self._offloaded[part])
+        deadline = time.monotonic() + FREE_S
+        while wanted and (free := device.free_memory()) is not None and free < wanted:
+            if time.monotonic() > deadline:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                raise MemoryHeld(
+                    f"rank {rank}: {' and '.join(parts)} need {wanted / 1e9:.1f} GB of its GPU, and "
+                    f"{free / 1e9:.1f} GB are free after {FREE_S:.0f} s: another process holds the rest",
+                    rank,
+                )
+            time.sleep(FREE_POLL_S)
 
     def tensors(self, part: str) -> Iterable[torch.Tensor]:
         """Return the tensors of a part, views of one storage included."""
