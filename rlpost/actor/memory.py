@@ -75,31 +75,14 @@ class DeviceMemory:
         Raises:
             MemoryHeld: another process has not freed the memory within ``FREE_S``.
         """
-        self._wait_until_free([part for part in parts if part in self._offloaded])
+        missing = [part for part in parts if part in self._offloaded]
+        wanted = sum(size for part in missing for _, _, size in self._offloaded[part])
+        wait_until_free(wanted, " and ".join(missing))
         with self.lock:
             taken = {part: self._restore(part) for part in parts if part in self._offloaded}
             device.synchronise()
         _report("restored", taken)
         return taken
-
-    def _wait_until_free(self, parts: Sequence[str]) -> None:
-        """Wait until the device has memory for offloaded parts.
-
-        An engine of several GPUs answers that it has released its memory when its first rank has
-        (SGLang's ``release_memory_occupation`` has no barrier after the release), and memory of a
-        killed process is free only when the driver has ended its context.
-        """
-        wanted = sum(size for part in parts for _, _, size in self._offloaded[part])
-        deadline = time.monotonic() + FREE_S
-        while wanted and (free := device.free_memory()) is not None and free < wanted:
-            if time.monotonic() > deadline:
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                raise MemoryHeld(
-                    f"rank {rank}: {' and '.join(parts)} need {wanted / 1e9:.1f} GB of its GPU, and "
-                    f"{free / 1e9:.1f} GB are free after {FREE_S:.0f} s: another process holds the rest",
-                    rank,
-                )
-            time.sleep(FREE_POLL_S)
 
     def tensors(self, part: str) -> Iterable[torch.Tensor]:
         """Return the tensors of a part, views of one storage included."""
@@ -145,6 +128,28 @@ class DeviceMemory:
                 host.fill(bytes_of(storage))
             taken += size
         return taken
+
+
+def wait_until_free(num_bytes: int, what: str) -> None:
+    """Wait until this rank's GPU has memory for ``what``; return at once on a CPU.
+
+    An engine of several GPUs answers that it has released its memory when its first rank has
+    (SGLang's ``release_memory_occupation`` has no barrier after the release), and memory of a
+    killed process is free only when the driver has ended its context.
+
+    Raises:
+        MemoryHeld: it is not free after ``FREE_S``.
+    """
+    deadline = time.monotonic() + FREE_S
+    while num_bytes and (free := device.free_memory()) is not None and free < num_bytes:
+        if time.monotonic() > deadline:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise MemoryHeld(
+                f"rank {rank}: {what} need {num_bytes / 1e9:.1f} GB of its GPU, and "
+                f"{free / 1e9:.1f} GB are free after {FREE_S:.0f} s: another process holds the rest",
+                rank,
+            )
+        time.sleep(FREE_POLL_S)
 
 
 class HostCopy:
