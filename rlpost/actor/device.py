@@ -143,6 +143,17 @@ def memory_in_use() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def free_memory() -> int | None:
+    """Return the bytes that an allocation can use at most; None on a CPU.
+
+    They are free on the device, or unused in torch's cache.
+    """
+    if not torch.cuda.is_available():
+        return None
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached
+
+
 def total_memory() -> int | None:
     """Return the bytes of the device's memory; None on a CPU."""
     if not torch.cuda.is_available():

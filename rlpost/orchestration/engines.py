@@ -82,7 +82,9 @@ class Fleet:
         self.can_retract = False
         """True if every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
-        """Engines that were stopped because they were dead or hung, and are not restarted yet."""
+        """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
+        self._restarted: set[int] = set()
+        """Those of them whose new process has started."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start engines and router. ``visible_gpus`` becomes the attribute.
@@ -259,7 +261,7 @@ class Fleet:
         await asyncio.to_thread(self._router.remove_engine, address.url)
         await self._workers[index].stop()
         self.dismissed.add(index)
-        self._released.pop(index, None)  # a new process has all its memory
+        self._forget_memory(index)
 
     async def lose(self, indices: Sequence[int], *, is_silent: bool) -> None:
         """Remove engines of a lost node from the router; ``move`` assigns another node.
@@ -271,7 +273,7 @@ class Fleet:
         urls = [self.addresses[index].url for index in lost]
         self.dismissed.update(lost)
         for index in lost:
-            self._released.pop(index, None)
+            self._forget_memory(index)
         if lost and is_silent:
             logger.warning("restarting router %s: it waits for a silent node", self._router.url)
             await asyncio.to_thread(self._router.stop)
@@ -313,6 +315,12 @@ class Fleet:
             await (self._start_engine(index) if begun is None else begun)
         finally:
             self._forget_start(index)
+        self._restarted.add(index)
+
+    def _forget_memory(self, index: int) -> None:
+        """Record that the process of an engine has ended; a new one has all its memory."""
+        self._restarted.discard(index)
+        self._released.pop(index, None)
 
     def _forget_start(self, index: int) -> None:
         begun = self._starting.pop(index, None)
@@ -326,11 +334,13 @@ class Fleet:
         """
         await self._add_to_router(indices)
         self.dismissed.difference_update(indices)
+        self._restarted.difference_update(indices)
 
     async def release_memory(self, *tags: str) -> None:
         """Release ``kv_cache``, ``cuda_graph`` or ``weights`` of all engines; they stay paused.
 
-        An engine that is dead or hangs is dismissed.
+        This includes engines that have restarted and are not admitted yet. An engine that is dead
+        or hangs is dismissed.
         """
 
         async def release(index: int) -> None:
@@ -359,12 +369,19 @@ class Fleet:
         """Return whether an engine has released ``tag``."""
         return any(tag in released for released in self._released.values())
 
+    def engine_on_gpu_of(self, rank: int) -> str | None:
+        """Return the name of the engine on a trainer rank's GPU, as in its log; None without one."""
+        for index, ranks in enumerate(self._placement.ranks_of_engines):
+            if rank in ranks:
+                return self._names(index)[0]
+        return None
+
     async def resume(self) -> None:
         """Let paused engines generate again; an engine that is dead or hangs is dismissed."""
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Call ``ask`` for each engine that is not dismissed; dismiss those that do not answer."""
+        """Call ``ask`` for each engine that has a process; dismiss those that do not answer."""
 
         async def ask_or_dismiss(index: int) -> None:
             try:
@@ -373,7 +390,8 @@ class Fleet:
                 logger.warning("%s", error)
                 await self.dismiss(index)
 
-        await asyncio.gather(*(ask_or_dismiss(index) for index in self._present()))
+        running = sorted({*self._present(), *self._restarted})
+        await asyncio.gather(*(ask_or_dismiss(index) for index in running))
 
     async def memory_use(self) -> list[dict[str, float]]:
         """Return the memory use of each process of our engines, by metric name."""
