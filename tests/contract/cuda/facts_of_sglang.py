@@ -31,17 +31,30 @@ UUID = "GPU-of-the-trainer"
 
 
 def own_environment(
-    source: Source, methods: list[Any] | None = None, **given: str
+    source: Source,
+    methods: list[Any] | None = None,
+    *,
+    nnodes: int = 1,
+    has_fabric: bool = False,
+    is_symmetric: bool = False,
+    **given: str,
 ) -> dict[str, str]:
     """Return the environment that SGLang's server makes of ``given``.
 
-    Symmetric memory and NVLS are off. The start method of its processes is appended to
-    ``methods``.
+    Args:
+        methods: the start method of its processes is appended to it.
+        nnodes: nodes of the engine.
+        has_fabric: whether GPUs of several nodes are joined by NVLink (MNNVL).
+        is_symmetric: the setting ``enable_symm_mem``. NVLS is off.
     """
     seen = [] if methods is None else methods
     environ = dict(given)
     arguments = SimpleNamespace(
-        nnodes=1, enable_symm_mem=False, enable_nccl_nvls=False, dcp_size=1, enable_metrics=False
+        nnodes=nnodes,
+        enable_symm_mem=is_symmetric,
+        enable_nccl_nvls=False,
+        dcp_size=1,
+        enable_metrics=False,
     )
     arguments.custom_sigquit_handler, arguments.gc_threshold = None, None
     launch = source.run(
@@ -49,7 +62,7 @@ def own_environment(
         "_set_envs_and_config",
         os=SimpleNamespace(environ=environ),
         resolving_view=lambda one: one,
-        is_mnnvl_fabric_device=lambda: False,
+        is_mnnvl_fabric_device=lambda: has_fabric,
         get_bool_env_var=lambda name: name == "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK",
         set_ulimit=lambda: None,
         time=SimpleNamespace(time=lambda: 0.0),
