@@ -32,7 +32,7 @@ from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems
-from rlpost.config.checks.environment_variables import environment_problems
+from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
@@ -46,6 +46,7 @@ from rlpost.config.checks.missing import (
 from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.checks.precision import precision_problems
 from rlpost.config.checks.rollout import (
     debug_problems,
     eval_problems,
@@ -139,6 +140,7 @@ def _settings_problems(config: Config) -> list[str]:
         *whole_rollout_problems(config),
         *optimizer_problems(config),
         *lora_problems(config),
+        *precision_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
@@ -220,7 +222,12 @@ def check_installed(config: Config) -> None:
 
     Raises ConfigError with one line for each problem.
     """
-    problems = [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]
+    problems = [
+        *_stack_problems(config),
+        *_option_problems(config),
+        *_package_problems(config),
+        *allocator_problems(config, os.environ),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -61,6 +61,8 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "watchdog_timeout": 1800.0,
 }
 
+ON_CUDA: Mapping[str, object] = {"dtype": "bfloat16"}  # the trainer's, without --bf16
+
 LOGGING: Mapping[str, object] = {"log_level_http": "warning"}
 """Without it the log on the shared file system gets a line for each request: gigabytes in a run."""
 
@@ -82,7 +84,7 @@ def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str
     Without CUDA, the given values override CPU defaults, and settings that need CUDA are reset.
     """
     if has_cuda:
-        return {**LOGGING, **given}
+        return {**LOGGING, **ON_CUDA, **given}
     return {**LOGGING, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 

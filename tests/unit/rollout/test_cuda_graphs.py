@@ -66,8 +66,8 @@ def started_with(
     monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
-    changed = {name: seen["server_args"].pop(name) for name in server.LOGGING}
-    assert changed == server.LOGGING
+    always = {**server.LOGGING, **server.ON_CUDA}
+    assert {name: seen["server_args"].pop(name) for name in always} == always
     return seen["environment"], seen["server_args"]
 
 
