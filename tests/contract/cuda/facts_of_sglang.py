@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import pickle
 from types import SimpleNamespace
@@ -93,6 +94,26 @@ def overrides_max_connections(source: Source) -> None:
         own_environment(source, CUDA_DEVICE_MAX_CONNECTIONS="1")["CUDA_DEVICE_MAX_CONNECTIONS"]
         == "8"
     )
+
+
+def lets_nccl_register_graphs(source: Source) -> None:
+    assert "NCCL_GRAPH_REGISTER" not in own_environment(source)
+    assert "NCCL_GRAPH_REGISTER" not in source.text(f"{BACKENDS}/full_cuda_graph_backend.py")
+
+
+def answers_a_release_of_the_cache_without_a_barrier(source: Source) -> None:
+    release = source.definition(
+        SCHEDULER_UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation"
+    )
+    (of_weights,) = [
+        one
+        for one in release.body
+        if isinstance(one, ast.If) and "GPU_MEMORY_TYPE_WEIGHTS in" in ast.unparse(one.test)
+    ]
+    outside = [ast.unparse(one) for one in release.body if one is not of_weights]
+    assert "barrier" not in " ".join(outside)
+    lines = ast.unparse(of_weights)
+    assert lines.index("barrier") < lines.index("pause(GPU_MEMORY_TYPE_WEIGHTS)")
 
 
 def spawns_its_processes(source: Source) -> None:
@@ -543,6 +564,28 @@ FACTS = (
             ENGINE,
             'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"',
             'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")',
+        ),
+    ),
+    Fact(
+        "a server lets NCCL register the buffers of CUDA graphs that it releases "
+        "(fzyzcjy/torch_memory_saver#88, sgl-project/sglang#40648)",
+        ("rlpost/rollout/cuda_graphs.py",),
+        lets_nccl_register_graphs,
+        (
+            ENGINE,
+            'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"',
+            'os.environ["NCCL_GRAPH_REGISTER"] = "0"',
+        ),
+    ),
+    Fact(
+        "a release of the cache is answered when one rank has released (THUDM/slime#579)",
+        (TURNS,),
+        answers_a_release_of_the_cache_without_a_barrier,
+        (
+            SCHEDULER_UPDATER,
+            "        return ReleaseMemoryOccupationReqOutput()",
+            "        torch.distributed.barrier(self.tp_cpu_group)\n"
+            "        return ReleaseMemoryOccupationReqOutput()",
         ),
     ),
     Fact(
