@@ -38,6 +38,9 @@ _NAMESPACES_S = 20.0
 _PROJECT = Path(__file__).parents[2]
 
 
+_OWN_PEER_MEMORY = ("efa", "cxi_core", "cxi_ss1")
+"""Drivers of RDMA devices that access GPU memory without another module."""
+
 _OF_A_PROCESS = {
     "CPU": resource.RLIMIT_CPU,
     "AS": resource.RLIMIT_AS,
@@ -88,9 +91,11 @@ def read_host(
                 row["state"] == "ACTIVE",
                 row["rate_gbps"],
                 row["verbs"] is not False,
+                row["driver"] not in _OWN_PEER_MEMORY,
             )
             for row in read_rdma_devices()
         ),
+        gpu_direct=read_gpu_direct(),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
         limits={name: _limit(kind) for name, kind in _OF_A_PROCESS.items()},
@@ -108,6 +113,24 @@ def read_host(
         missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
         sandboxes=read_sandboxes(environ) if sandboxes else None,
     )
+
+
+def read_gpu_direct(root: Path = Path("/")) -> tuple[str, ...] | None:
+    """Return the ways in which RDMA devices can access GPU memory; None without NVIDIA's driver.
+
+    NCCL looks for the same modules (transport/net_ib.cc). DMA-BUF needs Linux 5.12 and the open
+    variant of the kernel modules (NVIDIA, "GPUDirect RDMA").
+    """
+    driver = text_or_empty(root / "proc/driver/nvidia/version")
+    if not driver:
+        return None
+    modules = ("nvidia_peermem", "nv_peer_mem")
+    found = [name for name in modules if (root / "sys/module" / name).exists()]
+    release = re.match(r"(\d+)\.(\d+)", text_or_empty(root / "proc/sys/kernel/osrelease"))
+    is_new = release is not None and (int(release[1]), int(release[2])) >= (5, 12)
+    if is_new and "Open Kernel Module" in driver:
+        found.append("DMA-BUF")
+    return tuple(found)
 
 
 def read_sandboxes(environ: Mapping[str, str]) -> SandboxOffer:

@@ -31,6 +31,7 @@ from rlpost.orchestration.adoption import ANSWER_S, is_adopted
 from rlpost.orchestration.engine_life import EngineLife, check_engine, failure
 from rlpost.orchestration.engine_settings import settings_of_engine
 from rlpost.orchestration.placement import Placement, Ports
+from rlpost.orchestration.role_environment import engine_environment
 from rlpost.orchestration.worker_groups import EngineWorkers
 from rlpost.orchestration.workers import (
     StandbyWorker,
@@ -43,7 +44,7 @@ from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.external import external_addresses
-from rlpost.rollout.features import check_servers, has_updates_amid_answers
+from rlpost.rollout.features import check_servers
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,6 @@ class Fleet:
         self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
         self._lives: dict[int, EngineLife] = {}
-        self.can_retract = False
-        """True if every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
         """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
         self._restarted: set[int] = set()
@@ -208,21 +207,20 @@ class Fleet:
         urls = [address.url for address in self.addresses]
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
         check_servers(versions)
-        self.can_retract = all(map(has_updates_amid_answers, versions.values()))
 
     @property
     def pause_mode(self) -> PauseMode:
         """How to pause engines for new weights while they generate.
 
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
-        take SGLang a second, so it is only used where "retract" does not work: in older engines;
+        take SGLang a second, so it is only used where "retract" does not work:
         when engines return routes, because "retract" would replace the routes of all earlier tokens
         by those of the new weights, while an abort returns them first; and with adapters, because a
         request cannot change its adapter.
         """
         grpo, sends_adapters = self._config.grpo, self._config.sends_adapters
         must_abort = grpo.use_rollout_routing_replay or sends_adapters
-        return "retract" if self.can_retract and not must_abort else "abort"
+        return "abort" if must_abort else "retract"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return dead engines, except dismissed ones; concurrency is bounded.
@@ -466,7 +464,8 @@ class Fleet:
             )
             for name, settings in zip(names, self._settings(index), strict=True)
         ]
-        envs = [part.gpu_variables(visible_gpus) for part in parts]
+        env = engine_environment(self._config, os.environ)
+        envs = [env | part.gpu_variables(visible_gpus) for part in parts]
         return EngineWorkers(
             WorkerGroup(
                 makes,

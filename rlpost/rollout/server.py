@@ -39,7 +39,6 @@ from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.engine_activity import EngineActivity
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
-from rlpost.rollout.server_args import server_arg_names
 from rlpost.rollout.server_proof import ServerProof
 
 LISTEN_POLL_S = 0.02
@@ -230,7 +229,7 @@ def run_engine(
             start_by_fork()
         given = typed_args(arguments)  # SGLang's names and types
         if has_cuda:
-            graphs = graph_settings(given, os.environ, known=server_arg_names())
+            graphs = graph_settings(given, os.environ)
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
             given |= graphs.server_args
         from sglang.srt.entrypoints.http_server import app, launch_server
@@ -241,8 +240,7 @@ def run_engine(
         load_plugins()  # as SGLang's command does, because plugins may change settings
 
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
-    if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
-        server_args.resolve_once()
+    server_args.resolve_once()  # values that follow from others
     app.add_middleware(RequestSpans)
     app.add_middleware(EngineActivity)
     if server_args.api_key:

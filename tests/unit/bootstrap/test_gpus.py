@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ int nvmlDeviceGetNvLinkState(void *gpu, unsigned int link, int *state) {
     if (link >= 18) return 2;
     *state = !(INDEX(gpu) && link < 3); return 0; }
 int nvmlDeviceGetGpuFabricInfoV(void *gpu, Fabric *fabric) { fabric->state = 3; return 0; }
+int nvmlDeviceGetComputeMode(void *gpu, int *mode) { *mode = INDEX(gpu) * 3; return 0; }
+int nvmlDeviceGetMigMode(void *gpu, unsigned *current, unsigned *pending) {
+    *current = INDEX(gpu); *pending = 0; return 0; }
 int nvmlDeviceGetPciInfo_v3(void *gpu, Pci *pci) {
     pci->domain = 0; pci->bus = 0x3b + INDEX(gpu); pci->device = 0; return 0; }
 """
@@ -94,9 +98,10 @@ def test_everything_that_nvml_says_arrives(
     assert (reading.driver, reading.cuda) == ("550.54.15", "12.4")
     assert reading.gpus is not None
     well = Gpu("GPU-a", 4, 0, False, False, "none", 18, "completed", "0000:3b:00")
+    other = Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00")
     assert reading.gpus[:2] == (
-        well,
-        Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00"),
+        replace(well, compute_mode="default", is_mig=False),
+        replace(other, compute_mode="exclusive-process", is_mig=True),
     )
     assert reading.gpus[2].uuid == "GPU 2" and "lost" in str(reading.gpus[2].problem).lower()
 
@@ -123,7 +128,10 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
     """Old versions of the package lack newer queries."""
     pytest.importorskip("pynvml")
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
-    newer = "nvmlMemory_v2 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t nvmlDeviceGetRemappedRows"
+    newer = (
+        "nvmlDeviceGetComputeMode nvmlDeviceGetMigMode nvmlDeviceGetRemappedRows nvmlMemory_v2 "
+        "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t"
+    )
     (tmp_path / "sitecustomize.py").write_text(
         f"import pynvml\nfor n in {newer.split()}: delattr(pynvml, n)\n"
     )
@@ -159,6 +167,10 @@ def test_what_nvidia_smi_prints() -> None:
         Gpu("GPU-aa", 12, 0, False, False, bus="0000:3b:00"),
         Gpu("GPU-bb", 40_000, None, True, False, "reset", bus="0001:af:00"),
     )
+    modes = "GPU-aa, Exclusive_Process, Disabled\nGPU-bb, Default, [N/A]\n"
+    shared, unknown = parse_nvidia_smi(listing, "", "", modes)
+    assert (shared.compute_mode, shared.is_mig) == ("exclusive-process", False)
+    assert (unknown.compute_mode, unknown.is_mig) == ("default", None)
     assert (
         parse_nvidia_smi(
             "NVIDIA-SMI has failed because it couldn't communicate with the driver.\n", "", ""

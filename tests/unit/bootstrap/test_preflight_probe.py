@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from bootstrap.preflight.doctor import main
-from bootstrap.preflight.probe import CANARY_DIR, read_host, read_sandboxes, read_torch_cuda
+from bootstrap.preflight.probe import (
+    CANARY_DIR,
+    read_gpu_direct,
+    read_host,
+    read_sandboxes,
+    read_torch_cuda,
+)
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
@@ -137,3 +143,28 @@ def test_a_host_without_namespaces_is_unfit_for_sandboxes(
     assert main(["--folder", str(tmp_path), "--sandboxes"]) == 1
     assert "Operation not permitted" in capsys.readouterr().out
     assert main(["--folder", str(tmp_path)]) == 0, "only a run with sandboxes needs them"
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 17\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "modules", "release", "wanted"),
+    [
+        (None, ["nvidia_peermem"], "6.8.0-40-generic", None),
+        (CLOSED, [], "6.8.0-40-generic", ()),
+        (CLOSED, ["nvidia_peermem"], "5.4.0", ("nvidia_peermem",)),
+        (OPEN, [], "5.4.0-150-generic", ()),
+        (OPEN, [], "5.15.0-1071-nvidia", ("DMA-BUF",)),
+        (OPEN, ["nv_peer_mem"], "6.8.0", ("nv_peer_mem", "DMA-BUF")),
+    ],
+)
+def test_ways_of_rdma_to_gpu_memory(tmp_path, driver, modules, release, wanted):
+    files = {"proc/sys/kernel/osrelease": release}
+    files |= {} if driver is None else {"proc/driver/nvidia/version": driver}
+    files |= {f"sys/module/{name}/version": "1" for name in modules}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_gpu_direct(tmp_path) == wanted
