@@ -325,3 +325,17 @@ def test_two_threads_may_stop_a_process_at_once(tmp_path: Path, monkeypatch: Any
         stopping = [pool.submit(server_process.stop) for _ in range(2)]
     assert [each.exception() for each in stopping] == [None, None]
     assert not server_process.alive()
+
+
+@pytest.mark.parametrize(("num_sharing", "threads"), [(None, 1), (1, 6), (4, 1), (2, 3), (16, 1)])
+def test_an_engine_without_gpus_uses_its_share_of_the_cores(
+    num_sharing: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's processes read the variable, which Ray has set to 1."""
+    asked: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(server, "read_siblings", lambda cpus: {})
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    server.use_threads(num_sharing)
+    assert asked == [threads] and os.environ["OMP_NUM_THREADS"] == str(threads)
