@@ -42,7 +42,7 @@ class Stubs:
             await asyncio.sleep(ANSWER_S)
         finally:
             self.in_flight -= 1
-        return web.json_response({"success": True, "weight_version": "1", "version": "0.5.19"})
+        return web.json_response({"success": True, "weight_version": "1", "version": "0.5.21"})
 
     async def _workers(self, request: web.Request) -> dict[str, list[dict[str, object]]]:
         if request.method == "POST":

@@ -11,6 +11,7 @@ table into docs/benchmarks.md, section "A step beside TRL".
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -169,7 +170,7 @@ def run_trl(steps: int, out: Path) -> None:
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Ends()],
     ).train()
-    step_s = [later - earlier for earlier, later in zip(ends, ends[1:])]
+    step_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     found = {"step_s": step_s, "generate_s": generate_s, "rewards": rewards, "ends": ends}
     out.write_text(json.dumps(found | {"peak_gb": peak}))

@@ -17,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rlpost.actor.architecture import mtp_problem, sharding_problem
+from rlpost.actor.attention_backends import BEST_GPU, Options, attention_of, choose
 from rlpost.actor.model_description import read_description
 from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.checkpoint.commit import foreign
@@ -32,7 +33,7 @@ from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems
-from rlpost.config.checks.environment_variables import environment_problems
+from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
@@ -46,6 +47,7 @@ from rlpost.config.checks.missing import (
 from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.checks.precision import precision_problems
 from rlpost.config.checks.rollout import (
     debug_problems,
     eval_problems,
@@ -54,7 +56,7 @@ from rlpost.config.checks.rollout import (
 )
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.checks.sandbox import sandbox_problems
-from rlpost.config.checks.sync import draft_problems, sync_problems
+from rlpost.config.checks.sync import draft_problems, load_format_problems, sync_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.load import recipe_file
 from rlpost.config.megatron_options import option_names, option_problems
@@ -139,6 +141,7 @@ def _settings_problems(config: Config) -> list[str]:
         *whole_rollout_problems(config),
         *optimizer_problems(config),
         *lora_problems(config),
+        *precision_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
@@ -146,6 +149,7 @@ def _settings_problems(config: Config) -> list[str]:
         *sync_problems(config),
         *adapter_engine_problems(config),
         *draft_problems(config),
+        *load_format_problems(config),
         *fleet_problems(config),
         *observe_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
@@ -220,7 +224,12 @@ def check_installed(config: Config) -> None:
 
     Raises ConfigError with one line for each problem.
     """
-    problems = [*_stack_problems(config), *_option_problems(config), *_package_problems(config)]
+    problems = [
+        *_stack_problems(config),
+        *_option_problems(config),
+        *_package_problems(config),
+        *allocator_problems(config, os.environ),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -358,6 +367,22 @@ def _check_description(config: Config, path: Path) -> None:
     )
     if problem is not None:
         raise ConfigError(problem)
+    attention = attention_of(
+        description.hf_config,
+        description.fields,
+        head_dim=description.head_dim,
+        tensor=perf.tensor_model_parallel_size,
+        context=perf.context_parallel_size,
+        is_16_bit=perf.bf16 is not False,
+    )
+    choice = choose(
+        attention,
+        BEST_GPU,
+        with_engine=perf.transformer_impl != "local",
+        options=Options.of(config.megatron.options),
+    )
+    if isinstance(choice, str):
+        raise ConfigError(choice)
 
 
 def _engine_problems(config: Config, hf: HfConfig) -> list[str]:

@@ -9,6 +9,7 @@
       Hang                         the trainer's ranks stand still; the message names the one to blame
       WorkerDied                   the process of a Ray worker ended
         TrainerDied                that of a trainer rank: its ranks can be started again (docs/recovery.md)
+      MemoryHeld                   a rank cannot onload: another process holds the memory of its GPU
       WorkerFailed                 a worker that lives raised an error that is none of these
       TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
@@ -86,6 +87,14 @@ class WorkerDied(RlpostError):
 
 class TrainerDied(WorkerDied):
     """The process of a trainer rank ended. An error that a living rank raises is not a death."""
+
+
+class MemoryHeld(RlpostError):
+    """A rank cannot onload, because another process holds the memory of its GPU."""
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class WorkerFailed(RlpostError):

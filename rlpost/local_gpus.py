@@ -45,6 +45,28 @@ def find_gpu(name: str, gpus: Sequence[LocalGpu]) -> LocalGpu | None:
     return found[0] if len(found) == 1 else None
 
 
+def hidden_gpu_problem(
+    cuda_visible_devices: str, *, torch_version: str, torch_cuda: str | None
+) -> str | None:
+    """Return why a process with GPUs, whose torch sees none, must not go on; None if it may.
+
+    Args:
+        cuda_visible_devices: the GPUs of the process; empty if it was given none.
+        torch_version: the installed torch.
+        torch_cuda: the version of CUDA that it is built for; None for a CPU, which is intended.
+    """
+    names = visible_names(cuda_visible_devices)
+    has_gpus = bool(names) and (names[0].isdigit() or names[0].startswith(("GPU-", "MIG-")))
+    if torch_cuda is None or not has_gpus or not read_local_gpus():
+        return None
+    return (
+        f"CUDA_VISIBLE_DEVICES={cuda_visible_devices}, and torch {torch_version} sees no GPU: it "
+        f"needs a driver that supports CUDA {torch_cuda} (nvidia-smi prints what it supports; CUDA "
+        "13 needs 580 or newer), and libcuda.so.1 in the container. This process would compute on "
+        "the CPU; update the driver, or submit without GPUs"
+    )
+
+
 def parse_cpu_list(text: str) -> frozenset[int]:
     """Parse a CPU list of the kernel: ``0-15,64-79``."""
     cpus: set[int] = set()

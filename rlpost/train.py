@@ -28,6 +28,7 @@ from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.garbage import collect_between_steps_only, paused_for_imports
+from rlpost.stack_check import model_problems
 
 FROM_AGENT = "--cluster-from-stdin"
 
@@ -64,6 +65,9 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
         from rlpost.orchestration.driver import drive  # a slow import, while Ray starts
 
         _load_tokenizer(config)
+    problems, _ = model_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
     if owns_process:
         collect_between_steps_only()
     line = sys.stdin.readline()

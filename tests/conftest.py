@@ -113,6 +113,17 @@ def pytest_runtest_makereport(
     return report
 
 
+IN_PROCESS = ("unit", "golden")
+
+
+@pytest.fixture(autouse=True)
+def no_stack_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the check with transformers, a process of a second, to tests that are about it."""
+    place = request.path.relative_to(TESTS).parts
+    if place[0] in IN_PROCESS and place[-1] != "test_stack_check.py":
+        monkeypatch.setattr("rlpost.stack_check._has_model", lambda config: False)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)`` compares the text with the whole file tests/golden/NAME."""

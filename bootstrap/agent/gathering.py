@@ -60,7 +60,9 @@ class Gathering:
         self._read_host = read_host or read_this_host
         self._options = options
         self._reception = reception
-        self._wanted = Requirements(options.num_gpus, options.object_store_memory)
+        self._wanted = Requirements(
+            options.num_gpus, options.object_store_memory, options.share_gpus
+        )
         # conflicts of this host's network; None while no other node has connected
         self.own_conflicts: tuple[str, ...] | None = None
         self._num_needed = options.num_nodes or len(facts.hosts) - options.spare_nodes

@@ -33,6 +33,7 @@ class Options:
     needed_paths: tuple[Path, ...] = ()
     bandwidth_gbps: float | None = None
     sandboxes: bool = False
+    share_gpus: bool = False
     log_format: str | None = None
 
 
@@ -79,6 +80,11 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     parser.add_argument(
         "--sandboxes", action="store_true", help="the host must be able to run sandboxes of agents"
+    )
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="several processes of the run use one GPU (--colocate)",
     )
     parser.add_argument(
         "--log-format",

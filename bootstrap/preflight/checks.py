@@ -28,6 +28,9 @@ _ENOUGH: Mapping[str, tuple[int, str]] = {
     "NPROC": (16_384, "processes and threads of a user"),
 }
 """What is enough of each limit, and what it counts."""
+_OLDEST_DRIVERS = {12: 525, 13: 580}
+"""Major version of CUDA -> branch of the oldest driver with it (CUDA Toolkit release notes, table
+of minimum driver versions for minor version compatibility)."""
 _LONG_SESSION = "r12345678.99"  # name of an attempt's folder, of job and restart
 _WANTED_TEMP_BYTES, _NEEDED_TEMP_BYTES = 10 * GIB, GIB
 # Docker's 64 MiB break NCCL, Ray and SGLang alike
@@ -45,8 +48,10 @@ def check_host(
         _reach(facts, seen),
         _gpus(facts, wanted),
         _gpu_health(facts),
+        _gpu_mode(facts, wanted),
         _nvlink(facts),
         _hcas(facts),
+        _gpu_direct(facts),
         _network(facts),
         _memlock(facts),
         _nofile(facts),
@@ -185,7 +190,31 @@ def _gpus(facts: HostFacts, wanted: Requirements) -> Check:
         why = f" ({reading.error})" if reading.error else ""
         said = f"{known[source]} by {source}, {wanted.num_gpus} asked for{why}"
         return Check("gpus", "EXCLUDE_NODE", said)
-    return Check("gpus", "OK", f"{known[source]} by {source}")
+    return _cuda(facts) or Check("gpus", "OK", f"{known[source]} by {source}")
+
+
+def _cuda(facts: HostFacts) -> Check | None:
+    """A torch that cannot use the GPUs of this job, which would then train on the CPU."""
+    reading, built = facts.gpu_reading, facts.torch_cuda
+    if not reading.gpus or not facts.num_gpus_by_slurm or built is None:
+        return None
+    if not built:
+        said = f"{len(reading.gpus)} GPUs, and a torch for the CPU, which would train on it: "
+        said += "install the packages for GPUs (docs/install.md), or submit without GPUs"
+        return Check("gpus", "FATAL_CONFIG", said)
+    if reading.cuda is None or _major(reading.cuda) >= _major(built):
+        return None
+    oldest = _OLDEST_DRIVERS.get(_major(built))
+    newer = f"driver {oldest} or newer" if oldest else "a newer driver"
+    said = (
+        f"driver {reading.driver or 'of unknown version'} supports CUDA {reading.cuda}, torch is "
+    )
+    said += f"built for CUDA {built} and sees no GPU with it: install {newer}"
+    return Check("gpus", "EXCLUDE_NODE", said)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def _gpu_health(facts: HostFacts) -> Check:
@@ -198,6 +227,33 @@ def _gpu_health(facts: HostFacts) -> Check:
     if bad or doubtful:
         level = "EXCLUDE_NODE" if bad else "WARN"
     return Check("gpu-health", level, "; ".join([*bad, *doubtful]) or "no faults known")
+
+
+def _gpu_mode(facts: HostFacts, wanted: Requirements) -> Check:
+    """Modes in which a process of the run would find its GPU unavailable."""
+    found = []
+    for gpu in facts.gpu_reading.gpus or ():
+        if gpu.is_mig:
+            found.append(f"{gpu.uuid} is split into MIG instances: nvidia-smi -mig 0")
+        is_closed = gpu.compute_mode == "prohibited"
+        if is_closed or (wanted.share_gpus and (gpu.compute_mode or "").startswith("exclusive")):
+            why = "" if is_closed else ", and trainer and engine share it"
+            found.append(f"{gpu.uuid} has compute mode {gpu.compute_mode}{why}: nvidia-smi -c 0")
+    return Check("gpu-mode", "EXCLUDE_NODE" if found else "OK", "; ".join(found) or "usable")
+
+
+def _gpu_direct(facts: HostFacts) -> Check:
+    """Whether NCCL can use RDMA on GPU memory; without it traffic passes through host memory."""
+    has_rdma = any(port.is_active and port.needs_peer_memory for port in facts.hcas)
+    if facts.gpu_direct is None or not has_rdma:
+        return Check("gpu-direct", "OK", "not needed: no NVIDIA driver or no RDMA device")
+    if facts.gpu_direct:
+        return Check("gpu-direct", "OK", ", ".join(facts.gpu_direct))
+    said = (
+        "neither nvidia_peermem nor DMA-BUF: traffic between nodes passes through host memory, 2 "
+        "to 4 times slower: modprobe nvidia_peermem, or NVIDIA's open kernel modules on Linux 5.12"
+    )
+    return Check("gpu-direct", "WARN", said)
 
 
 def _faults(gpu: Gpu) -> list[str]:

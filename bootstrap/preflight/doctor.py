@@ -82,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="seconds to wait for the other nodes of a step (default: 60)",
     )
     parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="several processes of the run use one GPU (--colocate)",
+    )
+    parser.add_argument(
         "--sandboxes",
         action="store_true",
         help="the host must be able to run sandboxes of agents",
@@ -99,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _alone(host: str, options: argparse.Namespace) -> int:
-    wanted = Requirements(options.num_gpus, options.object_store_memory)
+    wanted = Requirements(options.num_gpus, options.object_store_memory, options.share_gpus)
     with tempfile.TemporaryDirectory() as scratch:
         preflight = examine(
             host,
@@ -134,6 +139,7 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
         object_store_memory=options.object_store_memory,
         needed_paths=tuple(options.needed_path),
         sandboxes=options.sandboxes,
+        share_gpus=options.share_gpus,
     )
     try:
         found = asyncio.run(examine_all(step, orders, options.wait_s))

@@ -38,6 +38,7 @@ _RECOVERY = (
     "bus-reset",
     "system-reboot",
 )
+_COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
 _FABRIC = ("not supported", "not started", "in progress", "completed")
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)")
 
@@ -59,6 +60,8 @@ class Gpu:
     bus: str | None = None  # 0000:3b:00
     xids: tuple[int, ...] = ()  # of the last day
     problem: str | None = None  # why the driver reports no other facts
+    compute_mode: str | None = None  # default: several processes may use it; exclusive-process, ...
+    is_mig: bool | None = None  # split into instances, of which CUDA shows one to a process
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Gpu:
@@ -76,6 +79,8 @@ class GpuReading:
     gpus: tuple[Gpu, ...] | None = None
     source: str = ""  # NVML or nvidia-smi
     error: str | None = None
+    driver: str | None = None  # version, 580.95.05
+    cuda: str | None = None  # newest version that the driver's libcuda supports, 13.0
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> GpuReading:
@@ -131,14 +136,18 @@ def parse_xids(log: str, now_s: float) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, ...]:
+def parse_nvidia_smi(
+    listing: str, remapped: str, recovery: str, modes: str = ""
+) -> tuple[Gpu, ...]:
     """Parse ``nvidia-smi --format=csv,noheader,nounits``; values that are not supported are None.
 
     Args:
         listing: ``--query-gpu=uuid,pci.bus_id,memory.used,ecc.errors.uncorrected.volatile.total``.
         remapped: ``--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure``.
         recovery: ``--query-gpu=uuid,gpu_recovery_action`` (drivers from 565 on).
+        modes: ``--query-gpu=uuid,compute_mode,mig.mode.current``.
     """
+    by_uuid = {row[0]: row[1:] for line in modes.splitlines() if len(row := _cells(line)) == 3}
     rows = {row[0]: row[1:] for line in remapped.splitlines() if len(row := _cells(line)) == 3}
     actions = {row[0]: row[1] for line in recovery.splitlines() if len(row := _cells(line)) == 2}
     return tuple(
@@ -150,6 +159,8 @@ def parse_nvidia_smi(listing: str, remapped: str, recovery: str) -> tuple[Gpu, .
             remap_failed=_flag(rows.get(uuid, ["", ""])[1]),
             recovery=_action(actions.get(uuid, "")),
             bus=_bus_name(*bus.split(".")[0].split(":")),
+            compute_mode=_compute_mode(by_uuid.get(uuid, ["", ""])[0]),
+            is_mig=_flag(by_uuid.get(uuid, ["", ""])[1]),
         )
         for line in listing.splitlines()
         if len(row := _cells(line)) == 4 and row[0].startswith("GPU-")
@@ -186,7 +197,8 @@ def _ask_nvidia_smi(tool: str | None) -> GpuReading:
         tool, "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure"
     )
     recovery, _ = _csv(tool, "--query-gpu=uuid,gpu_recovery_action")
-    return GpuReading(parse_nvidia_smi(listing, remapped, recovery), "nvidia-smi")
+    modes, _ = _csv(tool, "--query-gpu=uuid,compute_mode,mig.mode.current")
+    return GpuReading(parse_nvidia_smi(listing, remapped, recovery, modes), "nvidia-smi")
 
 
 def _csv(tool: str, query: str) -> tuple[str, str | None]:
@@ -238,9 +250,29 @@ def _from_nvml() -> GpuReading:
         raise ImportError(str(error)) from error
     except pynvml.NVMLError as error:
         return GpuReading((), "NVML", f"NVML does not start: {error}")
+    driver = None
+    with suppress(pynvml.NVMLError, AttributeError):
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
     return GpuReading(
-        tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), "NVML"
+        tuple(_gpu_of(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())),
+        "NVML",
+        driver=driver,
+        cuda=_cuda_of_driver(),
     )
+
+
+def _cuda_of_driver() -> str | None:
+    """The newest CUDA of the libcuda that programs here load; None without one.
+
+    It may be newer than the kernel's driver: NVIDIA's package cuda-compat. (cuda.h:
+    ``cuDriverGetVersion``, 1000 major + 10 minor.)
+    """
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
@@ -269,6 +301,8 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
     links = [link_state(link) for link in range(_MAX_NVLINKS)]
     fabric = ask(lambda: _fabric_of(nvml, handle))
     pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    compute_mode = ask(lambda: nvml.nvmlDeviceGetComputeMode(handle))
+    mig = ask(lambda: nvml.nvmlDeviceGetMigMode(handle))  # [current, pending]
     bus = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}" if pci is not None else None
     return Gpu(
         uuid,
@@ -280,6 +314,8 @@ def _gpu_of(nvml: ModuleType, index: int) -> Gpu:
         num_nvlinks=None if set(links) == {None} else links.count(1),
         fabric=None if fabric is None else _at(_FABRIC, fabric),
         bus=bus,
+        compute_mode=None if compute_mode is None else _at(_COMPUTE_MODES, compute_mode),
+        is_mig=None if mig is None else bool(mig[0]),
     )
 
 
@@ -306,7 +342,13 @@ def _number(text: str) -> int | None:
 
 
 def _flag(text: str) -> bool | None:
-    return {"yes": True, "1": True, "no": False, "0": False}.get(text.lower())
+    words = {"yes": True, "1": True, "enabled": True, "no": False, "0": False, "disabled": False}
+    return words.get(text.lower())
+
+
+def _compute_mode(text: str) -> str | None:
+    """``Exclusive_Process`` in NVML's words here."""
+    return _action(text.replace("_", "-"))
 
 
 def _action(text: str) -> str | None:

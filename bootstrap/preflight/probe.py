@@ -7,7 +7,9 @@ nodes wait for the slowest.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -35,6 +37,9 @@ _RESOLVE_S = 2.0
 _NAMESPACES_S = 20.0
 _PROJECT = Path(__file__).parents[2]
 
+
+_OWN_PEER_MEMORY = ("efa", "cxi_core", "cxi_ss1")
+"""Drivers of RDMA devices that access GPU memory without another module."""
 
 _OF_A_PROCESS = {
     "CPU": resource.RLIMIT_CPU,
@@ -79,15 +84,18 @@ def read_host(
     return HostFacts(
         gpu_reading=read_gpus(environ),
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
+        torch_cuda=read_torch_cuda(),
         hcas=tuple(
             Hca(
                 row["name"],
                 row["state"] == "ACTIVE",
                 row["rate_gbps"],
                 row["verbs"] is not False,
+                row["driver"] not in _OWN_PEER_MEMORY,
             )
             for row in read_rdma_devices()
         ),
+        gpu_direct=read_gpu_direct(),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
         limits={name: _limit(kind) for name, kind in _OF_A_PROCESS.items()},
@@ -105,6 +113,24 @@ def read_host(
         missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
         sandboxes=read_sandboxes(environ) if sandboxes else None,
     )
+
+
+def read_gpu_direct(root: Path = Path("/")) -> tuple[str, ...] | None:
+    """Return the ways in which RDMA devices can access GPU memory; None without NVIDIA's driver.
+
+    NCCL looks for the same modules (transport/net_ib.cc). DMA-BUF needs Linux 5.12 and the open
+    variant of the kernel modules (NVIDIA, "GPUDirect RDMA").
+    """
+    driver = text_or_empty(root / "proc/driver/nvidia/version")
+    if not driver:
+        return None
+    modules = ("nvidia_peermem", "nv_peer_mem")
+    found = [name for name in modules if (root / "sys/module" / name).exists()]
+    release = re.match(r"(\d+)\.(\d+)", text_or_empty(root / "proc/sys/kernel/osrelease"))
+    is_new = release is not None and (int(release[1]), int(release[2])) >= (5, 12)
+    if is_new and "Open Kernel Module" in driver:
+        found.append("DMA-BUF")
+    return tuple(found)
 
 
 def read_sandboxes(environ: Mapping[str, str]) -> SandboxOffer:
@@ -153,6 +179,19 @@ def _num_gpus_by_slurm(environ: Mapping[str, str]) -> int | None:
         if all(count.isdigit() for count in counts):
             return sum(map(int, counts)) or None
     return None
+
+
+def read_torch_cuda() -> str | None:
+    """Version of CUDA that the installed torch is built for; "" for the CPU, None if unknown.
+
+    From torch/version.py, without importing torch.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = text_or_empty(Path(found.origin).with_name("version.py"))
+    built = re.search(r"^cuda\b[^=\n]*= *(?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
+    return None if built is None else built[1] or ""
 
 
 def _resolve(host: str) -> tuple[str, ...] | None:

@@ -22,12 +22,18 @@ MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
 
 @dataclass(frozen=True, slots=True)
 class Hca:
-    """One port of an RDMA device; ``is_open``: programs may open the device."""
+    """One port of an RDMA device.
+
+    Attributes:
+        is_open: programs may open the device.
+        needs_peer_memory: RDMA to GPU memory needs a kernel module or DMA-BUF beside its driver.
+    """
 
     name: str
     is_active: bool
     rate_gbps: float | None = None
     is_open: bool = True
+    needs_peer_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,9 @@ class HostFacts:
 
     gpu_reading: GpuReading = field(default_factory=GpuReading)
     num_gpus_by_slurm: int | None = None
+    torch_cuda: str | None = None  # version of CUDA that torch is built for; "" without CUDA
     hcas: tuple[Hca, ...] = ()
+    gpu_direct: tuple[str, ...] | None = None  # ways of RDMA to GPU memory; None: no NVIDIA driver
     memlock: int | None = None  # bytes, UNLIMITED
     nofile: int | None = None  # UNLIMITED
     limits: Mapping[str, int] = field(default_factory=dict)  # CPU (s), AS (bytes), ...; UNLIMITED
@@ -85,6 +93,7 @@ class HostFacts:
             known["sandboxes"] = SandboxOffer(**known["sandboxes"])
         for name in (
             "head_ips",
+            "gpu_direct",
             "taken_ports",
             "missing_paths",
             "folder_lacks",
@@ -102,6 +111,7 @@ class Requirements:
 
     num_gpus: int
     object_store_memory: int | None = None
+    share_gpus: bool = False  # several of its processes use one GPU
 
 
 @dataclass(frozen=True, slots=True)

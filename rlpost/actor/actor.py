@@ -34,7 +34,7 @@ from rlpost.actor.critic import Critic
 from rlpost.actor.kept_weights import ReferenceWeights
 from rlpost.actor.lora.adapters import Adapters
 from rlpost.actor.lora.targets import checkpoint_settings
-from rlpost.actor.memory import DeviceMemory
+from rlpost.actor.memory import DeviceMemory, wait_until_free
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.mtp import MtpTraining
@@ -53,7 +53,7 @@ from rlpost.actor.torch_dist_folder import find_checkpoint
 from rlpost.columns import FloatColumn
 from rlpost.metrics.spans import span
 from rlpost.types import StepPlace, StepResult, TrainBatch
-from rlpost.weights.bucket_plan import SMALLEST
+from rlpost.weights.bucket_plan import SHARED_BUFFERS, SMALLEST
 from rlpost.weights.delta import WrittenUpdate
 from rlpost.weights.exporter import Exporter, weights_hash
 from rlpost.weights.importer import HuggingFaceFolder, import_weights
@@ -346,6 +346,8 @@ class Actor(Rank):
     def share_bucket(self, index: int) -> str:
         """Share one bucket with the engine on this rank's GPU; returns its handle."""
         self._finish_param_sync()
+        if not self.sharing.pieces:
+            wait_until_free(SHARED_BUFFERS * self.buckets.largest_bytes(), "shared buckets")
         return self.sharing.share(index)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ A rank sees one GPU (its launcher sets CUDA_VISIBLE_DEVICES), so CUDA means devi
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
@@ -14,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlpost.actor.attention_backends import Gpu
 from rlpost.actor.settings import ActorSettings
 from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
-from rlpost.local_gpus import find_gpu, read_local_gpus, visible_names
+from rlpost.errors import ConfigError
+from rlpost.local_gpus import find_gpu, hidden_gpu_problem, read_local_gpus, visible_names
 from rlpost.metrics.memory import GB, machine, process_gb
 
 logger = logging.getLogger(__name__)
@@ -58,13 +61,30 @@ def weight_dtype(bf16: bool | None) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32
 
 
+def gpu() -> Gpu | None:
+    """Return what the choice of attention kernels depends on; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
+    return Gpu(torch.cuda.get_device_capability(), has_flash_attention)
+
+
 def prepare(settings: ActorSettings) -> None:
     """Select the device, and set the CPU affinity and the number of threads of this process.
 
     The process is bound to the CPUs next to its device. The number of threads is that of a CPU
     operator. ``torch.set_num_threads`` takes precedence over OMP_NUM_THREADS, which Ray sets to 1
     for an actor without ``num_cpus``. It applies to every thread that calls an operator later.
+
+    Raises:
+        ConfigError: this process has a GPU that torch does not see.
     """
+    if not torch.cuda.is_available() and (
+        problem := hidden_gpu_problem(
+            visible(), torch_version=torch.__version__, torch_cuda=torch.version.cuda
+        )
+    ):
+        raise ConfigError(problem)
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
     if settings.bind_cpus:
@@ -121,6 +141,17 @@ def memory_in_use() -> int:
         return torch.cuda.memory_allocated()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory() -> int | None:
+    """Return the bytes that an allocation can use at most; None on a CPU.
+
+    They are free on the device, or unused in torch's cache.
+    """
+    if not torch.cuda.is_available():
+        return None
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached
 
 
 def total_memory() -> int | None:

@@ -14,6 +14,8 @@ import logging
 import torch
 import torch.distributed as dist
 
+from rlpost.actor import device
+from rlpost.actor.attention_backends import Choice, Options, choose
 from rlpost.actor.layer_specs import LOCAL, has_transformer_engine
 from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.rope import attention_factor
@@ -38,11 +40,13 @@ def kernel_fields(
     _check(description, settings, implementation=implementation)
     given, fields = settings.model_args, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
+    is_grouped = _is_grouped(settings, implementation=implementation)
     chosen = {
         # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel
         # anyway.)
         "bias_activation_fusion": torch.cuda.is_available()
         and fields.get("activation_func") != "gelu_tanh"
+        and (is_grouped or not _clamps_before_bias(description))
         and not settings.megatron.get("use_te_activation_func"),
         "masked_softmax_fusion": False,  # of an attention that is not used here
         "persist_layer_norm": False,  # of Apex
@@ -58,17 +62,46 @@ def kernel_fields(
     }
     if "num_moe_experts" not in fields:
         return chosen
-    grouped = given.get("moe_grouped_gemm")
     return chosen | {
         "moe_router_dtype": given.get("moe_router_dtype", "fp32"),
         "moe_enable_deepep": given.get("moe_enable_deepep", False),
-        "moe_grouped_gemm": with_engine and (grouped is None or grouped),
+        "moe_grouped_gemm": is_grouped,
         "moe_permute_fusion": with_engine and given.get("moe_permute_fusion", False),
     }
 
 
+def chosen_attention(
+    description: ModelDescription, settings: ActorSettings, *, implementation: str
+) -> Choice:
+    """Return what computes attention here.
+
+    Raises:
+        ConfigError: nothing can compute it with these settings on this GPU.
+    """
+    is_16_bit = device.weight_dtype(settings.bf16) != torch.float32
+    choice = choose(
+        description.attention(settings, is_16_bit=is_16_bit),
+        device.gpu(),
+        with_engine=implementation != LOCAL,
+        options=Options.of(settings.megatron),
+    )
+    if isinstance(choice, str):
+        raise ConfigError(choice)
+    if choice.reason and _is_first_rank():
+        logger.info("attention: torch's kernels in place of TransformerEngine's: %s", choice.reason)
+    return choice
+
+
 def _check(description: ModelDescription, settings: ActorSettings, *, implementation: str) -> None:
     problems = _packages_missing(settings) + _wrong_rotation(description, settings)
+    is_grouped = _is_grouped(settings, implementation=implementation)
+    fuses = settings.megatron.get("bias_activation_fusion")
+    if fuses and not is_grouped and _clamps_before_bias(description):
+        problems.append(
+            "--bias-activation-fusion true: the kernel clamps the activations of this model before "
+            "it adds the bias of an expert, so the logits would be wrong; omit the option, or use "
+            "--moe-grouped-gemm true with TransformerEngine"
+        )
     if implementation == LOCAL:
         lacking = _needs(description, settings)
         lack = _lack()
@@ -87,6 +120,22 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
                 logger.warning(need.warning(lack))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _is_grouped(settings: ActorSettings, *, implementation: str) -> bool:
+    """Return whether one kernel computes the experts of a rank."""
+    grouped = settings.model_args.get("moe_grouped_gemm")
+    return implementation != LOCAL and (grouped is None or bool(grouped))
+
+
+def _clamps_before_bias(description: ModelDescription) -> bool:
+    """Return whether the fused activation would clamp before the bias is added, as for gpt-oss.
+
+    ``weighted_bias_quick_geglu_impl`` of Megatron-core 0.16.1 (fused_bias_geglu.py) does so; the
+    unfused activation clamps the sum (mlp.py). Grouped experts have added the bias before.
+    """
+    fields = description.fields
+    return bool(fields.get("activation_func_clamp_value") and fields.get("add_bias_linear"))
 
 
 def _packages_missing(settings: ActorSettings) -> list[str]:

@@ -1,6 +1,7 @@
 """Select the modules of a layer: TransformerEngine's or local ones.
 
-TransformerEngine is the default if it is usable: installed, on a machine with CUDA.
+TransformerEngine is the default if it is usable: installed, on a machine with CUDA. Its attention
+is replaced where it lacks what the model needs (``attention_backends``).
 
 Input: Megatron's configuration and the family. Output: the specification of a pipeline stage's
 layers. No other module depends on the implementation. Invariants: in both implementations
@@ -69,11 +70,13 @@ def block_spec(
     family: Family,
     *,
     implementation: str,
+    with_packed_attention: bool,
     stage: int | None,
     adapt: Callable[[Iterable[ModuleSpec]], None] | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of a virtual pipeline stage, and the final norm.
 
+    ``with_packed_attention``: ``PackedAttention`` computes attention, in either implementation.
     ``stage`` is None without interleaving. ``adapt`` changes the specifications of the layers
     before norms are added to linear layers.
     """
@@ -92,9 +95,10 @@ def block_spec(
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if not with_engine:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            attention.core_attention = PackedAttention
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = SeparateRMSNorm
+        if with_packed_attention:
+            attention.core_attention = PackedAttention
         if config.multi_latent_attention:
             latent_attention.adapt(layer, with_engine=with_engine)
         if not with_engine and layer.submodules.mlp.module is MoELayer:

@@ -11,16 +11,21 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from rlpost.actor import device
+from rlpost.errors import MemoryHeld
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"
 PIECE_BYTES = 256 * 1024**2
+FREE_S, FREE_POLL_S = 60.0, 0.05
+"""Deadline until device memory is free for a part, and the interval between two checks."""
 
 
 class DeviceMemory:
@@ -65,7 +70,14 @@ class DeviceMemory:
         return freed
 
     def restore(self, *parts: str) -> dict[str, int]:
-        """Onload parts; those on the device are skipped. Return the bytes of each onloaded part."""
+        """Onload parts; those on the device are skipped. Return the bytes of each onloaded part.
+
+        Raises:
+            MemoryHeld: another process has not freed the memory within ``FREE_S``.
+        """
+        missing = [part for part in parts if part in self._offloaded]
+        wanted = sum(size for part in missing for _, _, size in self._offloaded[part])
+        wait_until_free(wanted, " and ".join(missing))
         with self.lock:
             taken = {part: self._restore(part) for part in parts if part in self._offloaded}
             device.synchronise()
@@ -116,6 +128,28 @@ class DeviceMemory:
                 host.fill(bytes_of(storage))
             taken += size
         return taken
+
+
+def wait_until_free(num_bytes: int, what: str) -> None:
+    """Wait until this rank's GPU has memory for ``what``; return at once on a CPU.
+
+    An engine of several GPUs answers that it has released its memory when its first rank has
+    (SGLang's ``release_memory_occupation`` has no barrier after the release), and memory of a
+    killed process is free only when the driver has ended its context.
+
+    Raises:
+        MemoryHeld: it is not free after ``FREE_S``.
+    """
+    deadline = time.monotonic() + FREE_S
+    while num_bytes and (free := device.free_memory()) is not None and free < num_bytes:
+        if time.monotonic() > deadline:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise MemoryHeld(
+                f"rank {rank}: {what} need {num_bytes / 1e9:.1f} GB of its GPU, and "
+                f"{free / 1e9:.1f} GB are free after {FREE_S:.0f} s: another process holds the rest",
+                rank,
+            )
+        time.sleep(FREE_POLL_S)
 
 
 class HostCopy:

@@ -15,15 +15,16 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.actor import architecture, device, mtp, parallel
+from rlpost.actor.attention_backends import Choice
 from rlpost.actor.frozen import freeze_by_name, keep_graph
-from rlpost.actor.kernels import kernel_fields
+from rlpost.actor.kernels import chosen_attention, kernel_fields
 from rlpost.actor.layer_specs import (
     LOCAL,
     TRANSFORMER_ENGINE,
@@ -51,7 +52,11 @@ ACTIVATIONS = {
     "quick_gelu": quick_gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Activations of MLPs, by the names that families use."""
+"""Activations of MLPs, by the names that families use.
+
+Megatron compares them by identity: of its two ``quick_gelu``, TransformerConfig and the layers know
+that of ``fusions``.
+"""
 
 
 def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
@@ -68,13 +73,17 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
     # adapters are subclasses of Megatron's own linear layers
     uses_local = settings.lora_rank is not None and settings.transformer_impl is None
     implementation = LOCAL if uses_local else chosen_implementation(settings.transformer_impl)
-    config = _transformer_config(description, settings, implementation=implementation)
+    attention = chosen_attention(description, settings, implementation=implementation)
+    config = _transformer_config(
+        description, settings, implementation=implementation, attention=attention
+    )
     chunks = []
     for stage in [None] if num_stages is None else range(num_stages):
         spec = block_spec(
             config,
             description.family,
             implementation=implementation,
+            with_packed_attention=not attention.is_of_engine,
             stage=stage,
             adapt=None if settings.lora_rank is None else partial(adapt_layers, settings=settings),
         )
@@ -208,7 +217,11 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _transformer_config(
-    description: ModelDescription, settings: ActorSettings, *, implementation: str
+    description: ModelDescription,
+    settings: ActorSettings,
+    *,
+    implementation: str,
+    attention: Choice,
 ) -> TransformerConfig:
     hf, dtype = description.hf_config, device.weight_dtype(settings.bf16)
     latent = description.fields.get("multi_latent_attention", False)
@@ -228,6 +241,7 @@ def _transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         transformer_impl=implementation,
+        cp_comm_type=attention.cp_comm_type,
         # perform_initialization=False would also omit the attributes of tensor-parallel parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,

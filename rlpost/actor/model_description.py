@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.actor import architecture
+from rlpost.actor.attention_backends import Attention, attention_of
 from rlpost.actor.rope import RopeOptions, local_rope, missing_options, refused_options, rope
 from rlpost.actor.settings import ActorSettings
 from rlpost.errors import ConfigError, WeightError
@@ -88,6 +89,18 @@ class ModelDescription:
             // per_chunk
         )
         return count if count > 1 else None
+
+    def attention(self, settings: ActorSettings, *, is_16_bit: bool) -> Attention:
+        """Describe the attention of a rank."""
+        return attention_of(
+            self.hf_config,
+            self.fields,
+            head_dim=self.head_dim,
+            tensor=settings.tensor_model_parallel_size,
+            context=settings.context_parallel_size,
+            is_16_bit=is_16_bit,
+            is_deterministic=bool(settings.megatron.get("deterministic_mode")),
+        )
 
     def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
         """Raise ConfigError if the model cannot be sharded this way.

@@ -11,6 +11,7 @@ fewer queries than keys, its queries are the last positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +46,10 @@ def attend(
     memory-efficient kernel for float32. On a CPU there is one call per sequence, which is faster
     than a mask over the whole row.
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query, key, value, bounds, scale)
+    if has_flash(query):
+        return flash(query, key, value, bounds, scale=scale)
     if query.is_cuda:
-        return _memory_efficient(query, key, value, bounds, scale)
+        return _memory_efficient(query, key, value, bounds, scale=scale)
     parts = (
         tensor.split(starts.diff().tolist())
         for tensor, starts in ((query, bounds.queries), (key, bounds.keys), (value, bounds.keys))
@@ -56,32 +57,119 @@ def attend(
     return torch.cat([_one_sequence(q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
 
 
-def _flash(
+def has_flash(query: torch.Tensor) -> bool:
+    """Return whether torch's FlashAttention computes attention with these queries."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: SequenceBounds,
+    *,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Compute the attention of ``attend`` with torch's FlashAttention.
+
+    ``window`` and ``sinks`` are those of ``windowed.attend_windowed``.
+    """
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 
-    value_dim = value.size(-1)
-    # FlashAttention has one width for all three
-    value = F.pad(value, (0, query.size(-1) - value_dim))
-    found = varlen_attn(
-        query,
-        key,
-        value,
-        bounds.queries,
-        bounds.keys,
-        bounds.max_queries,
-        bounds.max_keys,
-        scale=scale,
-        window_size=(-1, 0),  # all before, none after
-        enable_gqa=query.size(1) != key.size(1),
+    value_width = value.size(-1)
+    # FlashAttention has one width for all three, and 8 divides it
+    width = -8 * (-max(query.size(-1), value_width) // 8)
+    query, key, value = (
+        each if each.size(-1) == width else F.pad(each, (0, width - each.size(-1)))
+        for each in (query, key, value)
     )
-    assert isinstance(found, torch.Tensor)
-    return found[..., :value_dim]
+    # keys before the query (-1: all), and none after it
+    window_size = (-1 if window is None else window - 1, 0)
+    if sinks is not None:
+        left, right = window_size
+        options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+        output = _FlashWithSinks.apply(query, key, value, sinks, _FlashCall(bounds, options))
+    else:
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            bounds.queries,
+            bounds.keys,
+            bounds.max_queries,
+            bounds.max_keys,
+            scale=scale,
+            window_size=window_size,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+    assert isinstance(output, torch.Tensor)
+    return output[..., :value_width]
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashCall:
+    """What forward and backward pass of FlashAttention are given besides tensors."""
+
+    bounds: SequenceBounds
+    options: dict[str, float]  # scale, and the window: keys before and after a query, -1 for all
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | float | bool, ...]:
+        """Bounds, the probability of dropout, and whether all keys before a query are seen."""
+        bounds, is_causal = self.bounds, self.options["window_size_left"] < 0
+        return bounds.queries, bounds.keys, bounds.max_queries, bounds.max_keys, 0.0, is_causal
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """FlashAttention whose softmax has one more term, exp(sink of the head), without a value.
+
+    With L = log sum_j exp(s_j) of a query and head, from the kernel, and the sink z:
+    L' = log(exp(L) + exp(z)) and o' = exp(L - L') o. The kernel's backward pass reads logits only
+    through P = exp(s - L) and D = <do, o> (FlashAttention-2, arXiv 2307.08691, algorithm 2), so
+    that with L' and o' in place of L and o it returns the gradients of this softmax. The gradient
+    of z is -exp(z - L') D', summed over queries, as its value is zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        call: _FlashCall,
+    ) -> torch.Tensor:
+        output, total, *random_state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *call.arguments, return_debug_mask=False, **call.options
+        )
+        with_sink = torch.logaddexp(total, sinks.float().unsqueeze(-1))  # [heads, Tq]
+        share = (total - with_sink).exp().mT.unsqueeze(-1)  # [Tq, heads, 1]
+        output = (output.float() * share).to(output.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, with_sink, *random_state)
+        ctx.call = call
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, output, with_sink, *random_state = ctx.saved_tensors
+        (gradient,) = gradients
+        of_inputs = torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            output,
+            with_sink,
+            *ctx.call.arguments,
+            *random_state,
+            **ctx.call.options,
+        )
+        dot = (gradient.float() * output.float()).sum(-1)  # [Tq, heads]
+        weight = (sinks.float().unsqueeze(-1) - with_sink).exp().mT
+        of_sinks = -(weight * dot).sum(0).to(sinks.dtype)
+        return (*of_inputs, of_sinks, None)
 
 
 def _memory_efficient(
@@ -89,6 +177,7 @@ def _memory_efficient(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: SequenceBounds,
+    *,
     scale: float,
 ) -> torch.Tensor:
     """The kernel that torch calls for jagged tensors; it does not support grouped queries."""

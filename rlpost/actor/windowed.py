@@ -1,19 +1,20 @@
-"""Packed attention with a sliding window and attention sinks, in plain torch on every device.
+"""Packed attention with a sliding window and attention sinks.
 
 Input and output as in ``varlen``. A window of w keys ends at the query itself: query i attends to
 keys i - w + 1 to i of its sequence. A sink is one number for each query head that joins the
 denominator of the softmax and has no value (gpt-oss, arXiv 2508.10925, section 2.2; the idea is
 from arXiv 2309.17453).
 
-Queries are computed in blocks. So the memory of a layer with a window grows with the length of the
-row, and that of a layer without one with its square. TransformerEngine has a kernel for both.
+On a GPU, FlashAttention computes both in 16 bits (``varlen``). Elsewhere queries are computed in
+blocks, in plain torch: the memory of a layer with a window grows with the length of the row, and that
+of a layer without one with its square.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rlpost.actor.varlen import SequenceBounds
+from rlpost.actor.varlen import SequenceBounds, flash, has_flash
 
 BLOCK = 256
 """Queries that are computed at once."""
@@ -34,6 +35,8 @@ def attend_windowed(
     ``window`` is the number of keys that a query sees, itself included; None for all. ``sinks`` is
     [heads]. Other arguments are those of ``attend``.
     """
+    if has_flash(query):
+        return flash(query, key, value, bounds, scale=scale, window=window, sinks=sinks)
     outputs = []
     queries = query.split(bounds.queries.diff().tolist())
     starts = bounds.keys.tolist()

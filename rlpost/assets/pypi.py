@@ -144,8 +144,9 @@ def _tokenizer(field: Callable[[str], Any]) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # gguf.TokenType.CONTROL
+    typed = zip(tokens, kinds, strict=True)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token, kind in zip(tokens, kinds) if kind == control]
+        [AddedToken(token, special=True) for token, kind in typed if kind == control]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

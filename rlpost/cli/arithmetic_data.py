@@ -2,8 +2,8 @@
 
 Input: a folder. Output: ``train.jsonl`` and ``heldout.jsonl`` in it, one problem a line, for
 example ``{"prompt": "Q:07+31=", "label": "38"}``; with ``--as questions`` in words for a chat model.
-Every pair of numbers below 50 appears exactly once, in one of the two files. The same seed always gives the same bytes; files with the right
-content are not rewritten.
+Every pair of numbers below 50 appears exactly once, in one of the two files. The same seed always
+gives the same bytes; files with the right content are not rewritten.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Input: a recipe, a cluster profile, flags.
 Output: a table of GPUs, batches and memory; or all problems and exit code 2. Imports neither torch
-nor the training stack.
+nor the training stack; a second process imports transformers (``rlpost.stack_check``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins, with_values
 from rlpost.errors import ConfigError, WeightError
 from rlpost.hf_shape import hf_shape, weight_bytes
+from rlpost.stack_check import StackCheck
 from rlpost.units import count_text, size_text
 from slurm.errors import SpecError
 from slurm.variables import unknown_variables
@@ -65,12 +66,18 @@ def _check(arguments: Sequence[str]) -> int:
     if options.recipe is None and not loaded.origins:
         raise no_recipe("rlpost check tiny")
     require_model(options.recipe, loaded.config)
+    stack = StackCheck(loaded.config)
     problems = check_problems(loaded, options.recipe)
+    stack_notes: list[str] = []
+    if problems:
+        stack.cancel()
+    else:
+        problems, stack_notes = stack.finish()
     if options.json:
-        return _print_object(loaded.config, problems)
+        return _print_object(loaded.config, problems, stack_notes)
     if problems:
         raise ConfigError("\n".join(problems))
-    said = [*notes(loaded.config), *time_notes(loaded.config)]
+    said = [*notes(loaded.config), *time_notes(loaded.config), *stack_notes]
     lines = [*arithmetic(loaded.config), *(("note", text) for text in said)]
     width = max(_INDENT, *(len(name) + 2 for name, _ in lines))
     print("\n".join(named_lines(lines, width, terminal_width())))
@@ -109,7 +116,9 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
     return problems
 
 
-def _print_object(config: Config | None, problems: list[str]) -> int:
+def _print_object(
+    config: Config | None, problems: list[str], stack_notes: Sequence[str] = ()
+) -> int:
     """Print the result as JSON on standard output, with or without problems."""
     content: dict[str, Any] = {
         "ok": not problems,
@@ -118,7 +127,7 @@ def _print_object(config: Config | None, problems: list[str]) -> int:
         "arithmetic": {},
     }
     if config is not None and not problems:
-        content["notes"] += [*notes(config), *time_notes(config)]
+        content["notes"] += [*notes(config), *time_notes(config), *stack_notes]
         content["arithmetic"] = dict(arithmetic(config))
     print(json.dumps(content, indent=2))
     return EXIT_PROBLEMS if problems else 0

@@ -80,6 +80,8 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
         agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
     if uses_sandboxes(config) and config.sandbox.sandbox_backend == "node":
         agent_args.append("--sandboxes")  # any node may become that of the driver
+    if cluster.colocate or config.critic_shares_gpus:
+        agent_args.append("--share-gpus")
     container = container_of(cluster)
     for target in container.targets if container is not None else ():
         agent_args += ["--needed-path", target]

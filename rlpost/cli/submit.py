@@ -37,6 +37,7 @@ from rlpost.config.load import Loaded, dump
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
 from rlpost.errors import ConfigError
+from rlpost.stack_check import StackCheck
 from slurm.client import expected_start, is_available
 from slurm.errors import SlurmError
 from slurm.executor import Where, completed, submit
@@ -146,8 +147,19 @@ def checked(
     if local and not options.dry_run and config.cluster.container == "auto":
         config = with_values(config, container="none")
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
-    check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
+    stack = None if options.dry_run else StackCheck(config)
+    try:
+        check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
+    except ConfigError:
+        if stack is not None:
+            stack.cancel()
+        raise
     said = list(absent(config, options.recipe)) if options.dry_run else []
+    if stack is not None:
+        problems, stack_notes = stack.finish()
+        if problems:
+            raise ConfigError("\n".join(problems))
+        said += stack_notes
     if why:
         said.append(f"container {why}")
     return config, local, [*said, *notes(config), *time_notes(config)]

@@ -17,11 +17,26 @@ MODULES = {
 """SGLang's names of the linear layers of each target of --lora-targets."""
 
 
+DTYPE = "dtype"
+
+
 def engine_args(config: Config) -> dict[str, object]:
     """Return the arguments, without those that the user passes to SGLang."""
-    routes = config.grpo.use_rollout_routing_replay
-    args: dict[str, object] = {"enable_return_routed_experts": True} if routes else {}
+    dtype = engine_dtype(config.perf.bf16)
+    args: dict[str, object] = {} if dtype is None else {DTYPE: dtype}
+    if config.grpo.use_rollout_routing_replay:
+        args["enable_return_routed_experts"] = True
     return args | adapter_args(config) if config.sends_adapters else args
+
+
+def engine_dtype(bf16: bool | None) -> str | None:
+    """Return the dtype of the trainer's weights; None: the engine decides as ``weight_dtype``.
+
+    SGLang's own choice follows config.json: float16 for a checkpoint in float32 or without a dtype.
+    """
+    if bf16 is None:
+        return None
+    return "bfloat16" if bf16 else "float32"
 
 
 def adapter_args(config: Config) -> dict[str, object]:

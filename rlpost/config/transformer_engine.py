@@ -62,6 +62,7 @@ class OptimizerSettings(Protocol):
 MEGATRON_OPTIONS = {
     "apply_rope_fusion": "its kernel rotates queries and keys",
     "attention_backend": "it has attention of this kind",
+    "cp_comm_type": "its attention exchanges rows this way",
     "delay_wgrad_compute": "its linear layers put off the gradients of weights",
     "fp4": "its linear layers compute in FP4",
     "fp8": "its linear layers compute in FP8",

@@ -4,7 +4,8 @@ Input: the fleet and the weight coordinator. Output: a router and engines that a
 one version, or an error. During an outage of an engine the router retries its requests on others,
 so no prompt is lost and none is answered twice. Engines on a lost node are restarted on its
 replacement. A colocated engine cannot receive weights while the trainer is offloaded, so it is
-dismissed at once and restarted with the next update.
+dismissed at once and restarted with the next update, before the trainer is onloaded: SGLang sizes
+its KV cache by the memory that is free when the process starts.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class EngineHealth:
         nodes: LostNodes | None = None,
         events: EngineEvents | None = None,
         weights_onloaded: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        before_start: Hook | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +67,8 @@ class EngineHealth:
             events: receives deaths and restarts; without it they are logged only.
             weights_onloaded: context in which the trainer has its weights; entered for repairs
                 while engines on other GPUs than the trainer's generate.
+            before_start: awaited before engines on the trainer's GPUs are restarted, once the
+                processes of those that failed have ended; offloads the trainer.
         """
         self._events = events or EngineEvents()
         self._stop = stop
@@ -75,6 +79,7 @@ class EngineHealth:
         self._fleet = fleet
         self._weights = weights
         self._weights_onloaded = weights_onloaded
+        self._before_start = before_start or _nothing
         self._busy = asyncio.Lock()
         self._version = 0  # version of the weights that engines receive
         self._restarts: Counter[int] = Counter()  # of each engine since the last trained batch
@@ -92,14 +97,16 @@ class EngineHealth:
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; restart those that fail or were dismissed.
 
-        ``before`` is awaited before each attempt to send weights, ``ready`` once they have arrived.
+        ``before`` is awaited before each attempt to send weights, when all engines that are to
+        receive them have started; ``ready`` once they have arrived.
 
         Raises SyncError when the update fails although every engine answers, or fails a second
         time.
         """
         async with self._busy:
             self._version, sick = version, list[int]()
-            await before()
+            if not self._fleet.dismissed and not self._nodes.engines:
+                await before()  # dismisses engines that do not release their memory
             self._events.lost(self._fleet.dismissed, phase="sync", cause=NO_ANSWER)
             if not self._fleet.dismissed and not self._nodes.engines:
                 try:
@@ -119,9 +126,12 @@ class EngineHealth:
                         logger.warning(
                             "restarting all engines: those that answer are blocked in the same broadcast"
                         )
-                await before()
             await self._repair(
-                sorted({*sick, *self._fleet.dismissed}), version, pause=pause, ready=ready
+                sorted({*sick, *self._fleet.dismissed}),
+                version,
+                pause=pause,
+                before=before,
+                ready=ready,
             )
 
     def paused(self) -> AbstractAsyncContextManager[object]:
@@ -234,14 +244,14 @@ class EngineHealth:
         mode = self._fleet.pause_mode
         try:
             async with self._weights_onloaded():
-                await self._repair(sick, self._version, pause=mode, ready=_nothing)
+                await self._repair(sick, self._version, pause=mode, before=_nothing, ready=_nothing)
         except TrainerDied as error:
             if not self._nodes.ranks:
                 raise
             logger.warning("engines wait for the trainer: %s", error)
 
     async def _repair(
-        self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
+        self, sick: Sequence[int], version: int, *, pause: PauseMode, before: Hook, ready: Hook
     ) -> None:
         """Restart engines and update all; repeat if a node is lost before that is done.
 
@@ -252,7 +262,9 @@ class EngineHealth:
         while True:
             to_restart.update(self._nodes.engines)
             num_lost = self._nodes.num_lost
-            work = self._restart(sorted(to_restart), version, pause=pause, ready=ready)
+            work = self._restart(
+                sorted(to_restart), version, pause=pause, before=before, ready=ready
+            )
             try:
                 await self._nodes.unless_lost(work)
                 break
@@ -275,7 +287,7 @@ class EngineHealth:
                 )
 
     async def _restart(
-        self, sick: Sequence[int], version: int, *, pause: PauseMode, ready: Hook
+        self, sick: Sequence[int], version: int, *, pause: PauseMode, before: Hook, ready: Hook
     ) -> None:
         if self._nodes.engines:
             self._events.lost(self._nodes.engines, phase="generate", cause=NODE_LOST)
@@ -286,14 +298,25 @@ class EngineHealth:
             await self._weights.move(placement)
         await self._fleet.mend_router(sick)
         await for_each(self._fleet.dismiss, sorted(set(sick) - self._fleet.dismissed))
-        await self._stop.unless_requested(
-            asyncio.gather(*(self._fleet.restart(index) for index in sick))
-        )
+        await self._start(sick)
+        await before()
+        while late := sorted(self._fleet.dismissed - set(sick)):  # ``before`` has dismissed them
+            self._events.lost(late, phase="sync", cause=NO_ANSWER)
+            self._count_restarts(late)
+            sick = [*sick, *late]
+            await self._start(late)
+            await before()
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
         await self._fleet.admit(sick)
         self._events.back(sick, version=version)
         logger.info("%s restarted, at policy version %d", counted(len(sick), "engine"), version)
+
+    async def _start(self, sick: Sequence[int]) -> None:
+        if self._shares_gpus:
+            await self._before_start()
+        restarts = [self._fleet.restart(index) for index in sick]
+        await self._stop.unless_requested(asyncio.gather(*restarts))
 
 
 async def _nothing() -> None:

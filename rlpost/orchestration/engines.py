@@ -31,6 +31,7 @@ from rlpost.orchestration.adoption import ANSWER_S, is_adopted
 from rlpost.orchestration.engine_life import EngineLife, check_engine, failure
 from rlpost.orchestration.engine_settings import settings_of_engine
 from rlpost.orchestration.placement import Placement, Ports
+from rlpost.orchestration.role_environment import engine_environment
 from rlpost.orchestration.worker_groups import EngineWorkers
 from rlpost.orchestration.workers import (
     StandbyWorker,
@@ -43,7 +44,7 @@ from rlpost.rollout.engine import Engine, Router
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import PauseMode
 from rlpost.rollout.external import external_addresses
-from rlpost.rollout.features import check_servers, has_updates_amid_answers
+from rlpost.rollout.features import check_servers
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ class Fleet:
         self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
         self._lives: dict[int, EngineLife] = {}
-        self.can_retract = False
-        """True if every engine can update its weights while requests are in flight."""
         self.dismissed: set[int] = set()
-        """Engines that were stopped because they were dead or hung, and are not restarted yet."""
+        """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
+        self._restarted: set[int] = set()
+        """Those of them whose new process has started."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start engines and router. ``visible_gpus`` becomes the attribute.
@@ -206,21 +207,20 @@ class Fleet:
         urls = [address.url for address in self.addresses]
         versions = {url: str(info.get("version")) for url, info in zip(urls, infos, strict=True)}
         check_servers(versions)
-        self.can_retract = all(map(has_updates_amid_answers, versions.values()))
 
     @property
     def pause_mode(self) -> PauseMode:
         """How to pause engines for new weights while they generate.
 
         "retract" keeps requests in the engine, which recomputes their KV cache. "abort" and a retry
-        take SGLang a second, so it is only used where "retract" does not work: in older engines;
+        take SGLang a second, so it is only used where "retract" does not work:
         when engines return routes, because "retract" would replace the routes of all earlier tokens
         by those of the new weights, while an abort returns them first; and with adapters, because a
         request cannot change its adapter.
         """
         grpo, sends_adapters = self._config.grpo, self._config.sends_adapters
         must_abort = grpo.use_rollout_routing_replay or sends_adapters
-        return "retract" if self.can_retract and not must_abort else "abort"
+        return "abort" if must_abort else "retract"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return dead engines, except dismissed ones; concurrency is bounded.
@@ -259,7 +259,7 @@ class Fleet:
         await asyncio.to_thread(self._router.remove_engine, address.url)
         await self._workers[index].stop()
         self.dismissed.add(index)
-        self._released.pop(index, None)  # a new process has all its memory
+        self._forget_memory(index)
 
     async def lose(self, indices: Sequence[int], *, is_silent: bool) -> None:
         """Remove engines of a lost node from the router; ``move`` assigns another node.
@@ -271,7 +271,7 @@ class Fleet:
         urls = [self.addresses[index].url for index in lost]
         self.dismissed.update(lost)
         for index in lost:
-            self._released.pop(index, None)
+            self._forget_memory(index)
         if lost and is_silent:
             logger.warning("restarting router %s: it waits for a silent node", self._router.url)
             await asyncio.to_thread(self._router.stop)
@@ -313,6 +313,12 @@ class Fleet:
             await (self._start_engine(index) if begun is None else begun)
         finally:
             self._forget_start(index)
+        self._restarted.add(index)
+
+    def _forget_memory(self, index: int) -> None:
+        """Record that the process of an engine has ended; a new one has all its memory."""
+        self._restarted.discard(index)
+        self._released.pop(index, None)
 
     def _forget_start(self, index: int) -> None:
         begun = self._starting.pop(index, None)
@@ -326,11 +332,13 @@ class Fleet:
         """
         await self._add_to_router(indices)
         self.dismissed.difference_update(indices)
+        self._restarted.difference_update(indices)
 
     async def release_memory(self, *tags: str) -> None:
         """Release ``kv_cache``, ``cuda_graph`` or ``weights`` of all engines; they stay paused.
 
-        An engine that is dead or hangs is dismissed.
+        This includes engines that have restarted and are not admitted yet. An engine that is dead
+        or hangs is dismissed.
         """
 
         async def release(index: int) -> None:
@@ -359,12 +367,19 @@ class Fleet:
         """Return whether an engine has released ``tag``."""
         return any(tag in released for released in self._released.values())
 
+    def engine_on_gpu_of(self, rank: int) -> str | None:
+        """Return the name of the engine on a trainer rank's GPU, as in its log; None without one."""
+        for index, ranks in enumerate(self._placement.ranks_of_engines):
+            if rank in ranks:
+                return self._names(index)[0]
+        return None
+
     async def resume(self) -> None:
         """Let paused engines generate again; an engine that is dead or hangs is dismissed."""
         await self._of_those_alive(lambda index: self._client(index).resume())
 
     async def _of_those_alive(self, ask: Callable[[int], Awaitable[None]]) -> None:
-        """Call ``ask`` for each engine that is not dismissed; dismiss those that do not answer."""
+        """Call ``ask`` for each engine that has a process; dismiss those that do not answer."""
 
         async def ask_or_dismiss(index: int) -> None:
             try:
@@ -373,7 +388,8 @@ class Fleet:
                 logger.warning("%s", error)
                 await self.dismiss(index)
 
-        await asyncio.gather(*(ask_or_dismiss(index) for index in self._present()))
+        running = sorted({*self._present(), *self._restarted})
+        await asyncio.gather(*(ask_or_dismiss(index) for index in running))
 
     async def memory_use(self) -> list[dict[str, float]]:
         """Return the memory use of each process of our engines, by metric name."""
@@ -448,7 +464,8 @@ class Fleet:
             )
             for name, settings in zip(names, self._settings(index), strict=True)
         ]
-        envs = [part.gpu_variables(visible_gpus) for part in parts]
+        env = engine_environment(self._config, os.environ)
+        envs = [env | part.gpu_variables(visible_gpus) for part in parts]
         return EngineWorkers(
             WorkerGroup(
                 makes,

@@ -4,10 +4,11 @@ Input: the actors, the fleet, and which sides are offloaded (``--offload-train``
 ``--offload-rollout``; both with ``--colocate``). Without these flags this module does nothing. GPU
 memory in the phases of a step:
 
-    train      engines offloaded, trainer onloaded
-    send       only the weights of trainer and engines
-    generate   trainer offloaded, engines onloaded
-    save       the trainer's weights and optimizer, the engines' weights
+    start of an engine  trainer offloaded, no shared buckets
+    send                only the weights of trainer and engines, and the shared buckets
+    generate            trainer offloaded, engines onloaded
+    train               engines offloaded, trainer onloaded
+    save                the trainer's weights and optimizer, the engines' weights
 
 A critic with its own processes on the policy's GPUs is onloaded only while it computes or saves,
 and the policy is offloaded then.
@@ -19,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from rlpost.config.tree import Config
+from rlpost.errors import MemoryHeld
 from rlpost.orchestration.engines import Fleet
 from rlpost.orchestration.worker_groups import ActorGroup
 
@@ -99,8 +101,7 @@ class Offload:
         """Offload the engines, onload the trainer."""
         await self.free_gpus()
         await self._offload_critic()
-        if self._trainer_leaves:
-            await self._actors.restore_memory(*ALL)
+        await self._onload_trainer(*ALL)
 
     async def send(self) -> None:
         """Keep only the weights of both sides onloaded, if the side can be offloaded."""
@@ -109,15 +110,42 @@ class Offload:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
             await self._actors.offload_memory(GRADS, OPTIMIZER)
-            await self._actors.restore_memory(WEIGHTS)
+        await self._onload_trainer(WEIGHTS)
         if self._engines_leave:
             await self._fleet.restore_memory("weights")
 
-    async def generate(self) -> None:
-        """Offload the trainer, onload the engines; they stay paused."""
+    async def _onload_trainer(self, *parts: str) -> None:
+        """Onload parts of the trainer, if it can be offloaded.
+
+        Raises MemoryHeld, which names the engine that has not freed its memory.
+        """
+        if not self._trainer_leaves:
+            return
+        try:
+            await self._actors.restore_memory(*parts)
+        except MemoryHeld as error:
+            name = self._fleet.engine_on_gpu_of(error.rank)
+            if name is None:
+                raise
+            raise MemoryHeld(
+                f"{error}; {name} shares this GPU and has answered that it released its memory: see "
+                f"{name}-server.log in the attempt's folder; a lower --sglang-mem-fraction-static leaves more free",
+                error.rank,
+            ) from None
+
+    async def offload_trainer(self) -> None:
+        """Offload the trainer and free the shared buckets; then engines can start on its GPUs.
+
+        SGLang sizes the KV cache by the memory that is free when the engine starts. Engines that
+        took part in a failed update must have answered or ended before: they read the buckets.
+        """
         if self._trainer_leaves:
             await self._actors.release_shared_buckets()
             await self._actors.offload_memory(*ALL)
+
+    async def generate(self) -> None:
+        """Offload the trainer, onload the engines; they stay paused."""
+        await self.offload_trainer()
         if self._engines_leave:
             await self._fleet.restore_memory("weights", *CACHE)
 
@@ -141,8 +169,7 @@ class Offload:
         if was_offloaded and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         await self._offload_critic()
-        if self._trainer_leaves:
-            await self._actors.restore_memory(*SAVED)
+        await self._onload_trainer(*SAVED)
         yield
         if not is_last:
             await self._offload_critic()  # a save that failed leaves the critic onloaded

@@ -18,9 +18,10 @@ from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
 
 SHARED_PORTS = 3
-DERIVED_PORTS = 7
-"""With data-parallel attention, SGLang's processes use TCP ports after that of the rendezvous
-(``PortArgs.init_new``: six, and one spare)."""
+DERIVED_PORTS = 13
+"""With data-parallel attention, SGLang's processes use TCP ports after that of the rendezvous: six in
+``PortArgs.init_new``, and the 13th (``DP_ATTENTION_HANDSHAKE_PORT_DELTA``).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class ClusterStages(RunStages):
             nodes=self._nodes,
             events=EngineEvents(self.record),
             weights_onloaded=self._offload.weights_onloaded,
+            before_start=self._offload.offload_trainer,
         )
         self.closing.push_async_callback(self._fleet_sync.close)
         await self._begin_recovery(placement, ports, weights)
@@ -151,7 +152,7 @@ class ClusterStages(RunStages):
         gpus = [""] * num_ranks
         if self.config.cluster.colocate:
             gpus = await self._actors.visible_gpus()
-            await self._offload.generate()
+            await self._offload.offload_trainer()
         await self._fleet.start(gpus)
         await self.generation.connect(self._fleet.router)
 

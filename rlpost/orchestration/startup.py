@@ -36,9 +36,9 @@ from rlpost.orchestration.placement import (
     ports_of_run,
 )
 from rlpost.orchestration.preemption import StopRequest
+from rlpost.orchestration.role_environment import trainer_environment
 from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.orchestration.training import Training
-from rlpost.orchestration.weight_coordinator import nccl_environment
 from rlpost.orchestration.worker_groups import ActorGroup, TrainingRanks
 from rlpost.orchestration.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.progress.overdue import OverdueRule
@@ -160,9 +160,8 @@ class Startup:
 
     def _rank_environment(self, gpu: str = "") -> dict[str, str]:
         """Return the environment of a rank; ``gpu`` is its CUDA_VISIBLE_DEVICES, if not Ray's."""
-        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # overlapped TP collectives rely on one queue
         own = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        return env | nccl_environment(self._config, os.environ) | own
+        return trainer_environment(self._config, os.environ) | own
 
     def _hang_watch(self, role: str = "trainer") -> HangWatch:
         cluster = self._config.cluster

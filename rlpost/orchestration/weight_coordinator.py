@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,22 +46,6 @@ from rlpost.weights.delta import WeightCopy
 logger = logging.getLogger(__name__)
 
 REMOVAL_S = 8.0  # deadline to remove copies of the weights; a preempted run has EXIT_S in all
-CUMEM = "NCCL_CUMEM_ENABLE"
-
-
-def nccl_environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """Return NCCL variables for the trainer's processes that agree with those of the engines.
-
-    In one communicator each side decides by its own NCCL_CUMEM_ENABLE how memory of a peer on the
-    same node is imported (NCCL's transport/p2p.cc), so both must have the same value. SGLang sets 0
-    unless the environment has a value, and always 1 with ``enable_symm_mem``
-    (sglang/srt/entrypoints/engine.py).
-
-    ``given`` is the environment of the job, which the engines inherit too.
-    """
-    if config.sglang.server_args.get("enable_symm_mem"):
-        return {CUMEM: "1"}
-    return {CUMEM: given.get(CUMEM, "0")}
 
 
 class VersionMover:

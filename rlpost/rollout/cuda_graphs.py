@@ -3,20 +3,26 @@
 Input: the settings of an engine and its environment variables. Output: additions to both, or
 conflicts between them.
 
-SGLang 0.5.17 to 0.5.23 capture graphs in memory that the tag releases only with the variable
+SGLang 0.5.21 to 0.5.23 capture graphs in memory that the tag releases only with the variable
 ``SGLANG_MEMORY_SAVER_CUDA_GRAPH`` (``FullCudaGraphBackend``), which is off by default. With it,
 ``BreakableCudaGraphBackend``, the default for prefill on CUDA, raises, so prefill runs without
 graphs. A value set by the user takes precedence and determines the other one.
+
+NCCL registers the buffers of a graph at capture (``NCCL_GRAPH_REGISTER``, by default on). After a
+release the graph's addresses have other physical memory, and its replay hangs
+(fzyzcjy/torch_memory_saver#88, sgl-project/sglang#40648). So engines that release graphs do not
+register them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlpost.rollout.server_args import sglang_flag
 
 VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+REGISTER = "NCCL_GRAPH_REGISTER"
 PREFILL = "cuda_graph_backend_prefill"
 RELEASABLE = ("full", "disabled")
 """Backends whose graphs can be released, or that have none; others raise with the variable or
@@ -34,22 +40,19 @@ class GraphSettings:
     server_args: Mapping[str, object] = field(default_factory=dict)
 
 
-def graph_settings(
-    server_args: Mapping[str, object], environ: Mapping[str, str], *, known: Collection[str] | None
-) -> GraphSettings:
+def graph_settings(server_args: Mapping[str, object], environ: Mapping[str, str]) -> GraphSettings:
     """Return the settings that let the engine release its graphs; empty if it cannot.
 
-    Args:
-        server_args: the given fields of ServerArgs.
-        known: names of all fields of the installed SGLang; None if unknown.
+    ``server_args``: the given fields of ServerArgs.
     """
-    if not server_args.get("enable_memory_saver") or (known is not None and PREFILL not in known):
+    if not server_args.get("enable_memory_saver"):
         return GraphSettings()
     if (environ.get(VARIABLE) or "1").lower() not in _TRUE or _backends_against(server_args):
         return GraphSettings()
     is_given = "prefill" in _given_backends(server_args)
     return GraphSettings(
-        {VARIABLE: environ.get(VARIABLE) or "1"}, {} if is_given else {PREFILL: "disabled"}
+        {VARIABLE: environ.get(VARIABLE) or "1", REGISTER: environ.get(REGISTER) or "0"},
+        {} if is_given else {PREFILL: "disabled"},
     )
 
 
@@ -63,17 +66,29 @@ def graph_problems(
     value = environ.get(VARIABLE, "")
     if value and value.lower() not in (*_TRUE, *_FALSE):
         return [f"--environment {VARIABLE}={value}: SGLang takes it for 0; use 1 or 0"]
-    if (
-        not offloads
-        or value.lower() not in _TRUE
-        or not server_args.get("enable_memory_saver", True)
-    ):
+    if not offloads or not server_args.get("enable_memory_saver", True):
         return []
-    return [
+    if value.lower() not in _TRUE:
+        releases = not value and not _backends_against(server_args)
+        return _registration_problems(environ) if releases else []
+    problems = [
         f"{flag} {backend}: SGLang cannot capture these graphs in memory that it gives up, which "
         f"{VARIABLE}={value} (--environment) asks for; use {' or '.join(RELEASABLE)}, or leave the variable "
         "out: then the graphs keep their memory while the trainer works"
         for flag, backend in _backends_against(server_args).items()
+    ]
+    return problems or _registration_problems(environ)
+
+
+def _registration_problems(environ: Mapping[str, str]) -> list[str]:
+    """Return the conflict of a given REGISTER with the release of graphs."""
+    value = environ.get(REGISTER, "")
+    if value in ("", "0"):
+        return []
+    return [
+        f"--environment {REGISTER}={value}: engines release their CUDA graphs while the trainer "
+        f"runs, and NCCL would replay them with freed buffers, which hangs; use {REGISTER}=0, or "
+        f"keep the graphs on the GPU with --environment {VARIABLE}=0"
     ]
 
 

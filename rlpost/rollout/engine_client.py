@@ -1,7 +1,7 @@
 """HTTP client for the control requests of one SGLang server.
 
 Input: the engine's address and key. Output: parsed responses, or an error with engine, path, status
-and body. The field names are those of SGLang 0.5.17 to 0.5.23
+and body. The field names are those of SGLang 0.5.21 to 0.5.23
 (``sglang/srt/managers/io_struct.py``). Control requests are rare, so a client keeps no connection
 and works in any event loop.
 """

@@ -222,7 +222,11 @@ class SharingMover:
         self._ranks_of = ranks_of
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """Send one bucket after another; gather the next one while the engines load this one."""
+        """Send one bucket after another; gather the next one while the engines load this one.
+
+        The failure of an engine is raised when all others have answered: until then they read
+        memory that the trainer frees or overwrites after the failure.
+        """
         handles = await self._share(0)
         for index, bucket in enumerate(self._buckets):
             is_last = index == len(self._buckets) - 1
@@ -230,9 +234,14 @@ class SharingMover:
             for one, ranks in zip(receivers, self._ranks_of, strict=True):
                 of_engine = [handles[rank] for rank in ranks]
                 update = one.client.update_weights_from_handles
-                taking.append(update(of_engine, version=version if is_last else None))
+                taking.append(_failure(update(of_engine, version=version if is_last else None)))
             following = [] if is_last else [self._share(index + 1)]
-            answers = await _all_do(f"take {_described(bucket)}", [*taking, *following])
+            answers = await together([*taking, *following])
+            for answer in answers:
+                if isinstance(answer, RolloutError):
+                    raise SyncError(
+                        f"the engines could not all take {_described(bucket)}; {answer}"
+                    ) from answer
             handles = cast("Sequence[str]", answers[-1])
 
 
@@ -365,6 +374,15 @@ def stage_group(name: str, stage: int) -> str:
 
 def _described(bucket: Bucket) -> str:
     return f"{len(bucket.names)} weights starting with {bucket.names[0]}"
+
+
+async def _failure(call: Awaitable[object]) -> RolloutError | None:
+    """Await the call of an engine; return its error."""
+    try:
+        await call
+    except RolloutError as error:
+        return error
+    return None
 
 
 async def _all_do(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:

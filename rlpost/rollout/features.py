@@ -1,7 +1,7 @@
-"""Versions of SGLang servers: which a run accepts, and what they can do. Pure.
+"""Versions of SGLang servers that a run accepts. Pure.
 
 Input: the versions of the servers (``version`` of ``GET /server_info``). Output: an error that names
-the servers that are too old; and whether an optional feature is present.
+the servers that are too old.
 
 The versions OLDEST to NEWEST were tested (CONTRIBUTING.md: how to run another). A newer version is
 treated as NEWEST, with a warning.
@@ -18,15 +18,10 @@ from rlpost.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
-OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""These versions and all in between were tested. Weights arrive over a process group, memory or
-disk, under a version, from OLDEST on.
-"""
-UPDATES_AMID_ANSWERS = (0, 5, 21)
-"""From this version on, answers wait in the engine while it takes new weights.
+OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
+"""These versions and all in between were tested.
 
-From 0.5.19 on each token's version is reported (meta_info.weight_versions), but before 0.5.21 no
-cache is flushed while a request waits.
+From OLDEST on weights are sent in a session, and requests wait in the engine during an update.
 """
 
 
@@ -37,11 +32,6 @@ def parse_version(text: str) -> Version | None:
     """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
-
-
-def has_updates_amid_answers(version: str) -> bool:
-    """Whether a version has UPDATES_AMID_ANSWERS; an unreadable version counts as OLDEST."""
-    return (parse_version(version) or OLDEST) >= UPDATES_AMID_ANSWERS
 
 
 def check_servers(versions: Mapping[str, str]) -> None:

@@ -32,12 +32,13 @@ from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
 from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings
+from rlpost.errors import ConfigError
 from rlpost.garbage import paused_for_imports
+from rlpost.local_gpus import hidden_gpu_problem
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.engine_activity import EngineActivity
 from rlpost.rollout.request_spans import RequestSpans
 from rlpost.rollout.route_requests import RouteRequests
-from rlpost.rollout.server_args import server_arg_names
 from rlpost.rollout.server_proof import ServerProof
 
 LISTEN_POLL_S = 0.02
@@ -62,6 +63,10 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "watchdog_timeout": 1800.0,
 }
 
+ON_CUDA: Mapping[str, object] = {"dtype": "bfloat16"}
+"""That of the trainer; SGLang's own default is float16 for a checkpoint whose dtype is float32 or
+missing."""
+
 LOGGING: Mapping[str, object] = {"log_level_http": "warning"}
 """Without it the log on the shared file system gets a line for each request: gigabytes in a run."""
 
@@ -80,10 +85,10 @@ ONLY_ON_CUDA: Mapping[str, object] = {
 def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str, object]:
     """Return the fields of ServerArgs.
 
-    Without CUDA, the given values override CPU defaults, and settings that need CUDA are reset.
+    The given values override the defaults; without CUDA, settings that need it are reset.
     """
     if has_cuda:
-        return {**LOGGING, **given}
+        return {**LOGGING, **ON_CUDA, **given}
     return {**LOGGING, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
@@ -211,13 +216,20 @@ def run_engine(
 
         has_cuda = torch.cuda.is_available()
         if not has_cuda:
+            problem = hidden_gpu_problem(
+                os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+                torch_version=torch.__version__,
+                torch_cuda=torch.version.cuda,
+            )
+            if problem is not None:
+                raise ConfigError(problem)
             use_stand_ins(int(arguments.get("tp_size", 1)))
             use_threads(gpus_per_node)
             keep_memory()
             start_by_fork()
         given = typed_args(arguments)  # SGLang's names and types
         if has_cuda:
-            graphs = graph_settings(given, os.environ, known=server_arg_names())
+            graphs = graph_settings(given, os.environ)
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
             given |= graphs.server_args
         from sglang.srt.entrypoints.http_server import app, launch_server
@@ -228,8 +240,7 @@ def run_engine(
         load_plugins()  # as SGLang's command does, because plugins may change settings
 
     server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
-    if hasattr(server_args, "resolve_once"):  # 0.5.21 and later: values that follow from others
-        server_args.resolve_once()
+    server_args.resolve_once()  # values that follow from others
     app.add_middleware(RequestSpans)
     app.add_middleware(EngineActivity)
     if server_args.api_key:

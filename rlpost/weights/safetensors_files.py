@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from common.counting import counted
 from rlpost.errors import WeightError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -42,10 +43,11 @@ def tensor_files(folder: Path) -> dict[str, str]:
 def file_problems(folder: Path) -> list[str]:
     """Return one line per weight file that is missing, truncated or unreadable.
 
-    Empty if all are complete.
+    So is one that lacks a tensor of the index. Empty if all are complete.
     """
     try:
-        names = sorted(set(tensor_files(folder).values()))
+        file_of = tensor_files(folder)
+        names = sorted(set(file_of.values()))
     except WeightError as error:
         return [str(error)]
     missing = [name for name in names if not (folder / name).exists()]
@@ -59,10 +61,17 @@ def file_problems(folder: Path) -> list[str]:
         if name in missing:
             continue
         try:
-            _, num_bytes = _header(folder / name)
+            tensors, num_bytes = _header(folder / name)
             if (there := (folder / name).stat().st_size) != num_bytes:
                 problems.append(
                     f"{folder / name}: has {there} bytes instead of {num_bytes} (by its header); {AGAIN}"
+                )
+            lacking = sorted(key for key in file_of if file_of[key] == name and key not in tensors)
+            if lacking:
+                problems.append(
+                    f"{folder / INDEX}: names {counted(len(lacking), 'tensor')} that {name} does not have, "
+                    f"{lacking[0]} first; "
+                    "remove them from the index, or fetch the model again"
                 )
         except WeightError as error:
             problems.append(str(error))

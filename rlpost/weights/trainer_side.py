@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,12 @@ from rlpost.weights.exporter import Exporter, describe, sent_bytes
 from rlpost.weights.flat import as_bytes, tensor_bytes
 from rlpost.weights.quantise import BlockFp8
 
-_DEVICE = 6  # index of storage_device among the arguments of torch's rebuild_cuda_tensor
+# indices among the arguments of torch's rebuild_cuda_tensor
+_DEVICE, _COUNTER_FILE, _COUNTER_SLOT = 6, 11, 12
+SHARED_MEMORY = Path("/dev/shm")  # of POSIX shm_open on Linux
+COUNTERS_FROM = 64
+"""Offset of the counters in torch's file, in bytes (``map_alloc_alignment`` of MapAllocator.cpp)."""
+COUNTER_BYTES = 8
 
 
 class Buckets:
@@ -235,6 +241,8 @@ class Sharing:
     def __init__(self, buckets: Buckets) -> None:
         self.buckets = buckets
         self.pieces: dict[int, torch.Tensor] = {}
+        self._counters: list[tuple[str, int]] = []
+        """File and slot of torch's reference counter of each handle since the last ``release``."""
 
     def share(self, index: int) -> str:
         """Gather bucket ``index`` and return a handle to it. Call on every trainer rank.
@@ -254,11 +262,20 @@ class Sharing:
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine's stream does not wait for ours
         buffer = io.BytesIO()
-        _HandlePickler(buffer).dump({"flattened_tensor": flat, "metadata": _metadata(tensors)})
+        pickler = _HandlePickler(buffer)
+        pickler.dump({"flattened_tensor": flat, "metadata": _metadata(tensors)})
+        self._counters += pickler.counters
         return base64.b64encode(buffer.getvalue()).decode()
 
     def release(self) -> None:
-        """Free the memory, once all engines have responded."""
+        """Free the memory, once every engine has responded or its process has ended.
+
+        torch keeps CUDA memory until the reader of each handle has decremented its counter. A
+        handle that was not read, or whose reader was killed, would keep it until this process ends.
+        """
+        for file, slot in self._counters:
+            _reset_counter(file, slot)
+        self._counters.clear()
         self.pieces.clear()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -289,13 +306,36 @@ class _HandlePickler(ForkingPickler):
     differently. SGLang accepts both (sglang/srt/utils/patch_torch.py; pytorch issue 149196).
     """
 
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.counters: list[tuple[str, int]] = []
+        """File and slot of the reference counter of each CUDA tensor."""
+
     def reducer_override(self, value: object) -> Any:
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reduce_tensor(value)
+        file, slot = arguments[_COUNTER_FILE], arguments[_COUNTER_SLOT]
+        self.counters.append((os.fsdecode(file), slot))
         return rebuild, with_uuid(
             arguments, lambda number: str(torch.cuda.get_device_properties(number).uuid)
         )
+
+
+def _reset_counter(file: str, slot: int) -> None:
+    """Set a reference counter of torch's CUDA IPC to 0 (torch/csrc/CudaIPCTypes.h).
+
+    Setting is idempotent. torch's own ``_release_ipc_counter`` decrements, and below 0 the unsigned
+    counter wraps, so it may not be called where the reader may have decremented too.
+    """
+    try:
+        counters = os.open(SHARED_MEMORY / file.lstrip("/"), os.O_WRONLY)
+    except FileNotFoundError:
+        return  # torch removes a file when all of its handles are free
+    try:
+        os.pwrite(counters, bytes(COUNTER_BYTES), COUNTERS_FROM + COUNTER_BYTES * slot)
+    finally:
+        os.close(counters)
 
 
 def with_uuid(arguments: tuple[Any, ...], uuid_of: Callable[[int], str]) -> tuple[object, ...]:

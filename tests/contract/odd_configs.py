@@ -7,10 +7,11 @@ returns the reason for which the trainer refuses the configuration.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from rlpost.errors import ConfigError, WeightError
 from rlpost.types import TrainSample
-from tests.contract.families import FAMILIES, VOCAB_SIZE, set_weights
+from tests.contract.families import COMMON, FAMILIES, VOCAB_SIZE, set_weights
 from tests.contract.samples import random_sample
 
 KINDS = tuple(dict.fromkeys(kind for kind, _ in FAMILIES.values()))
@@ -46,6 +47,8 @@ class Compared:
     difference: float | None = None
     """Largest difference of a logit, relative to the largest logit where that is above 1."""
     refusal: str | None = None
+    differences: tuple[str, ...] = ()
+    """What ``rlpost check`` would say of trainer and engines; it must agree with the logits."""
 
 
 class Chooser:
@@ -414,21 +417,87 @@ def ours(actor: Any, folder: Path, samples: Sequence[TrainSample]) -> torch.Tens
     return found[:, : description.hf_config["vocab_size"]]
 
 
+def check_differences(folder: Path) -> list[str]:
+    """Return the differences between trainer and transformers, apart from the run's settings."""
+    from transformers import AutoConfig
+
+    from rlpost.actor.model_description import read_description
+    from rlpost.resolved_model import differences, engine_model, trainer_model
+
+    engines = engine_model(AutoConfig.from_pretrained(folder), generation_eos=None, context=None)
+    trainer = trainer_model(read_description(folder), context=None, end_tokens=engines.eos_token_id)
+    return differences(trainer, engines)
+
+
 def compare(actor: Any, seeds: Sequence[int], folder: str) -> list[Compared]:
     """Compare the configurations of ``seeds`` on a rank; those that are of no model are left out."""
-    found = []
-    for seed in seeds:
-        hf, path = odd_config(seed), Path(folder) / str(seed)
-        path.mkdir()
-        samples = samples_of(hf)
-        expected = theirs(path, hf, samples)
-        if expected is not None:
-            try:
-                logits = ours(actor, path, samples)[: len(expected)]
-                largest = max(1.0, expected.abs().max().item())
-                difference = (logits - expected).abs().max().item() / largest
-                found.append(Compared(hf, difference=difference))
-            except (ConfigError, WeightError) as error:
-                found.append(Compared(hf, refusal=str(error)))
-        shutil.rmtree(path)
+    made = [_compare(actor, odd_config(seed), Path(folder) / str(seed)) for seed in seeds]
+    return [one for one in made if one is not None]
+
+
+def compare_uploads(actor: Any, folder: str) -> dict[tuple[str, str], Compared | None]:
+    """Compare every form of an upload for every kind; None where transformers has no model."""
+    found = {}
+    for kind in KINDS:
+        base = published_config(kind)
+        for form, changed in UPLOADS.items():
+            hf = changed(copy.deepcopy(base))
+            found[kind, form] = _compare(actor, hf, Path(folder) / f"{kind}-{form}")
     return found
+
+
+def published_config(kind: str) -> dict[str, Any]:
+    """Return the config.json of the first model of a kind in ``families``."""
+    import transformers
+
+    options = next(options for name, options in FAMILIES.values() if name == kind)
+    of_text = getattr(transformers, f"{kind}TextConfig", None)
+    config = (of_text or getattr(transformers, f"{kind}Config"))(**{**COMMON, **options})
+    return {**config.to_dict(), "architectures": [f"{kind}ForCausalLM"], "dtype": "float32"}
+
+
+def _rope_both(hf: dict[str, Any]) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    if part := hf["rope_parameters"].get("partial_rotary_factor"):
+        scaling["partial_rotary_factor"] = part  # transformers ignores MiniMax-M2's rotary_dim
+    return hf | {"rope_scaling": scaling, "rope_theta": 5e5}
+
+
+def _theta_at_top(hf: dict[str, Any]) -> dict[str, Any]:
+    nested = hf["rope_parameters"].get("full_attention", hf["rope_parameters"])
+    return hf | {"rope_theta": nested.pop("rope_theta")}
+
+
+def _without_dtype(hf: dict[str, Any]) -> dict[str, Any]:
+    del hf["dtype"]
+    return hf
+
+
+UPLOADS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "rope in both places": _rope_both,
+    "theta at the top level": _theta_at_top,
+    "null key-value heads": lambda hf: hf | {"num_key_value_heads": None},
+    "no dtype": _without_dtype,
+    "tied": lambda hf: hf | {"tie_word_embeddings": True},
+    "untied": lambda hf: hf | {"tie_word_embeddings": False},
+    "several end tokens": lambda hf: hf | {"eos_token_id": [1, 2]},
+}
+"""Forms of config.json that uploads have."""
+
+
+def _compare(actor: Any, hf: dict[str, Any], path: Path) -> Compared | None:
+    """Compare one configuration in a new folder; None if it is of no model."""
+    path.mkdir()
+    samples = samples_of(hf)
+    try:
+        expected = theirs(path, hf, samples)
+        if expected is None:
+            return None
+        logits = ours(actor, path, samples)[: len(expected)]
+        largest = max(1.0, expected.abs().max().item())
+        difference = (logits - expected).abs().max().item() / largest
+        return Compared(hf, difference=difference, differences=tuple(check_differences(path)))
+    except (ConfigError, WeightError) as error:
+        return Compared(hf, refusal=str(error))
+    finally:
+        shutil.rmtree(path)

@@ -12,7 +12,13 @@ from rlpost.actor.settings import ActorSettings
 from rlpost.weights.families import FAMILIES
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
-from tests.contract.odd_configs import KINDS, Compared, compare, model_type
+from tests.contract.odd_configs import (
+    KINDS,
+    Compared,
+    compare,
+    compare_uploads,
+    model_type,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,6 +28,11 @@ REASON = re.compile(
     r": (has no '?\w+|\w+ ?= ?\S+|layer_types has|mlp_layer_types has|YaRN with \w+)"
 )
 """The key, and its value if it has one, after the path of config.json."""
+
+REFUSED = {("Gemma3", "rope in both places"): "rope_type='yarn' is not supported"}
+"""Forms of uploads that the trainer refuses, with the reason; Megatron has one factor for all layers."""
+NULL_HEADS = {"Llama", "Qwen2", "Qwen3", "DeepseekV3"}
+"""Families of which transformers builds a model whose number of key-value heads is null."""
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +50,27 @@ def test_an_odd_configuration_has_the_logits_of_transformers_or_is_refused_with_
     assert len(compared) >= ENOUGH
     wrong = [one for one in compared if one.difference is not None and not one.difference < LIMIT]
     assert not wrong
+    assert [one for one in compared if one.differences] == []
     refusals = [one.refusal for one in compared if one.refusal is not None]
     assert [text for text in refusals if not REASON.search(text)] == []
     assert len(refusals) < len(compared) / 2
     equal = Counter(one.hf["architectures"][0] for one in compared if one.refusal is None)
     assert equal.keys() == {f"{kind}ForCausalLM" for kind in KINDS} == FAMILIES.keys()
+
+
+def test_every_family_reads_the_forms_of_uploads_as_transformers_does_or_says_why_not(tmp_path):
+    make_family(tmp_path, "qwen2.5")  # for the process groups alone
+    settings = ActorSettings(str(tmp_path), distributed_timeout_minutes=2)
+    (found,) = run_ranks(compare_uploads, 1, settings, folder=str(tmp_path))
+    assert {kind for kind, _ in found} == {name.removesuffix("ForCausalLM") for name in FAMILIES}
+    refused = {place: one.refusal for place, one in found.items() if one and one.refusal}
+    assert refused.keys() == REFUSED.keys()
+    assert all(reason in refused[place] for place, reason in REFUSED.items())
+    no_model = {place for place, one in found.items() if one is None}
+    assert no_model == {(kind, "null key-value heads") for kind in {*KINDS} - NULL_HEADS}
+    equal = {place: one for place, one in found.items() if one and one.refusal is None}
+    assert {place for place, one in equal.items() if not one.difference < LIMIT} == set()
+    assert {place: one.differences for place, one in equal.items() if one.differences} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

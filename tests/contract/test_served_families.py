@@ -1,6 +1,7 @@
 """A real SGLang engine of each family, with the stand-ins for a CPU that docs/actor.md lists.
 
-After a training step and an update its log-probs are those of the trainer.
+It starts with random weights. After a training step and an update its log-probs are those of the
+trainer, so the update brings everything.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def test_an_updated_engine_has_the_log_probs_of_the_trainer(
         step_and_score, 1, settings, samples=samples, export=str(new), bucket_bytes=BUCKET_BYTES
     )
     try:
-        address = engines.start(old, KEY, tmp_path / "engine.log")
+        address = engines.start(old, KEY, tmp_path / "engine.log", load_format="dummy")
         before = asyncio.run(scores(address, samples))
         asyncio.run(update(address, new, trained["buckets"]))
         after = asyncio.run(scores(address, samples))

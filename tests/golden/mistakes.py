@@ -638,7 +638,20 @@ OPTIONS = [
         "--masked-softmax-fusion",
         "--masked-softmax-fusion false",
     ),
-    _of_check("FP8 without TransformerEngine", "--fp8 hybrid", "", on_gpus=True),
+    _of_check("Training in FP8", "--fp8 hybrid", ""),
+    _of_check("Engines in another precision", "--sglang-dtype float16", "--sglang-dtype bfloat16"),
+    _of_check(
+        "Expandable segments beside engines that release memory",
+        "--environment PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "--environment PYTORCH_ALLOC_CONF=expandable_segments:False",
+        recipe="qwen3_4b",
+    ),
+    _of_check(
+        "Fused attention without TransformerEngine",
+        "--attention-backend fused",
+        "",
+        on_gpus=True,
+    ),
     _of_check(
         "Routing replay for a model without experts",
         "--use-routing-replay true",

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from rlpost.actor.varlen import attend, zigzag
+from rlpost.actor.windowed import attend_windowed
 from tests.unit.actor.test_varlen import SCALE, bounds_of, formula, rows, starts_of
+from tests.unit.actor.test_windowed import formula as windowed_formula
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 LENGTHS = [1, 17, 300, 64, 129]
@@ -61,3 +63,26 @@ def test_a_chunk_sees_all_keys_up_to_its_own_end(device, dtype):
             [formula(*(tensor.double().cpu() for tensor in part)) for part in parts]
         )
         assert near(ours.cpu(), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_and_sinks_equal_the_formula(device, dtype, window, has_sinks):
+    """Output and gradients, also of the sinks."""
+    torch.manual_seed(1)
+    leaves = [rows(sum(LENGTHS), heads, dtype, device) for heads in (4, 2, 2)]
+    if has_sinks:
+        leaves.append(torch.randn(4, dtype=dtype, device=device, requires_grad=True))
+    wide = [tensor.detach().double().cpu().requires_grad_() for tensor in leaves]
+    sinks, wide_sinks = (each[3] if has_sinks else None for each in (leaves, wide))
+    ours = attend_windowed(
+        *leaves[:3], bounds_of(LENGTHS, device), scale=SCALE, window=window, sinks=sinks
+    )
+    parts = zip(*(tensor.split(LENGTHS) for tensor in wide[:3]), strict=True)
+    expected = torch.cat([windowed_formula(*part, window, wide_sinks) for part in parts])
+    assert near(ours.cpu(), expected, dtype)
+    upstream = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, leaves, upstream)
+    wanted = torch.autograd.grad(expected, wide, upstream.cpu().double())
+    assert all(near(one.cpu(), other, dtype) for one, other in zip(found, wanted, strict=True))

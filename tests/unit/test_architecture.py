@@ -26,6 +26,8 @@ FORBIDDEN = {
     "bootstrap.preflight.bandwidth_probe": (HEAVY - {"torch"})
     | {"rlpost", "slurm", "submitit", "pydantic"},
     "rlpost": HEAVY | {"slurm", "bootstrap", "submitit"},
+    # in a process of its own, and in the driver, which has it already
+    "rlpost.stack_check": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.types": HEAVY | {"slurm", "bootstrap"},
     "rlpost.columns": (HEAVY - {"numpy"}) | {"rlpost", "slurm", "bootstrap"},
     "rlpost.group_records": (HEAVY - {"numpy"}) | {"slurm", "bootstrap", "submitit"},

@@ -110,6 +110,10 @@ def test_a_prediction_layer_with_weights_may_be_trained(tmp_path):
     write_model(make_project(tmp_path), **MIXTURE, num_nextn_predict_layers=1)
     index = {"metadata": {}, "weight_map": {"model.layers.2.eh_proj.weight": "model.safetensors"}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.2.eh_proj.weight": entry}).encode()
+    file = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model/model.safetensors").write_bytes(file)
     assert problems(tmp_path, **TRAINED) == []
     assert "--mtp-num-layers 3" in problems(tmp_path, **TRAINED, model={"mtp_num_layers": 3})[0]
 
@@ -145,3 +149,18 @@ def test_saving_into_a_folder_with_another_trainers_checkpoints_is_refused(tmp_p
     assert problem.startswith("--save ") and "iter_0000019" in problem
     (tmp_path / "saved/iter_0000019/MANIFEST.json").touch()
     assert problems(tmp_path, checkpoint={"save": "saved"}) == []
+
+
+def test_an_exchange_that_the_attention_cannot_follow_is_refused_before_a_job(tmp_path):
+    """From the table of attention backends, whatever GPUs the nodes have."""
+    make_project(tmp_path)
+    for given, said in (("all_gather", "has no packed rows"), ("a2a+p2p", "forms no groups")):
+        found = problems(
+            tmp_path,
+            perf={"context_parallel_size": 2},
+            megatron={"cp_comm_type": given},
+        )
+        assert any(f"--cp-comm-type {given}: " in line and said in line for line in found), found
+    assert not any(
+        "cp-comm-type" in line for line in problems(tmp_path, perf={"context_parallel_size": 2})
+    )

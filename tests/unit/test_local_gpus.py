@@ -7,10 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlpost.actor import device
+from rlpost.actor.settings import ActorSettings
+from rlpost.errors import ConfigError
 from rlpost.local_gpus import (
     LocalGpu,
     cpus_of_mask,
     find_gpu,
+    hidden_gpu_problem,
     parse_cpu_list,
     read_local_gpus,
     visible_names,
@@ -122,3 +126,30 @@ def test_names_of_cuda_visible_devices():
 
 def test_masks_are_words_of_64_cpus():
     assert cpus_of_mask([0b101, 0, 1 << 63]) == {0, 2, 191}
+
+
+BUILT = {"torch_version": "2.13.0+cu130", "torch_cuda": "13.0"}
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
+    """Only if the process was given one, the host has it, and torch is not one for a CPU."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    for given in ("0", "0,1", "GPU-00", "MIG-77"):
+        problem = hidden_gpu_problem(given, **BUILT)
+        assert f"CUDA_VISIBLE_DEVICES={given}, and torch 2.13.0+cu130 sees no GPU" in problem
+        assert "CUDA 13.0" in problem and "580 or newer" in problem
+    for given in ("", "-1", "NoDevFiles"):
+        assert hidden_gpu_problem(given, **BUILT) is None
+    assert hidden_gpu_problem("0", torch_version="2.13.0+cpu", torch_cuda=None) is None
+    monkeypatch.setattr("rlpost.local_gpus.read_local_gpus", lambda: ())
+    assert hidden_gpu_problem("0", **BUILT) is None
+
+
+def test_a_rank_whose_gpu_torch_does_not_see_is_refused(monkeypatch):
+    """It would train on the CPU, in float32 and over gloo."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device.torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        device.prepare(ActorSettings("m"))

@@ -12,7 +12,9 @@ _LATEST = "rlpost always loads one checkpoint; give its folder"
 _SERVICE = "it belongs to slime's rollout-buffer service; use --custom-generate-function-path"
 _ROUTER = "rlpost starts the router and sets its address and timeouts; see --router-policy"
 _OF_ITS_TESTS = "it belongs to slime's own tests"
-_DEEPGEMM = "rlpost does not replace layers by DeepGEMM; use --fp8, Megatron's own FP8"
+_DEEPGEMM = (
+    "rlpost trains in bfloat16; engines generate in FP8 with an --hf-checkpoint in FP8 blocks"
+)
 
 LACKING: dict[str, str] = {
     "allgather-cp": "context parallelism here always balances causal attention over the ranks",

@@ -30,7 +30,9 @@ class RequestLengths:
 def engine_context(config: Config, hf: HfConfig) -> int | None:
     """Tokens of a request and its answer that the engines accept; None if not known.
 
-    As ``get_context_length`` in SGLang (``utils/hf_transformers/common.py``, 0.5.21).
+    As ``get_context_length`` in SGLang (``utils/hf_transformers/common.py``, 0.5.21), which reads
+    ``rope_parameters`` as transformers resolves them: those of Llama-3 and YaRN have a context
+    before the scaling, and nested ones, as Gemma-3 has, no factor.
     """
     given = config.sglang.server_args.get("context_length")
     if isinstance(given, int):
@@ -39,9 +41,10 @@ def engine_context(config: Config, hf: HfConfig) -> int | None:
     positions = text.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
-    scaling = text.get("rope_scaling") or {}
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     is_included = "original_max_position_embeddings" in scaling
-    is_included |= scaling.get("rope_type") == "llama3"
+    is_included |= (scaling.get("rope_type") or scaling.get("type")) in ("llama3", "yarn")
+    is_included |= "rope_local_base_freq" in text or "full_attention" in scaling
     return positions if is_included else int(scaling.get("factor", 1) * positions)
 
 

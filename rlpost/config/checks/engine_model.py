@@ -12,6 +12,11 @@ MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
 """
 
+WITHOUT_FP8_SCALES = ("LlamaForCausalLM",)
+"""Architectures whose FP8 blocks SGLang loads without their scales.
+
+``models/llama.py`` (0.5.21) renames ``weight_scale_inv`` to ``weight_scale``, which no module has.
+"""
 ALL_SPARSE = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
 """Architectures in which SGLang gives experts to every layer.
 
@@ -48,6 +53,8 @@ def engine_model_problems(
             "trainer's updates in bfloat16; write the folder in bfloat16 with "
             "tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py, and use that"
         )
+    if generates and method == FP8:
+        problems += _fp8_problems(config, hf, key)
     if generates and ignored_window is not None and longest > ignored_window:
         problems.append(
             f"{key}: its layers have a sliding window of {ignored_window} tokens, which SGLang "
@@ -59,6 +66,33 @@ def engine_model_problems(
             f"{key}: layers {_dense_layers(hf)} have no experts (mlp_only_layers, "
             "decoder_sparse_step), and SGLang gives experts to every layer of this model; use a "
             "checkpoint with mlp_only_layers = [] and decoder_sparse_step = 1"
+        )
+    return problems
+
+
+def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
+    """Return what engines with weights in FP8 blocks would compute wrongly."""
+    problems, args = [], config.sglang.server_args
+    cache, dtype = "--sglang-kv-cache-dtype", str(args.get("kv_cache_dtype"))
+    if hf.get("architectures", [""])[0] in WITHOUT_FP8_SCALES:
+        problems.append(
+            f"{key}: SGLang does not load the scales of FP8 blocks for this architecture; use a "
+            "checkpoint in bfloat16"
+        )
+    if (
+        config.offload_rollout
+        and dtype.startswith("fp8")
+        and not args.get("enable_weights_cpu_backup")
+    ):
+        problems.append(
+            f"{cache} {dtype} with --offload-rollout and weights in FP8: engines release the "
+            f"scales of the cache with their weights, and no update sends them; leave {cache} out, "
+            "or add --sglang-enable-weights-cpu-backup"
+        )
+    if args.get("load_format") == "dummy":
+        problems.append(
+            "--sglang-load-format dummy with weights in FP8: scales of the cache, which no update "
+            "sends, would be random; leave it out"
         )
     return problems
 

@@ -66,6 +66,9 @@ RULES: Mapping[str, Range | Words] = {
     "NCCL_IB_ADDR_FAMILY": Words(("AF_INET", "AF_INET6")),
 }
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator; the second name is the older one."""
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _BARE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PATTERN_SIGNS = re.compile(r"[=^*\s]")
 
@@ -74,9 +77,30 @@ def environment_problems(config: Config) -> list[str]:
     """Values outside the library's documented range."""
     environment = config.cluster.environment
     return [
-        f"--environment {name}={environment[name]}: {problem}"
-        for name in environment
-        for problem in _problems(name, environment[name])
+        *(
+            f"--environment {name}={environment[name]}: {problem}"
+            for name in environment
+            for problem in _problems(name, environment[name])
+        ),
+        *allocator_problems(config, environment),
+    ]
+
+
+def allocator_problems(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Return the settings of torch's allocator in ``environ`` that the engines cannot have.
+
+    torch_memory_saver 0.0.10 raises for expandable segments under the older name, and does not
+    notice the newer one: their memory is not released. Between trainer and colocated engines,
+    handles of such memory need ``pidfd_getfd``, which Yama's ptrace_scope = 1 forbids.
+    """
+    if not (config.cluster.colocate or config.offload_rollout):
+        return []
+    return [
+        f"--environment {name}={environ[name]}: with --colocate or --offload-rollout engines "
+        "cannot release memory of expandable segments, and the trainer cannot share it with them; "
+        "unset the variable (in a profile or an image too), or use expandable_segments:False"
+        for name in ALLOCATOR
+        if _EXPANDABLE.search(environ.get(name, ""))
     ]
 
 

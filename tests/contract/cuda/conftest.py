@@ -12,25 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.contract.families import MTP, make_family_config
+from tests.contract import families
 from tests.unit.jobs.assets import make_assets
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests/contract/cuda/stub"
-FAMILIES = (
-    "qwen2.5",
-    "qwen3",
-    "qwen3-tied",
-    "qwen3-moe",
-    "llama3",
-    "llama3.1",
-    "qwen3-long",
-    "gemma3",
-    "glm4-0414",
-    "glm4.5-moe",
-    "deepseek-v3-moe",
-    MTP,
-)
+FAMILIES = (*families.FAMILIES, families.MTP, families.LATENT_MTP)
 IMPLEMENTATIONS = {"local": False, "transformer_engine": True}
 """Implementation that the trainer chooses -> whether TransformerEngine is installed."""
 
@@ -53,15 +40,15 @@ def run(module: str, *words: str, with_engine: bool) -> dict[str, Any]:
 def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
     """Return a function from an implementation to the output of ``observations``, run once each."""
     root = tmp_path_factory.mktemp("cuda")
-    assets, families = make_assets(root / "assets"), root / "families"
+    assets, folders = make_assets(root / "assets"), root / "families"
     for name in FAMILIES:
-        make_family_config(families / name, name)
+        families.make_family_config(folders / name, name)
     seen: dict[str, dict[str, Any]] = {}
 
     def observed(implementation: str) -> dict[str, Any]:
         if implementation not in seen:
             engine = IMPLEMENTATIONS[implementation]
-            words = (str(assets), str(families))
+            words = (str(assets), str(folders))
             seen[implementation] = run(
                 "tests.contract.cuda.observations", *words, with_engine=engine
             )

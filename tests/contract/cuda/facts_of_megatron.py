@@ -24,6 +24,8 @@ ROUTER = f"{CORE}/transformer/moe/router.py"
 MOE_UTILS = f"{CORE}/transformer/moe/moe_utils.py"
 SPECS = f"{CORE}/models/gpt/gpt_layer_specs.py"
 LAYERS = f"{CORE}/tensor_parallel/layers.py"
+TRANSFORMER_CONFIG = f"{CORE}/transformer/transformer_config.py"
+EXPERTS = f"{CORE}/transformer/moe/experts.py"
 
 
 def buffers_leave_by_resizing(source: Source) -> None:
@@ -204,6 +206,18 @@ def only_local_specs_rename_the_norm_before_experts(source: Source) -> None:
     assert old not in source.lines(SPECS, "get_gpt_layer_with_transformer_engine_spec")
 
 
+def quick_gelu_is_that_of_fusions(source: Source) -> None:
+    """Megatron compares functions by identity, and has two of this name."""
+    for path in (TRANSFORMER_CONFIG, EXPERTS):
+        (where,) = [
+            node.module
+            for node in ast.walk(ast.parse(source.text(path)))
+            if isinstance(node, ast.ImportFrom)
+            and "quick_gelu" in {name.name for name in node.names}
+        ]
+        assert where is not None and where.endswith("fusions.fused_bias_geglu")
+
+
 def weight_gradients_fuse_only_with_apex(source: Source) -> None:
     assert (
         "if config.gradient_accumulation_fusion and (not _grad_accum_fusion_available):"
@@ -373,6 +387,16 @@ FACTS = (
         (LAYER_SPECS, CHECKPOINT),
         only_local_specs_rename_the_norm_before_experts,
         (SPECS, '"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",', ""),
+    ),
+    Fact(
+        "the quick_gelu that TransformerConfig and experts compare with is that of fused_bias_geglu",
+        (MODEL,),
+        quick_gelu_is_that_of_fusions,
+        (
+            TRANSFORMER_CONFIG,
+            "from ..fusions.fused_bias_geglu import quick_gelu",
+            "from ..activations import quick_gelu",
+        ),
     ),
     Fact(
         "gradient_accumulation_fusion needs the extension of Apex",

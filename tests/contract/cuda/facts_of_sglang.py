@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import pickle
 from types import SimpleNamespace
@@ -31,17 +32,30 @@ UUID = "GPU-of-the-trainer"
 
 
 def own_environment(
-    source: Source, methods: list[Any] | None = None, **given: str
+    source: Source,
+    methods: list[Any] | None = None,
+    *,
+    nnodes: int = 1,
+    has_fabric: bool = False,
+    is_symmetric: bool = False,
+    **given: str,
 ) -> dict[str, str]:
     """Return the environment that SGLang's server makes of ``given``.
 
-    Symmetric memory and NVLS are off. The start method of its processes is appended to
-    ``methods``.
+    Args:
+        methods: the start method of its processes is appended to it.
+        nnodes: nodes of the engine.
+        has_fabric: whether GPUs of several nodes are joined by NVLink (MNNVL).
+        is_symmetric: the setting ``enable_symm_mem``. NVLS is off.
     """
     seen = [] if methods is None else methods
     environ = dict(given)
     arguments = SimpleNamespace(
-        nnodes=1, enable_symm_mem=False, enable_nccl_nvls=False, dcp_size=1, enable_metrics=False
+        nnodes=nnodes,
+        enable_symm_mem=is_symmetric,
+        enable_nccl_nvls=False,
+        dcp_size=1,
+        enable_metrics=False,
     )
     arguments.custom_sigquit_handler, arguments.gc_threshold = None, None
     launch = source.run(
@@ -49,7 +63,7 @@ def own_environment(
         "_set_envs_and_config",
         os=SimpleNamespace(environ=environ),
         resolving_view=lambda one: one,
-        is_mnnvl_fabric_device=lambda: False,
+        is_mnnvl_fabric_device=lambda: has_fabric,
         get_bool_env_var=lambda name: name == "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK",
         set_ulimit=lambda: None,
         time=SimpleNamespace(time=lambda: 0.0),
@@ -80,6 +94,26 @@ def overrides_max_connections(source: Source) -> None:
         own_environment(source, CUDA_DEVICE_MAX_CONNECTIONS="1")["CUDA_DEVICE_MAX_CONNECTIONS"]
         == "8"
     )
+
+
+def lets_nccl_register_graphs(source: Source) -> None:
+    assert "NCCL_GRAPH_REGISTER" not in own_environment(source)
+    assert "NCCL_GRAPH_REGISTER" not in source.text(f"{BACKENDS}/full_cuda_graph_backend.py")
+
+
+def answers_a_release_of_the_cache_without_a_barrier(source: Source) -> None:
+    release = source.definition(
+        SCHEDULER_UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation"
+    )
+    (of_weights,) = [
+        one
+        for one in release.body
+        if isinstance(one, ast.If) and "GPU_MEMORY_TYPE_WEIGHTS in" in ast.unparse(one.test)
+    ]
+    outside = [ast.unparse(one) for one in release.body if one is not of_weights]
+    assert "barrier" not in " ".join(outside)
+    lines = ast.unparse(of_weights)
+    assert lines.index("barrier") < lines.index("pause(GPU_MEMORY_TYPE_WEIGHTS)")
 
 
 def spawns_its_processes(source: Source) -> None:
@@ -535,6 +569,28 @@ FACTS = (
             ENGINE,
             'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"',
             'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")',
+        ),
+    ),
+    Fact(
+        "a server lets NCCL register the buffers of CUDA graphs that it releases "
+        "(fzyzcjy/torch_memory_saver#88, sgl-project/sglang#40648)",
+        ("rlpost/rollout/cuda_graphs.py",),
+        lets_nccl_register_graphs,
+        (
+            ENGINE,
+            'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"',
+            'os.environ["NCCL_GRAPH_REGISTER"] = "0"',
+        ),
+    ),
+    Fact(
+        "a release of the cache is answered when one rank has released (THUDM/slime#579)",
+        (TURNS,),
+        answers_a_release_of_the_cache_without_a_barrier,
+        (
+            SCHEDULER_UPDATER,
+            "        return ReleaseMemoryOccupationReqOutput()",
+            "        torch.distributed.barrier(self.tp_cpu_group)\n"
+            "        return ReleaseMemoryOccupationReqOutput()",
         ),
     ),
     Fact(

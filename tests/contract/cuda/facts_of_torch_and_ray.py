@@ -71,6 +71,24 @@ def varlen_is_flash_attention(source: Source) -> None:
     assert source.run(VARLEN, "_should_use_cudnn")(0) is False
 
 
+def flash_has_our_order(source: Source) -> None:
+    """Both operators, as varlen_attn calls them; the denominators of all sequences lie together."""
+    arguments = [
+        [one.name for one in operator.default._schema.arguments]
+        for operator in (
+            torch.ops.aten._flash_attention_forward,
+            torch.ops.aten._flash_attention_backward,
+        )
+    ]
+    bounds = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    window = {"scale", "window_size_left", "window_size_right"}
+    assert arguments[0][:10] == ["query", "key", "value", *bounds, "return_debug_mask"]
+    tensors = ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    assert arguments[1][:14] == [*tensors, *bounds, "rng_state", "unused"]
+    assert all(window <= set(names) for names in arguments)
+    assert "(num_heads, total_q), dtype=torch.float" in source.lines(VARLEN, "_varlen_attn_fake")
+
+
 def memory_efficient_has_our_order(source: Source) -> None:
     schema = torch.ops.aten._efficient_attention_forward.default._schema
     names = [argument.name for argument in schema.arguments]
@@ -235,6 +253,24 @@ FACTS = (
             VARLEN,
             "is_causal = window_size == (-1, 0)\n    out, lse",
             "is_causal = False\n    out, lse",
+        ),
+    ),
+    Fact(
+        "torch's FlashAttention takes our arguments, and has one denominator for each head and token",
+        (ATTENTION,),
+        flash_has_our_order,
+        (
+            VARLEN,
+            """    logsumexp = torch.empty(
+        (num_heads, total_q), dtype=torch.float, device=query.device
+    )
+
+    rng_state""",
+            """    logsumexp = torch.empty(
+        (total_q, num_heads), dtype=torch.float, device=query.device
+    )
+
+    rng_state""",
         ),
     ),
     Fact(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlpost.actor import megatron_on_cpu
+from rlpost.actor.attention_backends import Gpu
 
 # Before the first import of Megatron-core, whose optimizers compare Tensor.type() with these names.
 megatron_on_cpu.TYPE_NAMES.update(
@@ -30,11 +31,19 @@ from rlpost.actor import device, parallel  # noqa: E402
 META = torch.device("meta")
 
 
+H100 = (9, 0)
+
+
 @contextmanager
-def faked_cuda() -> Iterator[None]:
+def faked_cuda(
+    capability: tuple[int, int] = H100, *, has_flash_attention: bool = False
+) -> Iterator[None]:
     """Make CUDA available within the block, with "meta" as the GPU."""
+    gpu = Gpu(capability, has_flash_attention)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda: None))
+        stack.enter_context(mock.patch.object(device, "gpu", lambda: gpu))
         stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
         stack.enter_context(mock.patch.object(device, "current", lambda: META))
         stack.enter_context(mock.patch.object(megatron_on_cpu, "DEVICE", "meta"))

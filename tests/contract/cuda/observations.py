@@ -28,6 +28,8 @@ from tests.contract.cuda import fakes  # before the first import of Megatron-cor
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
 from rlpost.actor import optimizer, parallel
@@ -43,12 +45,14 @@ from rlpost.orchestration.settings_of_actors import actor_settings
 from rlpost.weights.exporter import Exporter
 from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,
+    GPUS,
     LAYOUTS,
     OF_EXPERTS,
+    ON_GPUS,
     RECIPES,
     SETTINGS,
 )
-from tests.contract.families import MTP
+from tests.contract.families import WITH_MTP, WITH_TENSOR_PARALLEL
 from tests.rare_collections import collect_rarely
 
 Found = dict[str, Any]
@@ -60,9 +64,24 @@ def observe_recipe(name: str, given: dict[str, Any]) -> Found:
     return built(actor_settings(config), config.actor_world_size)
 
 
+def observe_gpu(capability: tuple[int, int], has_flash_attention: bool, folder: Path) -> list[str]:
+    """The attention of a family with TransformerEngine's layers on a GPU."""
+    settings = ActorSettings(str(folder), bf16=True)
+    gpu = fakes.faked_cuda(capability, has_flash_attention=has_flash_attention)
+    with gpu, fakes.faked_world(0, 1):
+        parallel.initialise(Rendezvous(0, 1, "127.0.0.1", 1), settings, num_virtual_stages=None)
+        return attended(build_model(read_description(str(folder), None), settings))
+
+
 def observe_family(folder: Path) -> dict[str, Found]:
     """Build a family at several layouts, and its converter."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
+    layouts = {
+        name: (size, layout | (WITH_TENSOR_PARALLEL.get(folder.name, {}) if "tp" in name else {}))
+        for name, (size, layout) in layouts.items()
+    }
+    if "linear_attention_freq" in read_description(str(folder), None).fields:
+        del layouts["cp"]  # refused
     # with pipeline stages, the CPU stand-in for CUDA adds both copies of a tied embedding on the
     # CPU, which is impossible for "meta" tensors
     if read_description(str(folder), None).tied:
@@ -70,7 +89,7 @@ def observe_family(folder: Path) -> dict[str, Found]:
     implementations: list[str] = (
         ["local", "transformer_engine"] if has_transformer_engine() else ["local"]
     )
-    common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name == MTP}
+    common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name.endswith(WITH_MTP)}
     return {
         f"{kind}, {name}": built(
             ActorSettings(str(folder), transformer_impl=kind, **common, **layout), size
@@ -109,6 +128,7 @@ def built(settings: ActorSettings, size: int) -> Found:
             "ddp": plain(wrapped[0].ddp_config),
             "keys": kept,
             "implementation": implementation_name(chunks),
+            "attention": attended(chunks),
             "modules": sorted({type(module).__name__ for module in chunks[0].modules()}),
             "exported": exported(chunks, description),
             "adam": [type(one.optimizer).__name__ for one in each(adam) if one.optimizer],
@@ -119,6 +139,41 @@ def built(settings: ActorSettings, size: int) -> Found:
                 "buffers": sorted({kind for kind, tensor in buffers_of(wrapped) if on_cpu(tensor)}),
             },
         }
+
+
+def attended(chunks: list[Any]) -> list[str]:
+    """Kinds of the attention modules, each of which gets rows; the stub refuses what it cannot do.
+
+    A module of this package is not called: it computes with the boundaries of sequences.
+    """
+    kinds = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            kind = type(module).__name__
+            if kind == "PackedAttention":
+                kinds.add(kind)
+            if kind == "TEDotProductAttention":
+                module(*rows_of(module), None, AttnMaskType.causal, packed_seq_params=PACKED)
+                kinds.add(f"{kind} {module.options.get('cp_comm_type', '')}".strip())
+    return sorted(kinds)
+
+
+PACKED = PackedSeqParams(qkv_format="thd")
+
+
+def rows_of(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of one token for an attention module of TransformerEngine."""
+    size, widths = module.options["tp_size"], module.widths
+    key_width, value_width = (widths, widths) if isinstance(widths, int) else widths
+    groups = module.options["num_gqa_groups"] or module.heads
+    if key_width != value_width or module.config.multi_latent_attention:
+        groups = module.heads
+    made = ((module.heads, key_width), (groups, key_width), (groups, value_width))
+    query, key, value = (
+        torch.empty(1, heads // size, width, dtype=module.config.params_dtype, device="meta")
+        for heads, width in made
+    )
+    return query, key, value
 
 
 def converted(settings: ActorSettings) -> Found:
@@ -224,7 +279,13 @@ def main(assets: str, families: str) -> None:
     logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
     without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
+    on_gpus = {
+        f"{family}, {name}": observe_gpu(*gpu, Path(families) / family)
+        for family in ON_GPUS
+        for name, gpu in (GPUS.items() if has_transformer_engine() else ())
+    }
     found = {
+        "gpus": on_gpus,
         "recipes": {name: observe_recipe(name, {}) for name in RECIPES},
         "recipes without kernels": {
             name: observe_recipe(name, without_kernels) for name in OF_EXPERTS

@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: (ranks, settings)
     "one": (1, {}),
     "tp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp": (2, {"pipeline_model_parallel_size": 2}),
+    "cp": (2, {"context_parallel_size": 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {"expert_model_parallel_size": 2}),
@@ -24,6 +25,14 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         LAYOUTS["tp"][1] | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
     ),
 }
+GPUS = {  # name: (compute capability, flash-attn is installed)
+    "A100": ((8, 0), False),
+    "A100 with flash-attn": ((8, 0), True),
+    "L40S": ((8, 9), False),
+    "B200": ((10, 0), False),
+    "RTX 6000": ((12, 0), False),
+}
+ON_GPUS = ("qwen3", "gemma3", "gpt-oss-moe")
 NARROW = {
     "main_params_dtype": "fp16",
     "main_grads_dtype": "bf16",
@@ -63,6 +72,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     ),
     "fused gradients": ("qwen3", {"megatron": {"gradient_accumulation_fusion": True}}),
     "fp8": ("qwen3", {"megatron": {"fp8": "hybrid"}}),
+    "fused activation that is clamped": (
+        "gpt-oss-moe",
+        {"transformer_impl": "local", "megatron": {"bias_activation_fusion": True}},
+    ),
     "unfused swiglu": ("qwen3", {"megatron": {"bias_activation_fusion": False}}),
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),
 }

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from torch.distributed.checkpoint import CheckpointException
 
 from rlpost.actor import device, megatron_checkpoint, parallel
+from rlpost.actor.attention_backends import Gpu
 from rlpost.actor.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
 from rlpost.actor.model import build_model, inventory_of
 from rlpost.actor.model_description import read_description
@@ -89,6 +90,7 @@ def build(description: Any, implementation: str) -> Any:
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(device, "current", on_the_cpu),
+        mock.patch.object(device, "gpu", lambda: Gpu((9, 0))),
     ):
         return build_model(description, settings)[0]
 

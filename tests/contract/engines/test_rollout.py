@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.connection import Connection
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import DiskMover, PauseMode, WeightUpdate
-from rlpost.rollout.features import has_updates_amid_answers
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -169,11 +167,6 @@ def test_a_stop_string_split_by_an_abort_ends_an_answer_as_without_the_abort(
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: PauseMode) -> None:
     """The weights stay the same under new versions, so log-probs show lost or repeated tokens."""
-    installed = metadata.version("sglang")
-    if pause == "retract" and not has_updates_amid_answers(installed):
-        pytest.skip(
-            f"SGLang {installed} takes no weights while answers wait; a run aborts them there"
-        )
     update = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=60)
 
     async def write(version: int) -> str:

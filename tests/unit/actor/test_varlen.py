@@ -97,17 +97,17 @@ def test_the_chunks_of_all_context_parallel_ranks_make_the_whole(multiples, size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
-    [(varlen._flash, torch.bfloat16), (varlen._memory_efficient, torch.float32)],
+    [(varlen.flash, torch.bfloat16), (varlen._memory_efficient, torch.float32)],
 )
 def test_the_gpu_kernels_accept_these_shapes_and_have_gradients(kernel, dtype):
     """On torch's device without numbers: names, order and shapes of the arguments; tests/gpu looks
     at the numbers.
     """
     query, key, value = (rows(10, heads, dtype, "meta") for heads in (HEADS, GROUPS, GROUPS))
-    found = kernel(query, key, value, bounds_of([4, 6], "meta"), SCALE)
+    found = kernel(query, key, value, bounds_of([4, 6], "meta"), scale=SCALE)
     assert found.shape == query.shape and found.dtype == dtype
     assert found.requires_grad
-    if kernel is varlen._flash:  # torch 2.13's other one has no backward pass on this device
+    if kernel is varlen.flash:  # torch 2.13's other one has no backward pass on this device
         found.sum().backward()
         assert [tensor.grad.shape for tensor in (query, key, value)] == [
             query.shape,

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ typedef struct { unsigned int version; unsigned char uuid[16]; int ret; unsigned
 typedef struct { char legacy[16]; unsigned int domain, bus, device, id, subsystem; char name[32]; } Pci;
 #define INDEX(gpu) ((int)(long)(gpu) - 1)
 int nvmlInitWithFlags(unsigned int flags) { return INIT; }
+int nvmlSystemGetDriverVersion(char *text, unsigned int size) { strcpy(text, "550.54.15"); return 0; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **gpu) { *gpu = (void *)(long)(index + 1); return 0; }
 int nvmlDeviceGetUUID(void *gpu, char *text, unsigned int size) {
@@ -44,6 +47,9 @@ int nvmlDeviceGetNvLinkState(void *gpu, unsigned int link, int *state) {
     if (link >= 18) return 2;
     *state = !(INDEX(gpu) && link < 3); return 0; }
 int nvmlDeviceGetGpuFabricInfoV(void *gpu, Fabric *fabric) { fabric->state = 3; return 0; }
+int nvmlDeviceGetComputeMode(void *gpu, int *mode) { *mode = INDEX(gpu) * 3; return 0; }
+int nvmlDeviceGetMigMode(void *gpu, unsigned *current, unsigned *pending) {
+    *current = INDEX(gpu); *pending = 0; return 0; }
 int nvmlDeviceGetPciInfo_v3(void *gpu, Pci *pci) {
     pci->domain = 0; pci->bus = 0x3b + INDEX(gpu); pci->device = 0; return 0; }
 """
@@ -78,6 +84,7 @@ def build_nvml(folder: Path, init: int) -> str:
         [compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", output, str(folder / "nvml.c")],
         check=True,
     )
+    shutil.copy(output, folder / "libcuda.so.1")
     return str(folder)
 
 
@@ -88,11 +95,13 @@ def test_everything_that_nvml_says_arrives(
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
     reading = read_gpus({})
     assert (reading.source, reading.error) == ("NVML", None)
+    assert (reading.driver, reading.cuda) == ("550.54.15", "12.4")
     assert reading.gpus is not None
     well = Gpu("GPU-a", 4, 0, False, False, "none", 18, "completed", "0000:3b:00")
+    other = Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00")
     assert reading.gpus[:2] == (
-        well,
-        Gpu("GPU-b", 900, 2, True, False, "reset", 15, "completed", "0000:3c:00"),
+        replace(well, compute_mode="default", is_mig=False),
+        replace(other, compute_mode="exclusive-process", is_mig=True),
     )
     assert reading.gpus[2].uuid == "GPU 2" and "lost" in str(reading.gpus[2].problem).lower()
 
@@ -119,7 +128,10 @@ def test_bindings_that_know_little_leave_the_rest_unknown(
     """Old versions of the package lack newer queries."""
     pytest.importorskip("pynvml")
     monkeypatch.setenv("LD_LIBRARY_PATH", build_nvml(tmp_path, 0))
-    newer = "nvmlMemory_v2 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t nvmlDeviceGetRemappedRows"
+    newer = (
+        "nvmlDeviceGetComputeMode nvmlDeviceGetMigMode nvmlDeviceGetRemappedRows nvmlMemory_v2 "
+        "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION c_nvmlGpuFabricInfo_v2_t"
+    )
     (tmp_path / "sitecustomize.py").write_text(
         f"import pynvml\nfor n in {newer.split()}: delattr(pynvml, n)\n"
     )
@@ -155,6 +167,10 @@ def test_what_nvidia_smi_prints() -> None:
         Gpu("GPU-aa", 12, 0, False, False, bus="0000:3b:00"),
         Gpu("GPU-bb", 40_000, None, True, False, "reset", bus="0001:af:00"),
     )
+    modes = "GPU-aa, Exclusive_Process, Disabled\nGPU-bb, Default, [N/A]\n"
+    shared, unknown = parse_nvidia_smi(listing, "", "", modes)
+    assert (shared.compute_mode, shared.is_mig) == ("exclusive-process", False)
+    assert (unknown.compute_mode, unknown.is_mig) == ("default", None)
     assert (
         parse_nvidia_smi(
             "NVIDIA-SMI has failed because it couldn't communicate with the driver.\n", "", ""

@@ -64,8 +64,33 @@ def gpus(
     }
 
 
+def cuda(driver: str | None, supports: str | None, torch: str | None) -> dict[str, object]:
+    """A variant of ``FIT``: the driver, its CUDA, and that of torch."""
+    reading = GpuReading(GPUS, "NVML", driver=driver, cuda=supports)
+    return {"gpu_reading": reading, "torch_cuda": torch}
+
+
 def test_a_fit_host_is_fit() -> None:
     assert level_of(check_host(FIT, WANTED, SEEN)) == "OK"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        cuda("580.95.05", "13.0", "13.0"),
+        cuda("590.44", "13.1", "13.0"),
+        cuda("570.1", "12.8", "12.9"),  # minor versions of CUDA are compatible
+        cuda(None, None, "13.0"),
+        cuda("550.54.15", "12.4", None),
+        cuda("580.95.05", "13.0", "") | {"num_gpus_by_slurm": None},  # the job asked for no GPU
+        {"torch_cuda": "", "gpu_reading": GpuReading()},
+    ],
+)
+def test_a_torch_that_the_driver_supports_and_what_is_unknown_are_fit(
+    change: dict[str, object],
+) -> None:
+    facts = replace(FIT, **change)  # type: ignore[arg-type]
+    assert level_of(check_host(facts, WANTED, SEEN)) == "OK"
 
 
 def test_nothing_known_is_nothing_wrong() -> None:
@@ -106,6 +131,14 @@ def test_what_a_host_offers_for_sandboxes_is_said_when_a_run_needs_it(
             "8 asked for (NVML does not start)",
         ),
         ({"num_gpus_by_slurm": 4}, "gpus", "EXCLUDE_NODE", "4 by Slurm, 8 asked for"),
+        (
+            cuda("550.54.15", "12.4", "13.0"),
+            "gpus",
+            "EXCLUDE_NODE",
+            "driver 550.54.15 supports CUDA 12.4, torch is built for CUDA 13.0 and sees no GPU "
+            "with it: install driver 580 or newer",
+        ),
+        (cuda("580.95.05", "13.0", ""), "gpus", "FATAL_CONFIG", "a torch for the CPU"),
         (
             gpus(replace(GPUS[0], used_mib=30_000)),
             "gpu-health",
@@ -310,7 +343,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 17
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 19
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 
@@ -345,3 +378,48 @@ server:/y /mnt/größe nfs4 rw 0 0
 )
 def test_the_mount_that_holds_a_path(path: str, kind: str) -> None:
     assert mount_of(path, MOUNTS) == kind
+
+
+@pytest.mark.parametrize(
+    ("mode", "share", "level"),
+    [
+        ("default", True, "OK"),
+        ("exclusive-process", True, "EXCLUDE_NODE"),
+        ("exclusive-thread", True, "EXCLUDE_NODE"),
+        ("exclusive-process", False, "OK"),
+        ("prohibited", False, "EXCLUDE_NODE"),
+        (None, True, "OK"),
+    ],
+)
+def test_a_gpu_that_one_process_may_use_is_unfit_where_several_share_it(mode, share, level) -> None:
+    facts = replace(FIT, **gpus(replace(GPUS[0], compute_mode=mode)))
+    found = check_host(facts, replace(WANTED, share_gpus=share), SEEN)
+    (check,) = [each for each in found if each.name == "gpu-mode"]
+    assert check.level == level == level_of(found)
+    assert level == "OK" or check.found.endswith("nvidia-smi -c 0")
+
+
+def test_a_gpu_in_mig_mode_is_unfit() -> None:
+    """NVML counts the whole GPUs, so the check of their number passes."""
+    facts = replace(FIT, **gpus(replace(GPUS[0], is_mig=True)))
+    by_name = {each.name: each for each in check_host(facts, WANTED, SEEN)}
+    assert by_name["gpus"].level == "OK" and by_name["gpu-mode"].level == "EXCLUDE_NODE"
+    assert "MIG" in by_name["gpu-mode"].found
+
+
+@pytest.mark.parametrize(
+    ("ways", "hcas", "level", "words"),
+    [
+        (("nvidia_peermem",), HCAS, "OK", "nvidia_peermem"),
+        (("DMA-BUF",), HCAS, "OK", "DMA-BUF"),
+        ((), HCAS, "WARN", "modprobe nvidia_peermem"),
+        ((), (), "OK", "not needed"),
+        ((), (Hca("rdmap0", True, 400.0, needs_peer_memory=False),), "OK", "not needed"),
+        (None, HCAS, "OK", "no NVIDIA driver"),
+    ],
+)
+def test_rdma_without_access_to_gpu_memory_is_a_warning(ways, hcas, level, words) -> None:
+    facts = replace(FIT, gpu_direct=ways, hcas=hcas)
+    facts = HostFacts.from_json(json.loads(json.dumps(asdict(facts))))
+    (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "gpu-direct"]
+    assert check.level == level and words in check.found

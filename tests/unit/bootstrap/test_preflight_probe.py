@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from bootstrap.preflight.doctor import main
-from bootstrap.preflight.probe import CANARY_DIR, read_host, read_sandboxes
+from bootstrap.preflight.probe import (
+    CANARY_DIR,
+    read_gpu_direct,
+    read_host,
+    read_sandboxes,
+    read_torch_cuda,
+)
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
@@ -19,12 +25,36 @@ def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert facts.canary == canary.name and stat.S_IMODE(canary.stat().st_mode) == 0o600
     assert facts.folder_error is None and facts.rename_ms is not None and facts.rename_ms > 0
     assert facts.num_gpus_by_slurm == 8
+    torch = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert facts.torch_cuda == torch.stdout.strip()
     assert facts.head_ips and set(facts.head_ips) <= {"127.0.0.1", "::1"}
     said = subprocess.run(
         ["df", "--output=fstype", "/tmp"], capture_output=True, text=True, check=True
     ).stdout
     assert facts.temp_fs == said.split()[-1]
     assert abs((facts.temp_free or 0) - shutil.disk_usage("/tmp").free) < 1 << 30
+
+
+def test_the_cuda_of_torch_is_read_from_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError")
+    version = tmp_path / "torch/version.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for text, expected in (
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "13.0"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", ""),
+        ("git_version = 'a'\n", None),
+    ):
+        version.write_text(text)
+        assert read_torch_cuda() == expected
 
 
 LIMITS = """\
@@ -113,3 +143,28 @@ def test_a_host_without_namespaces_is_unfit_for_sandboxes(
     assert main(["--folder", str(tmp_path), "--sandboxes"]) == 1
     assert "Operation not permitted" in capsys.readouterr().out
     assert main(["--folder", str(tmp_path)]) == 0, "only a run with sandboxes needs them"
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 17\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "modules", "release", "wanted"),
+    [
+        (None, ["nvidia_peermem"], "6.8.0-40-generic", None),
+        (CLOSED, [], "6.8.0-40-generic", ()),
+        (CLOSED, ["nvidia_peermem"], "5.4.0", ("nvidia_peermem",)),
+        (OPEN, [], "5.4.0-150-generic", ()),
+        (OPEN, [], "5.15.0-1071-nvidia", ("DMA-BUF",)),
+        (OPEN, ["nv_peer_mem"], "6.8.0", ("nv_peer_mem", "DMA-BUF")),
+    ],
+)
+def test_ways_of_rdma_to_gpu_memory(tmp_path, driver, modules, release, wanted):
+    files = {"proc/sys/kernel/osrelease": release}
+    files |= {} if driver is None else {"proc/driver/nvidia/version": driver}
+    files |= {f"sys/module/{name}/version": "1" for name in modules}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_gpu_direct(tmp_path) == wanted

@@ -9,6 +9,7 @@ NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 """A file of safetensors without any."""
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "dtype": "bfloat16",
     "hidden_size": 32,
     "head_dim": 8,
@@ -22,6 +23,11 @@ MODEL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
+}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "1+1=": 1}, "unk_token": "[UNK]"},
 }
 RECIPE = """\
 [cluster]
@@ -47,8 +53,8 @@ def make_project(folder: Path) -> Path:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(MODEL))
     (model / "model.safetensors").write_bytes(NO_TENSORS)
-    (model / "tokenizer.json").write_text("{}")
-    (model / "tokenizer_config.json").write_text("{}")
+    (model / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)
     (folder / "recipe.toml").write_text(RECIPE)
     return folder

@@ -46,3 +46,32 @@ def test_layers_without_experts_are_refused_where_engines_give_experts_to_all():
     assert problems(model=MIXED, grpo={"loss_type": "sft_loss"}) == []
     assert problems(model={**MIXED, "architectures": ["Glm4MoeForCausalLM"]}) == []
     assert problems(model={**MIXED, "mlp_only_layers": [], "decoder_sparse_step": 1}) == []
+
+
+FP8_CACHE = {"sglang_kv_cache_dtype": "fp8_e4m3"}
+
+
+def test_a_cache_in_fp8_needs_its_scales_after_an_offload():
+    """No update sends k_scale and v_scale (tests/contract/test_engine_parameters.py)."""
+    offloads = {"cluster": {"colocate": True}}
+    (problem,) = problems(method="fp8", sglang=FP8_CACHE, **offloads)
+    assert problem.startswith("--sglang-kv-cache-dtype fp8_e4m3 with --offload-rollout")
+    kept = FP8_CACHE | {"sglang_enable_weights_cpu_backup": True}
+    assert problems(method="fp8", sglang=kept, **offloads) == []
+    assert problems(method="fp8", sglang=FP8_CACHE) == problems(sglang=FP8_CACHE, **offloads) == []
+
+
+def test_fp8_blocks_whose_scales_sglang_ignores_are_refused():
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    llama = quantised | {"architectures": ["LlamaForCausalLM"]}
+    for model, wanted in ((llama, 1), (quantised | {"architectures": ["Qwen3ForCausalLM"]}, 0)):
+        config = load([], {"checkpoint": {"hf_checkpoint": "/model"}}).config
+        found = engine_model_problems(config, model, longest=1, ignored_window=None)
+        assert len(found) == wanted
+        assert not found or "does not load the scales" in found[0]
+
+
+def test_random_weights_are_no_start_for_engines_in_fp8():
+    (problem,) = problems(method="fp8", sglang={"sglang_load_format": "dummy"})
+    assert problem.startswith("--sglang-load-format dummy with weights in FP8")
+    assert problems(sglang={"sglang_load_format": "dummy"}) == []

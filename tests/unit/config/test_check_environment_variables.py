@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from rlpost.check import check
-from rlpost.config.checks.environment_variables import environment_problems
+from rlpost.check import check, check_installed
+from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.load import JOBS, files_of, load, read_toml
 from rlpost.errors import ConfigError
 
@@ -109,3 +109,35 @@ def test_variables_of_recipe_profile_and_command_line_add_up(tmp_path):
     assert environment["NCCL_DEBUG"] == "INFO" and environment["NCCL_IB_TC"] == "160"
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         load(files, {"cluster": {"environment": ["NCCL_DEBUG"]}})
+
+
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("value", [EXPANDABLE, f"max_split_size_mb:64, {EXPANDABLE}"])
+@pytest.mark.parametrize(
+    "cluster", [{"colocate": True}, {"offload_rollout": True}, {"colocate": False}]
+)
+def test_expandable_segments_are_refused_wherever_engines_release_memory(name, value, cluster):
+    config = load([], {"cluster": cluster | {"environment": {name: value}}}).config
+    found = environment_problems(config)
+    assert found == allocator_problems(config, {name: value})
+    if cluster == {"colocate": False}:
+        assert found == []
+    else:
+        assert found[0].startswith(f"--environment {name}={value}: ")
+        assert "use expandable_segments:False" in found[0]
+
+
+def test_other_settings_of_the_allocator_are_accepted():
+    config = load([], {"cluster": {"colocate": True}}).config
+    assert allocator_problems(config, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}) == []
+
+
+def test_the_environment_of_a_node_is_checked_too(monkeypatch):
+    """An image or a profile may set the variable."""
+    config = load([], {"cluster": {"colocate": True}}).config
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+        check_installed(config)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpost.config.checks.sync import draft_problems, sync_problems
+from rlpost.config.checks.sync import draft_problems, load_format_problems, sync_problems
 from rlpost.config.load import load
 
 DELTA = {"update_weight_mode": "delta", "update_weight_transport": "disk"}
@@ -81,3 +81,21 @@ def test_a_draft_model_that_loses_its_weights_is_named(sglang, is_trained):
     (problem,) = draft_problems(load([], groups).config)
     assert problem.startswith("--sglang-speculative-algorithm EAGLE with --offload-rollout")
     assert "--sglang-enable-draft-weights-cpu-backup" in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ({}, ""),
+        ({"sync": {"update_weight_transport": "disk"}}, "--update-weight-transport disk"),
+        ({"sync": DELTA}, "--update-weight-transport disk"),
+        ({"debug": {"debug_rollout_only": True}}, "--debug-rollout-only true"),
+        ({"sglang": {"sglang_speculative_algorithm": "EAGLE"}}, "--sglang-speculative-algorithm"),
+    ],
+)
+def test_engines_start_with_random_weights_only_where_an_update_fills_all(groups, reason):
+    sglang = {"sglang_load_format": "dummy"} | groups.get("sglang", {})
+    found = load_format_problems(load([], groups | {"sglang": sglang}).config)
+    assert len(found) == bool(reason)
+    assert all(one.startswith(f"--sglang-load-format dummy with {reason}") for one in found)
+    assert load_format_problems(load([], groups).config) == []

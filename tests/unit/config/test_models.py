@@ -158,7 +158,8 @@ PUBLISHED = {
         rope_scaling=LLAMA3,
     ),
     "smollm2_135m": published(
-        "LlamaForCausalLM", (30, 576, 1536, 49152), heads=(9, 3), eps=1e-5, base=1e5, longest=8192, tied=True
+        "LlamaForCausalLM", (30, 576, 1536, 49152), heads=(9, 3), eps=1e-5, base=1e5, longest=8192, tied=True,
+        head_dim=64,
     ),
     "llama3_1_8b": published(
         "LlamaForCausalLM", (32, 4096, 14336, 128256), heads=(32, 8), eps=1e-5, base=5e5, longest=131072,

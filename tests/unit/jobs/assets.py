@@ -40,7 +40,12 @@ def make_assets(folder: Path) -> Path:
         converted.mkdir()
         (converted / "model.safetensors").write_bytes(NO_TENSORS)
     line = json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}) + "\n"
-    for name in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
-        (folder / name).parent.mkdir()
+    for name in (
+        "dapo-math-17k/dapo-math-17k.jsonl",
+        "aime-2024/aime-2024.jsonl",
+        "addition/train.jsonl",
+        "addition/heldout.jsonl",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(line * 2)
     return folder

@@ -39,6 +39,8 @@ def test_the_start_weights_of_a_recipe_are_made_by_one_script(recipe, monkeypatc
     """From the BF16 weights in the folder of the same name, not from the FP8 weights of engines."""
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
     wanted = load(files_of(recipe, {}), {}).config.checkpoint.ref_load
+    if wanted is None:
+        return  # it starts from its model folder
     (script,) = (
         text for text in (path.read_text() for path in SCRIPTS) if f"'--save={wanted}'" in text
     )

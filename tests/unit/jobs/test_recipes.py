@@ -45,6 +45,7 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "glm47_355b": (64, 64, 2, 1),
     "qwen3_30b_a3b": (8, 8, 1, 2),
     "qwen3_235b_a22b": (128, 128, 8, 4),
+    "smollm2_135m": (1, 1, 1, 1),
 }
 
 # The published command lines that a recipe combines; later ones take precedence.

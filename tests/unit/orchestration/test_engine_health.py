@@ -382,8 +382,8 @@ def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onl
     )
     first = ["onload to send", "update 3 abort", "onload to generate", "dismiss 1"]
     again = [
-        "onload to send",
         "restart 1",
+        "onload to send",
         "connect",
         "update 3 abort",
         "onload to generate",

@@ -10,13 +10,12 @@ from typing import ClassVar
 
 import pytest
 
-from common.cluster import Cluster
 from rlpost.config.load import load
 from rlpost.errors import EngineDied, Preempted, SyncError, TrainerDied
-from rlpost.orchestration import startup, weight_coordinator
+from rlpost.orchestration import weight_coordinator
 from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.orchestration.preemption import StopRequest
-from rlpost.orchestration.weight_coordinator import WeightCoordinator, nccl_environment
+from rlpost.orchestration.weight_coordinator import WeightCoordinator
 from rlpost.orchestration.worker_groups import ActorGroup
 from rlpost.rollout import engine_side_weights
 from rlpost.types import Bucket, EngineAddress
@@ -213,32 +212,6 @@ def test_engines_whose_sender_dies_are_stuck_in_its_broadcast_on_nccl(tmp_path, 
     with pytest.raises(TrainerDied):
         asyncio.run(updated(one, 7))
     assert one.engines_are_stuck == are_stuck
-
-
-@pytest.mark.parametrize(
-    ("sglang", "given", "wanted"),
-    [
-        ({}, {}, "0"),
-        ({}, {"NCCL_CUMEM_ENABLE": "1"}, "1"),
-        ({"sglang_enable_symm_mem": True}, {}, "1"),
-        ({"sglang_enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"}, "1"),
-    ],
-)
-def test_the_trainer_sets_nccl_cumem_enable_as_the_engines_do(
-    sglang, given, wanted, tmp_path, monkeypatch
-):
-    """The actors' workers get the same variable as SGLang's servers (tests/contract/cuda)."""
-    config = load([], {"sglang": sglang}).config
-    assert nccl_environment(config, given) == {"NCCL_CUMEM_ENABLE": wanted}
-    envs = []
-    monkeypatch.setattr(startup, "WorkerGroup", lambda *_, **options: envs.extend(options["envs"]))
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    for key, value in given.items():
-        monkeypatch.setenv(key, value)
-    cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
-    made = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
-    asyncio.run(made.workers(Placement((ACTOR, ACTOR), ())))
-    assert [env["NCCL_CUMEM_ENABLE"] for env in envs] == [wanted] * 2
 
 
 def test_after_a_stop_request_no_folder_of_weights_is_started(tmp_path):

@@ -22,6 +22,7 @@ from rlpost.errors import ConfigError
 from rlpost.rollout import server
 from rlpost.rollout.cuda_graphs import (
     PREFILL,
+    REGISTER,
     VARIABLE,
     GraphSettings,
     graph_problems,
@@ -29,9 +30,8 @@ from rlpost.rollout.cuda_graphs import (
 )
 from rlpost.rollout.server_args import server_arg_names
 
-KNOWN = frozenset({PREFILL, "enable_memory_saver"})
 SAVER = {"enable_memory_saver": True}
-DEFAULTS: dict[str, Any] = {"api_key": None, "enable_lora": False}
+DEFAULTS: dict[str, Any] = {"api_key": None, "enable_lora": False, "resolve_once": lambda: None}
 """Server arguments of SGLang that ``run_engine`` reads, with their defaults."""
 
 
@@ -62,25 +62,24 @@ def started_with(
     module("sglang.srt.server_args", ServerArgs=partial(SimpleNamespace, **DEFAULTS))
     module("sglang.srt.utils", kill_process_tree=lambda pid, include_parent: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(server, "server_arg_names", lambda: KNOWN)
     monkeypatch.setattr(server, "typed_args", dict)
     monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
-    changed = {name: seen["server_args"].pop(name) for name in server.LOGGING}
-    assert changed == server.LOGGING
+    always = {**server.LOGGING, **server.ON_CUDA}
+    assert {name: seen["server_args"].pop(name) for name in always} == always
     return seen["environment"], seen["server_args"]
 
 
 def test_an_engine_that_offloads_captures_graphs_in_releasable_memory(monkeypatch):
     environment, server_args = started_with(monkeypatch, {**SAVER, "tp_size": 2})
-    assert environment[VARIABLE] == "1"
+    assert environment[VARIABLE] == "1" and environment[REGISTER] == "0"
     assert server_args == {**SAVER, "tp_size": 2, PREFILL: "disabled"}
 
 
 def test_an_engine_with_exclusive_gpus_is_not_changed(monkeypatch):
     environment, server_args = started_with(monkeypatch, {"tp_size": 2})
-    assert VARIABLE not in environment and server_args == {"tp_size": 2}
+    assert not {VARIABLE, REGISTER} & set(environment) and server_args == {"tp_size": 2}
 
 
 def test_a_user_who_turns_it_off_keeps_prefill_graphs(monkeypatch):
@@ -101,7 +100,7 @@ def test_a_user_who_turns_it_off_keeps_prefill_graphs(monkeypatch):
     ],
 )
 def test_a_backend_of_the_users_whose_graphs_cannot_be_released_is_kept_with_its_memory(given):
-    assert graph_settings(SAVER | given, {}, known=KNOWN) == GraphSettings()
+    assert graph_settings(SAVER | given, {}) == GraphSettings()
 
 
 @pytest.mark.parametrize(
@@ -115,21 +114,13 @@ def test_a_backend_of_the_users_whose_graphs_cannot_be_released_is_kept_with_its
     ],
 )
 def test_a_backend_of_the_users_whose_graphs_can_be_released_is_kept(given):
-    made = graph_settings(SAVER | given, {}, known=KNOWN)
-    assert made.environment == {VARIABLE: "1"} and not made.server_args
+    made = graph_settings(SAVER | given, {})
+    assert made.environment == {VARIABLE: "1", REGISTER: "0"} and not made.server_args
 
 
 def test_sizes_alone_choose_no_backend():
-    made = graph_settings(
-        SAVER | {"cuda_graph_config": {"prefill": {"max_bs": 64}}}, {}, known=KNOWN
-    )
+    made = graph_settings(SAVER | {"cuda_graph_config": {"prefill": {"max_bs": 64}}}, {})
     assert made.server_args == {PREFILL: "disabled"}
-
-
-def test_an_sglang_without_the_setting_is_not_changed():
-    """With the variable alone, SGLang raises if the prefill backend cannot be chosen."""
-    assert graph_settings(SAVER, {}, known=KNOWN - {PREFILL}) == GraphSettings()
-    assert graph_settings(SAVER, {}, known=None).server_args == {PREFILL: "disabled"}
 
 
 @pytest.mark.parametrize(

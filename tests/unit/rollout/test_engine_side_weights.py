@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.errors import SyncError
+from rlpost.errors import EngineDied, RolloutError, SyncError
 from rlpost.rollout.engine_client import EngineClient
 from rlpost.rollout.engine_side_weights import (
     BroadcastMover,
@@ -240,6 +240,36 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_ea
         *("load 2", "gather 3", "loaded 2"),
         *("load 3", "loaded 3"),
     ]
+
+
+@pytest.mark.parametrize("error", [EngineDied("engine b is gone"), RolloutError("refused")])
+def test_an_engines_failure_is_raised_when_the_others_have_read_their_bucket(error) -> None:
+    """The trainer then frees the memory that they read."""
+    happened: list[str] = []
+    has_failed = asyncio.Event()
+
+    class Receiving(EngineClient):
+        async def update_weights_from_handles(self, handles, *, version=None) -> None:
+            if self.url == "http://b":
+                has_failed.set()
+                raise error
+            await asyncio.wait_for(has_failed.wait(), 20)
+            await asyncio.sleep(0.01)
+            happened.append("loaded")
+
+    async def share(index: int) -> list[str]:
+        return ["of a", "of b"]
+
+    async def move() -> None:
+        receivers = [
+            Receiver(EngineAddress(url), Receiving(url, KEY, timeout_s=5))
+            for url in ("http://a", "http://b")
+        ]
+        await SharingMover(BUCKETS, share, ranks_of=((0,), (1,))).move(receivers, 3)
+
+    with pytest.raises(SyncError, match=f"2 weights starting with a; {error}"):
+        asyncio.run(move())
+    assert happened == ["loaded"]
 
 
 def test_with_files_no_session_is_opened_and_the_version_is_sent() -> None:

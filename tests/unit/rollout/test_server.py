@@ -35,9 +35,10 @@ def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
     without = server.engine_arguments(given, has_cuda=False)
     assert without["device"] == "cpu"
     assert without["max_running_requests"] == 3
-    assert server.engine_arguments(given, has_cuda=True) == {**given, "log_level_http": "warning"}
-    logs = server.engine_arguments({"log_level_http": "info"}, has_cuda=True)
-    assert logs == {"log_level_http": "info"}
+    always = {"log_level_http": "warning", "dtype": "bfloat16"}
+    assert server.engine_arguments(given, has_cuda=True) == {**given, **always}
+    own = {"log_level_http": "info", "dtype": "float32"}
+    assert server.engine_arguments(own, has_cuda=True) == own
 
 
 def test_settings_of_sglang_are_known_without_importing_it() -> None:

@@ -10,17 +10,21 @@ import base64
 import importlib.util
 import inspect
 import io
+import mmap
+import os
 import pickle
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing import reductions
 
 from rlpost.weights import trainer_side
+from rlpost.weights.flat import as_bytes
 from rlpost.weights.quantise import FP8
 
 
@@ -30,6 +34,22 @@ def test_a_handle_names_its_device_by_uuid_and_changes_nothing_else() -> None:
     assert [one for one, name in zip(handle, names, strict=True) if one != name] == [
         "UUID of storage_device"
     ]
+
+
+def test_a_handle_names_its_reference_counter_at_these_places() -> None:
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[trainer_side._COUNTER_FILE] == "ref_counter_handle"
+    assert names[trainer_side._COUNTER_SLOT] == "ref_counter_offset"
+
+
+def test_torch_keeps_shared_memory_in_a_file_of_that_folder_after_a_header() -> None:
+    """Its counters of CUDA IPC are in the same kind of file (``RefcountedMapAllocator``)."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    tensor = torch.arange(3, dtype=torch.int64).share_memory_()
+    _, name, _ = tensor.untyped_storage()._share_filename_cpu_()
+    trainer_side._reset_counter(os.fsdecode(name), 2)
+    assert tensor.tolist() == [0, 1, 0]
+    trainer_side._reset_counter("/torch_file_that_does_not_exist", 0)
 
 
 def test_sglang_expects_the_uuid_at_that_place() -> None:
@@ -155,3 +175,86 @@ def test_a_tensor_on_the_host_is_pickled_as_torch_does() -> None:
     ((name, tensor),) = pickle.loads(buffer.getvalue())
     memory[0] = 7
     assert (name, tensor.tolist()) == ("a", [7, 1, 2])
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that reports to be on a GPU."""
+
+    is_cuda = True
+
+
+class Counters:
+    """torch's reference counters of CUDA IPC in a file, as ``_share_cuda_`` creates them."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.number = file, 0
+        file.write_bytes(bytes(trainer_side.COUNTERS_FROM + 8 * 100))
+        with file.open("r+b") as opened:
+            self.memory = mmap.mmap(opened.fileno(), 0)
+
+    def reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """Share a tensor: a new counter is 1."""
+        self.set(self.number, 1)
+        arguments: list[Any] = [None] * 15
+        arguments[6], arguments[11], arguments[12] = 0, b"/counters", self.number
+        self.number += 1
+        return reductions.rebuild_cuda_tensor, tuple(arguments)
+
+    def get(self, slot: int) -> int:
+        """Return a counter; it is unsigned, as torch reads it."""
+        start = trainer_side.COUNTERS_FROM + 8 * slot
+        return int.from_bytes(self.memory[start : start + 8], "little")
+
+    def set(self, slot: int, value: int) -> None:
+        """Set a counter."""
+        start = trainer_side.COUNTERS_FROM + 8 * slot
+        self.memory[start : start + 8] = (value % 2**64).to_bytes(8, "little")
+
+    def read_by_an_engine(self, slot: int) -> None:
+        """Decrement as the consumer's deleter does."""
+        self.set(slot, self.get(slot) - 1)
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        ((0, 1, 2), "every handle was read"),
+        ((0, 1), "an engine died before it read the last bucket, or while it read it"),
+        ((0,), "an engine failed, and the next bucket was shared already"),
+        ((), "the update was cancelled at its first bucket"),
+    ],
+)
+def test_no_counter_keeps_cuda_memory_after_any_update(read, what, tmp_path, monkeypatch) -> None:
+    """torch frees shared CUDA memory only when the counters of all of its handles are 0."""
+    counters = Counters(tmp_path / "counters")
+    at_collection: list[list[int]] = []
+
+    def collect() -> None:
+        assert not sharing.pieces
+        at_collection.append([counters.get(slot) for slot in range(counters.number)])
+
+    monkeypatch.setattr(trainer_side, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(trainer_side, "reduce_tensor", counters.reduce_tensor)
+    monkeypatch.setattr(
+        trainer_side,
+        "_shareable",
+        lambda size, _: torch.empty(size, dtype=torch.uint8).as_subclass(OnGpu),
+    )
+    monkeypatch.setattr(
+        trainer_side, "as_bytes", lambda tensor: as_bytes(tensor).as_subclass(OnGpu)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0")
+    )
+    monkeypatch.setattr(torch.cuda, "ipc_collect", collect)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    sharing = trainer_side.Sharing(Buckets())
+    for _ in range(2):  # the second update has other counters
+        first = counters.number
+        for index in range(3):
+            sharing.share(index)
+        for index in read:
+            counters.read_by_an_engine(first + index)
+        sharing.release()
+    assert at_collection == [[0] * 3, [0] * 6], what

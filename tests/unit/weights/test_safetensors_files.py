@@ -59,6 +59,23 @@ def test_an_incomplete_copy_is_reported_with_its_missing_files(sharded):
     )
 
 
+def test_a_tensor_of_the_index_that_its_file_lacks_is_reported(sharded):
+    """As merged and quantised uploads have it."""
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["a.scale"] = "model-0.safetensors"
+    (sharded / INDEX).write_text(json.dumps(index))
+    (problem,) = file_problems(sharded)
+    assert problem.startswith(
+        f"{sharded / INDEX}: names 1 tensor that model-0.safetensors does not have, a.scale first; "
+    )
+
+
+def test_shards_without_an_index_are_refused(sharded):
+    (sharded / INDEX).unlink()
+    (problem,) = file_problems(sharded)
+    assert f"has neither {SINGLE} nor {INDEX}" in problem
+
+
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"version https://git-lfs"])
 def test_a_file_that_is_not_safetensors_is_reported(single, content):
     """Empty, truncated in its header, or a Git LFS pointer instead of the file."""

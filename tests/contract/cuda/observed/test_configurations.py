@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from rlpost.weights.families import FAMILIES as REGISTRY
+from tests.contract import families
 from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
-from tests.contract.cuda.observations_table import OF_EXPERTS, ON_HOST, RECIPES
+from tests.contract.cuda.observations_table import GPUS, OF_EXPERTS, ON_GPUS, ON_HOST, RECIPES
+from tests.contract.families import LATENT_MTP
 
 pytestmark = pytest.mark.timeout(300)
-# Interleaved rotary embedding (two), latent attention, and YaRN.
-WITHOUT_ROTARY_KERNEL = ("glm_z1_9b", "glm4-0414", "deepseek-v3-moe", "qwen3-long")
+# Interleaved rotary embedding (two), latent attention (three), and YaRN (two).
+WITHOUT_ROTARY_KERNEL = (
+    "glm_z1_9b", "glm4-0414", "deepseek-v3-moe", LATENT_MTP, "glm4.7-flash-moe", "qwen3-long", "gpt-oss-moe",
+)  # fmt: skip
+WITHOUT_FUSED_ACTIVATION = {
+    "local": ("gemma3", "gpt-oss-moe"),
+    "transformer_engine": ("gemma3",),
+}
+"""A GELU without a fused kernel, and one that clamps before the bias of an expert is added."""
+WITH_WINDOWS = ("gemma3", "qwen3-long")
 
 
 def fields(found, table, *names):
@@ -92,11 +103,46 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
         kind = name.partition(",")[0]
         rotated = kind == "transformer_engine" and family not in WITHOUT_ROTARY_KERNEL
         assert fields(found, "model", "bias_activation_fusion", "apply_rope_fusion") == (
-            family != "gemma3",  # its GELU has no fused kernel
+            family not in WITHOUT_FUSED_ACTIVATION[kind],
             rotated,
         ), name
         assert found["implementation"] == kind
-        assert ("TEDotProductAttention" in found["modules"]) == (kind == "transformer_engine")
+
+
+def test_every_family_of_the_registry_is_built():
+    built = {f"{families.FAMILIES[name][0]}ForCausalLM" for name in families.FAMILIES}
+    assert built == REGISTRY.keys()
+
+
+WITHOUT_ENGINES_ATTENTION = ("gpt-oss-moe", "deepseek-v3-moe", LATENT_MTP, "glm4.7-flash-moe")
+"""Sinks, and tiny values of 12 numbers, which 8 does not divide."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_that_of_the_engine_where_it_has_a_backend(observe, family):
+    """The stub of its attention raises if a module that was built has none.
+
+    Megatron would exchange p2p, which has no windows.
+    """
+    for name, found in observe("transformer_engine")["families"][family].items():
+        kind, _, layout = name.partition(", ")
+        if kind == "converter":
+            continue
+        ours = kind == "local" or family in WITHOUT_ENGINES_ATTENTION
+        exchange = {"cp": " a2a" if family in WITH_WINDOWS else " p2p"}.get(layout, "")
+        expected = "PackedAttention" if ours else f"TEDotProductAttention{exchange}"
+        assert found["attention"] == [expected], name
+
+
+@pytest.mark.parametrize("family", ON_GPUS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_gpu_for_which_the_engine_has_no_packed_attention_uses_that_of_this_package(
+    observe, family, gpu
+):
+    """cuDNN has it on Hopper and B200, flash-attn on each GPU; neither has sinks."""
+    has_backend = gpu in ("B200", "A100 with flash-attn") and family != "gpt-oss-moe"
+    expected = "TEDotProductAttention" if has_backend else "PackedAttention"
+    assert observe("transformer_engine")["gpus"][f"{family}, {gpu}"] == [expected]
 
 
 # settings of ``observations`` -> (error without TransformerEngine, error with it); None: no error
@@ -122,6 +168,8 @@ REFUSED = {
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
     "fused gradients": ("needs a kernel of Apex (fused_weight_gradient_mlp_cuda)",) * 2,
     "fp8": ("--fp8 hybrid needs TransformerEngine", None),
+    "fused activation that is clamped": ("the kernel clamps the activations of this model before",)
+    * 2,
     "unfused swiglu": (None, None),
     "what Megatron refuses": (
         "TransformerConfig refuses these settings: DeepEP backend is only supported",

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rlpost.actor import device
+from rlpost.actor.attention_backends import FLASH, FUSED, P2P, Attention, backends
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, weight_parameter
 
 
@@ -104,7 +106,7 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Several linear layers of one shape, with parameters ``weight0``, ``weight1`` and so on."""
+    """Several linear layers of one shape, with parameters ``weight0``, ``bias0`` and so on."""
 
     def __init__(
         self,
@@ -131,15 +133,55 @@ class GroupedLinear(TransformerEngineBaseModule):
         for number in range(num_gemms):
             weight = weight_parameter(rows, columns, dim=dim, device=device, dtype=params_dtype)
             self.register_parameter(f"weight{number}", weight)
+            if bias:
+                of_expert = torch.nn.Parameter(torch.empty(rows, device=device, dtype=params_dtype))
+                self.register_parameter(f"bias{number}", of_expert)
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Attention without parameters, as with the vanilla softmax; its extra state may be missing."""
+    """Attention without parameters, as with the vanilla softmax; its extra state may be missing.
 
-    def __init__(self, **options: Any) -> None:
+    ``forward`` computes nothing, and refuses what no backend of v2.11 computes on this GPU.
+    """
+
+    def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
         super().__init__()
-        self.options = options
+        self.heads, self.widths, self.options = num_attention_heads, kv_channels, options
         self.register_load_state_dict_post_hook(_may_lack_extra_state)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        qkv_format: str,
+        attn_mask_type: str,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[T, heads of this rank, width] each -> [T, heads x width of a value].
+
+        Raises ValueError as ``get_attention_backend`` leaves no backend, or only the unfused one.
+        """
+        assert attention_mask is None and (qkv_format, attn_mask_type) == ("thd", "padding_causal")
+        group = self.options.get("cp_group")
+        asked = Attention(
+            query.size(1),
+            key.size(1),
+            query.size(2),
+            value.size(2),
+            has_window=self.options.get("window_size") is not None,
+            has_sinks=self.options.get("softmax_type", "vanilla") != "vanilla",
+            context=1 if group is None else group.size(),
+            is_16_bit=query.dtype in (torch.bfloat16, torch.float16),
+        )
+        gpu = device.gpu()
+        assert gpu is not None
+        left = backends(asked, gpu, cp_comm_type=self.options.get("cp_comm_type", P2P))
+        if not left & {FLASH, FUSED}:
+            raise ValueError(f"No dot product attention backend is available for {asked} on {gpu}")
+        return query.new_empty(query.size(0), query.size(1) * value.size(2))
 
 
 def _may_lack_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:

@@ -1,0 +1,65 @@
+"""Precisions that the trainer lacks, or that differ between trainer and engines, are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.actor.device import weight_dtype
+from rlpost.config.checks.precision import precision_problems
+from rlpost.config.engine_args import engine_args
+from rlpost.config.load import JOBS, files_of, load
+from rlpost.rollout.server import engine_arguments
+
+
+def problems(**groups):
+    return precision_problems(load([], groups).config)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fp8": "hybrid"}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"fp4": "e2m1"}]
+)
+def test_training_in_a_narrow_type_is_refused_with_the_rule_and_the_remedy(options):
+    layout = {
+        "context_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    }
+    (problem,) = problems(megatron=options, perf=layout)
+    name, value = next(iter(options.items()))
+    assert problem.startswith(f"--{name} {value}: its matrix products need rows in multiples of ")
+    assert "multiples of 8 (2 x CP x TP)" in problem and "leave it out" in problem
+
+
+def test_generating_in_fp8_is_accepted():
+    """Its setting is the folder of the weights."""
+    recipe = load(files_of(JOBS / "recipes" / "qwen3_4b_fp8.toml", {}), {}).config
+    assert precision_problems(recipe) == [] == problems(megatron={"fp8": False})
+
+
+@pytest.mark.parametrize("bf16", [None, True, False])
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_engines_have_the_trainer_s_dtype(bf16, has_cuda, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    args = engine_arguments(
+        engine_args(load([], {"perf": {"bf16": bf16}}).config), has_cuda=has_cuda
+    )
+    assert f"torch.{args['dtype']}" == str(weight_dtype(bf16))
+
+
+@pytest.mark.parametrize(
+    ("bf16", "dtype", "wanted"),
+    [
+        (None, "bfloat16", ""),
+        (None, "auto", "bfloat16"),
+        (True, "half", "bfloat16"),
+        (False, "float", ""),
+        (False, "bfloat16", "float32"),
+    ],
+)
+def test_another_dtype_of_the_engines_is_refused(bf16, dtype, wanted):
+    found = problems(perf={"bf16": bf16}, sglang={"sglang_dtype": dtype})
+    if not wanted:
+        assert found == []
+    else:
+        assert found[0].startswith(f"--sglang-dtype {dtype}: ")
+        assert found[0].endswith(f"--sglang-dtype {wanted}")
