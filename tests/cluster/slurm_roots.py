@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.cache import cache_folder
 from tests.cluster.lab_host import LabError, waiting_lock
 
 RELEASES = ("trixie", "sid")
@@ -56,7 +57,7 @@ def _root_or_reason(release: str) -> tuple[Path | None, str]:
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return None, f"it needs {', '.join(missing)}; on Debian: apt-get install debootstrap"
-    cache = Path(os.environ.get("RLPOST_LAB_CACHE") or Path.home() / ".cache/rlpost")
+    cache = cache_folder()
     key = hashlib.sha256(" ".join((release, *PACKAGES)).encode()).hexdigest()[:12]
     root = cache / f"slurm-{release}-{key}"
     try:

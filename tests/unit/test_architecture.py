@@ -119,6 +119,7 @@ FORBIDDEN = {
     "rlpost.orchestration": {"ray", "sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.orchestration.workers": {"sglang", "slurm", "submitit", "rlpost.cli", "bootstrap"},
     "rlpost.cli": HEAVY | {"bootstrap"},
+    "rlpost.assets.pypi": (HEAVY - {"transformers"}) | {"slurm", "bootstrap", "submitit"},
     "rlpost.cli.tiny_model": (HEAVY - {"torch", "transformers"}) | {"bootstrap"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80
