@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlpost.actor.memory import GRADS, OPTIMIZER, WEIGHTS, wait_until_free
-from rlpost.config.plan.estimate import MEM_FRACTION, RESERVE, Estimate
+from rlpost.config.plan.engine_memory import default_fraction
+from rlpost.config.plan.estimate import RESERVE, Estimate
 from rlpost.errors import EngineDied
 from rlpost.orchestration.placement import Placement, Ports, Slot
 from rlpost.types import Bucket
@@ -38,7 +39,10 @@ class PlannedCluster:
         PlannedCluster.current = self
         config = made.config
         self.made, self.colocated = made, config.cluster.colocate
-        self.fraction = float(config.sglang.server_args.get("mem_fraction_static", MEM_FRACTION))
+        self.fraction = float(
+            config.sglang.server_args.get("mem_fraction_static")
+            or default_fraction(config, made.shape, made.gpu_bytes)
+        )
         phases = {phase.name: dict(phase.parts) for phase in made.phases}
         self.trainer_context = phases["train"]["CUDA, NCCL"]
         self.engine_context = phases["generate"]["engine's CUDA"]
@@ -119,7 +123,11 @@ class PlannedEngine:
         """Take released memory again."""
         planned = self.cluster.made.engine
         assert planned is not None
-        sizes = {"weights": planned.weights, "kv_cache": self.kv_cache, "cuda_graph": 0}
+        sizes = {
+            "weights": planned.weights,
+            "kv_cache": self.kv_cache,
+            "cuda_graph": planned.graphs,
+        }
         for tag in tags:
             self.cluster.ledger.hold(self.place, self.name, tag, sizes[tag])
 

@@ -23,6 +23,11 @@ MODELS = {
 FP8 = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 }
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {"1": 0, "+": 1, "=": 2}, "merges": []},
+}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -33,7 +38,7 @@ def make_assets(folder: Path) -> Path:
         path.mkdir(parents=True)
         more = {"dtype": "bfloat16", "eos_token_id": 1} | (FP8 if name.endswith("FP8") else {})
         (path / "config.json").write_text(json.dumps(PUBLISHED[model] | more))
-        (path / "tokenizer.json").write_text("{}")
+        (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
         (path / "model.safetensors").write_bytes(NO_TENSORS)
         converted = folder / f"{name}_torch_dist"

@@ -273,7 +273,7 @@ SERVER = """
 import multiprocessing, os, signal, sys, time
 from rlpost.rollout import server
 
-def run(arguments, ready_fd):
+def run(arguments, ready_fd, gpus_per_node):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(9))  # as SGLang and uvicorn do
     scheduler = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     scheduler.start()
