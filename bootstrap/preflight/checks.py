@@ -49,6 +49,7 @@ def check_host(
         _gpus(facts, wanted),
         _gpu_health(facts),
         _gpu_mode(facts, wanted),
+        _compiler(facts),
         _nvlink(facts),
         _hcas(facts),
         _gpu_direct(facts),
@@ -211,6 +212,22 @@ def _cuda(facts: HostFacts) -> Check | None:
     )
     said += f"built for CUDA {built} and sees no GPU with it: install {newer}"
     return Check("gpus", "EXCLUDE_NODE", said)
+
+
+def _compiler(facts: HostFacts) -> Check:
+    """The CUDA compiler, which SGLang's kernels need at run time (FlashInfer, DeepGEMM)."""
+    built = facts.torch_cuda
+    if not facts.gpu_reading.gpus or not built or facts.nvcc is None:
+        return Check("compiler", "OK", "not needed, or not known")
+    if not facts.nvcc:
+        said = "no nvcc: engines compile kernels when they start and fail without it; "
+        said += f"install the toolkit of CUDA {built}, or set CUDA_HOME"
+        return Check("compiler", "WARN", said)
+    if _major(facts.nvcc) != _major(built):
+        said = f"nvcc {facts.nvcc}, torch is built for CUDA {built}: kernels that engines compile "
+        said += f"may not fit; set CUDA_HOME to a toolkit of CUDA {_major(built)}"
+        return Check("compiler", "WARN", said)
+    return Check("compiler", "OK", f"nvcc {facts.nvcc}")
 
 
 def _major(version: str) -> int:

@@ -35,6 +35,7 @@ from common.files import text_or_empty, write_atomic
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0
 _NAMESPACES_S = 20.0
+_NVCC_S = 20.0
 _PROJECT = Path(__file__).parents[2]
 
 
@@ -79,12 +80,14 @@ def read_host(
     ``sandboxes``: also try what sandboxes need.
     """
     mounts = text_or_empty(Path("/proc/self/mounts"))
+    reading = read_gpus(environ)
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
     folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
     return HostFacts(
-        gpu_reading=read_gpus(environ),
+        gpu_reading=reading,
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
         torch_cuda=read_torch_cuda(),
+        nvcc=read_nvcc(environ) if reading.gpus else None,
         hcas=tuple(
             Hca(
                 row["name"],
@@ -192,6 +195,27 @@ def read_torch_cuda() -> str | None:
     text = text_or_empty(Path(found.origin).with_name("version.py"))
     built = re.search(r"^cuda\b[^=\n]*= *(?:None|['\"]([\d.]+)['\"])", text, re.MULTILINE)
     return None if built is None else built[1] or ""
+
+
+def read_nvcc(environ: Mapping[str, str]) -> str | None:
+    """Version of the CUDA compiler that engines would call; "" without one, None if unknown.
+
+    The places are those of torch.utils.cpp_extension and of FlashInfer.
+    """
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    places = [f"{home}/bin/nvcc"] if home else []
+    places += [shutil.which("nvcc", path=environ.get("PATH")) or "", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next((place for place in places if place and os.access(place, os.X_OK)), None)
+    if nvcc is None:
+        return ""
+    try:
+        said = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, timeout=_NVCC_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    release = re.search(r"release ([\d.]+)", said.stdout)
+    return release[1] if release else None
 
 
 def _resolve(host: str) -> tuple[str, ...] | None:

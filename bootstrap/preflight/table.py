@@ -59,6 +59,7 @@ class HostFacts:
     gpu_reading: GpuReading = field(default_factory=GpuReading)
     num_gpus_by_slurm: int | None = None
     torch_cuda: str | None = None  # version of CUDA that torch is built for; "" without CUDA
+    nvcc: str | None = None  # version of the CUDA compiler; "" without one
     hcas: tuple[Hca, ...] = ()
     gpu_direct: tuple[str, ...] | None = None  # ways of RDMA to GPU memory; None: no NVIDIA driver
     memlock: int | None = None  # bytes, UNLIMITED

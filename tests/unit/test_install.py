@@ -75,6 +75,65 @@ def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_report
     assert why is None or why in done.stderr
 
 
+def write_commands(folder: Path, **texts: str) -> None:
+    """Executable files that stand in for commands."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+
+def test_the_stamp_says_which_stack_is_there_and_how_transformer_engine_was_compiled(tmp_path):
+    """A quick start on the login node is followed by an installation on a GPU node, and back."""
+    venv, gpu_node = tmp_path / "venv", tmp_path / "gpu-node"
+    python = f"""echo "$*" >> {tmp_path}/calls
+case "$*" in *--no-build-isolation*) exit $(cat {tmp_path}/code) ;; esac"""
+    write_commands(venv / "bin", pip="", python=python)
+    write_commands(gpu_node, nvidia_smi="", nvcc="echo release 12.4")
+
+    def install(*, on_gpu_node: bool, code: int = 0) -> tuple[int, str, str]:
+        """Return the exit code, the output, and the calls of Python."""
+        (tmp_path / "calls").write_text("")
+        (tmp_path / "code").write_text(str(code))
+        path = f"{gpu_node}:/usr/bin:/bin" if on_gpu_node else "/usr/bin:/bin"
+        done = subprocess.run(
+            [ROOT / "tools/install.sh", venv],
+            env={"PATH": path, "CUDA_HOME": str(tmp_path / "nowhere")},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout + done.stderr, (tmp_path / "calls").read_text()
+
+    assert "locks/cpu.txt" in install(on_gpu_node=False)[2]
+    assert install(on_gpu_node=False) == (0, "", "")
+    code, said, calls = install(on_gpu_node=True, code=1)
+    assert code == 0 and "has the stack for CPUs; the GPU stack replaces it" in said
+    assert "locks/gpu.txt" in calls and "its compilation failed" in said
+    assert install(on_gpu_node=True) == (0, "", ""), "not tried again with the same compiler"
+    write_commands(gpu_node, nvcc="echo release 13.0")
+    assert "--no-build-isolation" in install(on_gpu_node=True)[2]
+    write_commands(gpu_node, nvcc="echo release 13.1")
+    assert install(on_gpu_node=True) == (0, "", ""), "it is compiled"
+    assert install(on_gpu_node=False) == (0, "", ""), "the login node uses the GPU stack"
+    stamp = venv / ".installed"
+    stamp.write_text(stamp.read_text().replace(stamp.read_text()[:8], "00000000"))
+    code, said, calls = install(on_gpu_node=False)
+    assert code == 1 and "run make install on a node with a GPU" in said and not calls
+
+
+def test_an_old_c_library_is_refused_before_anything_is_created(tmp_path):
+    write_commands(tmp_path / "bin", getconf="echo glibc 2.28")
+    done = subprocess.run(
+        [ROOT / "tools/install.sh", tmp_path / "venv"],
+        env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and not (tmp_path / "venv").exists()
+    assert "glibc 2.28 here, SGLang's wheels need 2.34 or newer: use the container" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("lock", "extras"), [("cpu.txt", ("cpu", "dev", "otlp")), ("gpu.txt", ("gpu", "dev", "otlp"))]
 )

@@ -343,7 +343,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 19
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 20
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 
@@ -422,4 +422,23 @@ def test_rdma_without_access_to_gpu_memory_is_a_warning(ways, hcas, level, words
     facts = replace(FIT, gpu_direct=ways, hcas=hcas)
     facts = HostFacts.from_json(json.loads(json.dumps(asdict(facts))))
     (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "gpu-direct"]
+    assert check.level == level and words in check.found
+
+
+@pytest.mark.parametrize(
+    ("torch", "nvcc", "level", "words"),
+    [
+        ("13.0", "13.0", "OK", "nvcc 13.0"),
+        ("13.0", "13.2", "OK", "nvcc 13.2"),
+        ("13.0", "12.4", "WARN", "nvcc 12.4, torch is built for CUDA 13.0"),
+        ("13.0", "", "WARN", "install the toolkit of CUDA 13.0, or set CUDA_HOME"),
+        ("13.0", None, "OK", "not known"),
+        ("", "", "OK", "not needed"),
+    ],
+)
+def test_engines_compile_with_a_compiler_of_torch_s_cuda(
+    torch: str, nvcc: str | None, level: str, words: str
+) -> None:
+    facts = replace(FIT, **cuda("580.95.05", "13.0", torch), nvcc=nvcc)  # type: ignore[arg-type]
+    (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "compiler"]
     assert check.level == level and words in check.found

@@ -14,6 +14,7 @@ from bootstrap.preflight.probe import (
     CANARY_DIR,
     read_gpu_direct,
     read_host,
+    read_nvcc,
     read_sandboxes,
     read_torch_cuda,
 )
@@ -168,3 +169,19 @@ def test_ways_of_rdma_to_gpu_memory(tmp_path, driver, modules, release, wanted):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert read_gpu_direct(tmp_path) == wanted
+
+
+def test_the_compiler_is_that_of_cuda_home_then_of_the_path(tmp_path: Path) -> None:
+    def make(folder: str, text: str) -> str:
+        nvcc = tmp_path / folder / "bin/nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho '{text}'\n")
+        nvcc.chmod(0o755)
+        return str(tmp_path / folder)
+
+    home = make("home", "Cuda compilation tools, release 13.0, V13.0.88")
+    other = make("other", "Cuda compilation tools, release 12.4, V12.4.131")
+    strange = make("strange", "no release")
+    assert read_nvcc({"CUDA_HOME": home, "PATH": f"{other}/bin"}) == "13.0"
+    assert read_nvcc({"CUDA_HOME": str(tmp_path), "PATH": f"{other}/bin"}) == "12.4"
+    assert read_nvcc({"CUDA_PATH": strange}) is None
