@@ -56,6 +56,8 @@ def settings(
     With --print-config this prints the result and ends the command (SystemExit 0).
     """
     namespace, values = flags.parse(made, take_keys(arguments, os.environ))
+    for note in namespace.flag_notes:
+        print(f"note: {note}", file=sys.stderr)
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     cluster = namespace.cluster or site_profile(recipe)
     files = files_of(recipe, {"model": namespace.model, "cluster": cluster})

@@ -70,6 +70,16 @@ DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
 """Names of values that are derived from settings, and how."""
 
 
+REMOVE = "remove it: "
+"""How ``LACKING`` marks a flag of slime that needs no replacement."""
+
+
+def without_effect(name: str) -> str | None:
+    """Return why a flag of slime, without dashes, changes nothing here; None for others."""
+    text = LACKING.get(name, "")
+    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else None
+
+
 def meant(word: str) -> str | None:
     """Return an error with the flag to use instead of ``--tp``, ``-n`` or a flag of slime.
 

@@ -132,20 +132,30 @@ def flag(key: str) -> str:
 def parse(
     made: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, Values]:
-    """Parse a command line. Raises ConfigError for unknown flags.
+    """Parse a command line. Raises ConfigError with a line for each unknown or refused flag.
 
-    The namespace holds ``recipe`` and the arguments that the caller added to the parser. The values
+    The namespace holds ``recipe``, ``flag_notes`` (a line for each accepted flag without effect)
+    and the arguments that the caller added to the parser. The values
     hold the given settings, and the pass-through options of SGLang and Megatron-core under
     ``sglang`` and ``megatron``. The last occurrence of a flag wins.
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
     known = list(made._option_string_actions)
-    words, values = pass_through.split(words, known)
+    switches = [name for name in known if made._option_string_actions[name].metavar == "BOOL"]
+    sorted_words = pass_through.split(words, known, switches)
+    words, values = sorted_words.own, sorted_words.passed
+    problems = [
+        *sorted_words.refused,
+        *(_unknown_word(word, words, known) for word in sorted_words.unknown),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
     namespace, unknown = made.parse_known_args(words)
     if unknown:
-        raise ConfigError(_unknown_word(unknown[0], words, made._option_string_actions))
+        raise ConfigError(_unknown_word(unknown[0], words, known))
     namespace.recipe = recipe
+    namespace.flag_notes = sorted_words.notes
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
             name, key = dest.split(".")
@@ -154,7 +164,7 @@ def parse(
     return namespace, values
 
 
-def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.Action]) -> str:
+def _unknown_word(word: str, words: Sequence[str], known: Sequence[str]) -> str:
     if word.endswith(".toml"):
         return f"{word}: a recipe is the first word, before any flag"
     if not word.startswith("-"):
@@ -165,9 +175,6 @@ def _unknown_word(word: str, words: Sequence[str], known: Mapping[str, argparse.
     name = word.partition("=")[0]
     if line := meant(name):
         return line
-    switch = name.replace("--no-", "--", 1)
-    if switch in known and known[switch].metavar == "BOOL":
-        return f"{name}: unknown setting; to turn it off write '{switch} false'"
     megatron = ["--" + other.replace("_", "-") for other in option_names() or ()]
     return f"{name}: unknown setting{alike(name, [*known, *megatron]) or '; --help-all lists every setting'}"
 

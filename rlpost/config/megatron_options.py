@@ -23,12 +23,6 @@ CLASSES = {
 }
 """Dataclasses of settings and the files of ``megatron.core`` that define them."""
 
-ALIASES = {
-    "ddp_bucket_size": "bucket_size",
-    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
-}
-"""Megatron's flags whose names differ from those of the fields (megatron/training/arguments.py)."""
-
 # types that cannot be given as text
 _NOT_FROM_TEXT = (
     "Callable",

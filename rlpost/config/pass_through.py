@@ -10,9 +10,18 @@ training. Names and values of SGLang's options are always checked (``rlpost.roll
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from rlpost.config.abbreviations import meant
-from rlpost.config.megatron_options import ALIASES, OURS, option_names
+from rlpost.config.abbreviations import meant, without_effect
+from rlpost.config.megatron_options import OURS, option_names
+from rlpost.config.published_flags import (
+    ACCEPTED,
+    FALSE_OF_FIELD,
+    OTHER_NAME_OF_FIELD,
+    OTHER_NAME_OF_SETTING,
+    REFUSED,
+    SPECS_OF_FAMILIES,
+)
 from rlpost.config.server_arg_table import server_arg_table
 from rlpost.errors import suggestion
 
@@ -23,31 +32,89 @@ Used only if Megatron-core is not installed.
 """
 
 
-def split(
-    words: Sequence[str], known: Collection[str]
-) -> tuple[list[str], dict[str, dict[str, object]]]:
-    """Separate pass-through flags and their values from ``words``."""
-    rest: list[str] = []
-    found: dict[str, dict[str, list[str]]] = {}
-    values: list[str] | None = None
+@dataclass(slots=True)
+class Split:
+    """The words of a command line by what becomes of them."""
+
+    own: list[str] = field(default_factory=list)
+    """The flags of rlpost with their values, and words that no flag takes."""
+    passed: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Values for SGLang and Megatron-core by group and name."""
+    unknown: list[str] = field(default_factory=list)
+    """Flags without a meaning; their values are dropped."""
+    refused: list[str] = field(default_factory=list)
+    """A line for each flag of Megatron-LM that is refused."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each accepted flag that has no effect here."""
+
+
+def split(words: Sequence[str], known: Collection[str], switches: Collection[str] = ()) -> Split:
+    """Separate the words of a command line.
+
+    Args:
+        words: the command line without the recipe.
+        known: the flags of rlpost.
+        switches: those of them with a truth value; ``--no-X`` turns ``--X`` off.
+    """
+    result = Split()
+    texts: dict[str, dict[str, list[str]]] = {}
+    values = result.own
     for word in words:
         if not word.startswith("--"):
-            target = rest if values is None else values
-            target.append(word)
+            values.append(word)
             continue
         name, given, value = word.partition("=")
-        key = name[2:].replace("-", "_")
-        group = None if name in known else owner(key, known)
-        values = None
-        if group is None:
-            rest.append(word)
+        name = OTHER_NAME_OF_SETTING.get(name[2:], name)
+        switch = name.replace("--no-", "--", 1)
+        if name in known:
+            result.own.append(f"{name}{given}{value}")
+            values = result.own
+        elif switch in switches and not given:
+            result.own.append(f"{switch}=false")
+            values = result.own
         else:
             values = [value] if given else []
-            found.setdefault(group, {})[ALIASES.get(key, key)] = values
-    extras: dict[str, dict[str, object]] = {}
-    for group, extra in found.items():
-        extras[group] = {key: _values(key, texts) for key, texts in extra.items()}
-    return rest, extras
+            _sort(name, values, known=known, result=result, texts=texts)
+    specs = texts.pop("", {}).get("spec", [])
+    if any(word.startswith(SPECS_OF_FAMILIES) for word in specs[:1]):
+        result.notes.append(f"--spec has no effect: {ACCEPTED['spec']}")
+    elif specs:
+        result.refused.append(
+            f"--spec {' '.join(specs)}: layers cannot be replaced; write a family (docs/extending.md)"
+        )
+    for group, options in texts.items():
+        result.passed[group] = {key: _values(key, given) for key, given in options.items()}
+    return result
+
+
+def _sort(
+    flag: str,
+    values: list[str],
+    *,
+    known: Collection[str],
+    result: Split,
+    texts: dict[str, dict[str, list[str]]],
+) -> None:
+    """Add a flag of another program; ``values`` takes the words that follow it."""
+    name = flag[2:].replace("_", "-")
+    key = OTHER_NAME_OF_FIELD.get(name, name.replace("-", "_"))
+    if name in FALSE_OF_FIELD:
+        values.append("false")
+        texts.setdefault("megatron", {})[FALSE_OF_FIELD[name]] = values
+    elif name == "spec":
+        texts.setdefault("", {})[name] = values
+    elif name in REFUSED:
+        result.refused.append(
+            f"{flag}: a flag of Megatron-LM that rlpost does not have; {REFUSED[name]}"
+        )
+    elif note := ACCEPTED.get(name) or without_effect(name):
+        result.notes.append(f"{flag} has no effect: {note}")
+    elif name in OTHER_NAME_OF_FIELD:
+        texts.setdefault("megatron", {})[key] = values
+    elif group := owner(key, known):
+        texts.setdefault(group, {})[key] = values
+    else:
+        result.unknown.append(flag)
 
 
 def owner(key: str, known: Collection[str]) -> str | None:
@@ -63,7 +130,7 @@ def owner(key: str, known: Collection[str]) -> str | None:
     names = option_names()
     if names is None:
         return None if suggestion("--" + key.replace("_", "-"), known, cutoff=ALIKE) else "megatron"
-    return "megatron" if key in names or key in ALIASES or key in OURS else None
+    return "megatron" if key in names or key in OURS else None
 
 
 def _values(key: str, texts: Sequence[str]) -> object:

@@ -64,7 +64,6 @@ COMMAND_LINE = [
     _of_check("A short option", "-n 8", "--n-samples-per-prompt 8"),
     _of_check("A misspelt flag", "--n-sample-per-prompt 8", "--n-samples-per-prompt 8"),
     _of_check("An unknown flag", "--frobnicate 1"),
-    _of_check("A switch with the prefix no-", "--no-colocate", "--colocate false"),
     _of_check("A flag without its value", "--nodes", "--nodes 1"),
     _of_check("An invalid value of a switch", "--colocate maybe", "--colocate true"),
     _of_check("An invalid number", "--lr fast", "--lr 1e-5"),

@@ -1,27 +1,40 @@
-"""docs/slime-flags.md: every flag of slime and its counterpart.
+"""docs/slime-flags.md: every flag of slime and of Megatron-LM, and its counterpart.
 
-Input: the list of slime's flags, the settings tree, ``rlpost.compat.slime.flags``. Output: Markdown.
+Input: the lists of these flags, the settings tree, ``rlpost.compat.slime.flags``,
+``rlpost.config.published_flags``. Output: Markdown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlpost.cli.secret_flags import KEY_FLAGS
 from rlpost.compat.slime.flags import LACKING
 from rlpost.config import pass_through
+from rlpost.config.abbreviations import ABBREVIATIONS, without_effect
 from rlpost.config.flags import fields, flag
+from rlpost.config.megatron_options import OURS
+from rlpost.config.published_flags import (
+    ACCEPTED,
+    FALSE_OF_FIELD,
+    OTHER_NAME_OF_FIELD,
+    REFUSED,
+)
 
 LIST = Path(__file__).with_suffix(".txt")
+MEGATRON_LIST = LIST.with_name("megatron_flags.txt")
 _BEGIN = """\
-# Flags of slime
+# Flags of slime and Megatron-LM
 
-<!-- Written by tools/make_docs.py from rlpost/compat/slime/flags.py; change it there. -->
+<!-- Written by tools/make_docs.py from rlpost/compat/slime/flags.py and
+rlpost/config/published_flags.py; change it there. -->
 
 The flags that [slime](https://github.com/THUDM/slime) adds to those of Megatron-LM and SGLang, at commit
-624b824 of 21 August 2026. A flag that rlpost accepts means the same in both. Any other is an error with
-the replacement in the last table: no flag is accepted and ignored. Megatron-LM's own flags and
-`--sglang-*` are passed through ([actor](actor.md), [engines](engines.md)).
+624b824 of 21 August 2026, then those of Megatron-LM's training program at core_v0.16.1. A flag that is a
+setting means the same in both. A flag without effect here is accepted, and a line on standard error says
+why. A refused flag is an error that says what to use instead; all of a command line are named at once.
+`--sglang-*` is passed to SGLang ([engines](engines.md)).
 """
 
 
@@ -30,18 +43,55 @@ def slime_flags() -> list[str]:
     return [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
 
 
+def megatron_flags() -> list[str]:
+    """The names of Megatron-LM's flags, without dashes."""
+    return [line for line in MEGATRON_LIST.read_text().splitlines() if not line.startswith("#")]
+
+
 def slime_flags_page() -> str:
     """The page."""
     names = slime_flags()
-    own = [name for name in names if name.replace("-", "_") in fields() or f"--{name}" in KEY_FLAGS]
+    own = [name for name in names if _is_setting(name)]
     passed = [name for name in names if name not in own and pass_through.owner(_key(name), ())]
-    lacking = [name for name in names if name in LACKING]
-    lines = [_BEGIN]
-    lines += [f"## The same here ({len(own)})\n", _listed(own), ""]
-    lines += [f"## Passed to Megatron-core or SGLang ({len(passed)})\n", _listed(passed), ""]
-    lines += [f"## Not here ({len(lacking)})\n", "| flag | what to do |", "|---|---|"]
-    lines += [f"| `{flag(name)}` | {_cell(LACKING[name])} |" for name in lacking]
-    return "\n".join(lines) + "\n"
+    unused = {name: note for name in names if (note := without_effect(name))}
+    refused = {name: LACKING[name] for name in names if name in LACKING and name not in unused}
+    lines = [_BEGIN, f"## slime: the same here ({len(own)})\n", _listed(own), ""]
+    lines += [f"## slime: passed to Megatron-core or SGLang ({len(passed)})\n", _listed(passed), ""]
+    lines += [f"## slime: without effect, accepted ({len(unused)})\n", *_table("why", unused), ""]
+    lines += [f"## slime: refused ({len(refused)})\n", *_table("what to do", refused), ""]
+    return "\n".join([*lines, *_megatron_lines()]) + "\n"
+
+
+def _megatron_lines() -> list[str]:
+    names = [name for name in megatron_flags() if name not in LACKING]
+    own = [name for name in names if _is_setting(name)]
+    fields_of = {name: f"`{field} = false`" for name, field in FALSE_OF_FIELD.items()}
+    fields_of |= {name: f"`{field}`" for name, field in OTHER_NAME_OF_FIELD.items()}
+    unused = {name: ACCEPTED[name] for name in names if name in ACCEPTED}
+    refused = {name: REFUSED[name] for name in names if name in REFUSED}
+    others = {*own, *fields_of, *unused, *refused, *ABBREVIATIONS}
+    passed = [name for name in names if name not in others and _key(name) not in OURS]
+    refused |= {name: f"it follows from {OURS[_key(name)]}" for name in names if _key(name) in OURS}
+    refused |= {name: f"use {ABBREVIATIONS[name][0]}" for name in names if name in ABBREVIATIONS}
+    refused = {name: text for name, text in refused.items() if name not in own}
+    return [
+        *(f"## Megatron-LM: settings ({len(own)})\n", _listed(own), ""),
+        *(f"## Megatron-LM: fields of Megatron-core ({len(passed)})\n", _listed(passed), ""),
+        f"## Megatron-LM: fields under another name ({len(fields_of)})\n",
+        *(*_table("field", fields_of), ""),
+        f"## Megatron-LM: without effect, accepted ({len(unused)})\n",
+        *(*_table("why", unused), ""),
+        *(f"## Megatron-LM: refused ({len(refused)})\n", *_table("what to do", refused)),
+    ]
+
+
+def _is_setting(name: str) -> bool:
+    return _key(name) in fields() or f"--{name}" in KEY_FLAGS
+
+
+def _table(title: str, texts: Mapping[str, str]) -> list[str]:
+    rows = [f"| `{flag(name)}` | {_cell(text)} |" for name, text in texts.items()]
+    return [f"| flag | {title} |", "|---|---|", *rows]
 
 
 def _key(name: str) -> str:

@@ -1,7 +1,9 @@
 """Flags of slime that rlpost does not have, and their replacements. Pure data.
 
-All other flags of slime at 624b824 (21 August 2026) are settings here, or options that are passed
-through to SGLang and Megatron-core. A test compares the list of slime's flags with both.
+A sentence that begins with "remove it: " is the reason why the flag has no effect here; a command
+line with it is accepted with that note. All other flags of slime at 624b824 (21 August 2026) are
+settings here, or options that are passed through to SGLang and Megatron-core. A test compares the
+list of slime's flags with both.
 """
 
 from __future__ import annotations

@@ -70,10 +70,8 @@ def test_the_flags_that_a_remedy_names_exist(name: str) -> None:
 
 def test_a_flag_of_slime_and_its_key_in_a_recipe_are_refused_with_a_remedy(tmp_path) -> None:
     made = flags.parser("rlpost", "")
-    with pytest.raises(ConfigError) as caught:
-        flags.parse(made, ["--use-fault-tolerance"])
-    line = str(caught.value)
-    assert line.startswith("--use-fault-tolerance: a flag of slime") and "remove it" in line
+    with pytest.raises(ConfigError, match="--ci-test: a flag of slime"):
+        flags.parse(made, ["--ci-test"])
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[rollout]\nstart_rollout_id = 3\n")
     with pytest.raises(ConfigError, match=r"unknown key 'start_rollout_id'.*use --load"):

@@ -51,7 +51,7 @@ def test_no_name_is_a_flag_or_an_option_of_megatron_and_each_stands_for_flags_th
     ours = {flags.flag(key) for key in flags.fields()}
     names = ABBREVIATIONS.keys() | DERIVED.keys()
     assert not {f"--{name}" for name in names} & ours
-    options = (megatron_options.option_names() or frozenset()) | megatron_options.ALIASES.keys()
+    options = megatron_options.option_names() or frozenset()
     assert not {name.replace("-", "_") for name in names} & options
     assert {flag for each in ABBREVIATIONS.values() for flag in each} <= ours | OF_COMMANDS
 

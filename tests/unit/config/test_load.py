@@ -116,11 +116,8 @@ def test_a_misspelt_flag_gets_a_suggestion():
         given("--n-sample-per-prompt", "8")
 
 
-def test_who_writes_no_before_a_switch_is_told_how_it_is_turned_off():
-    with pytest.raises(
-        ConfigError, match="--no-colocate: unknown setting; to turn it off write '--colocate false'"
-    ):
-        given("--no-colocate")
+def test_no_before_a_switch_turns_it_off_and_before_another_flag_is_refused():
+    assert given("--no-colocate")[1] == {"cluster": {"colocate": "false"}}
     with pytest.raises(
         ConfigError, match=r"--no-lr: unknown setting; --help-all lists every setting"
     ):

@@ -45,7 +45,6 @@ def test_fields_of_megatron_are_those_of_its_dataclasses():
     assert all("func" in name or "dtype" in name or "method" in name or name in ("timers", "quant_recipe")
                for name in there - named if not name.startswith("_"))  # fmt: skip
     assert megatron_options.OURS.keys() <= there
-    assert set(megatron_options.ALIASES.values()) <= there
 
 
 def test_options_keep_their_types_and_the_last_of_two_counts():
