@@ -178,7 +178,9 @@ def host_copies(
         places.append((piece, used[piece]))
         used[piece] += size
     pinned = any(tensor.is_cuda for tensor in tensors)
-    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
+    pieces = [
+        torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in used
+    ]
     return [
         pieces[piece][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, (piece, begin) in zip(tensors, places, strict=True)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8.0
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 ATTENTION = TARGETS[:2]
-LONG = 60
+LONG = 400
 """Tokens of an answer that a new version aborts."""
 FAMILIES = {
     "qwen2.5": TARGETS,

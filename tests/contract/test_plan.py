@@ -49,6 +49,7 @@ AS_GLM45 = ("glm46_355b", "glm47_355b")
 """Models of the same shape."""
 RANKS = {  # model: settings, layout
     "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
+    "smollm2_135m": ({}, Layout(1)),
     "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
     "qwen3_30b_a3b": (TP4 | {"expert_model_parallel_size": 8}, Layout(8, 4, 1, 1, 8, 1)),
     "gemma3_1b": (PP2, Layout(4, 1, 2)),
