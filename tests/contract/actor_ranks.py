@@ -48,8 +48,11 @@ def run_ranks(
     """Call ``function(actor, **kwargs)`` on every rank of a world.
 
     ``before`` is called in each process before the actor is created; ``make`` creates it, by
-    default an ``Actor``. Returns the results in rank order.
+    default an ``Actor``. Returns the results in rank order. Ranks have one thread if the settings do
+    not say how many: those of tests share few cores, and threads spin while they wait.
     """
+    if settings.actor_num_threads is None:
+        settings = dataclasses.replace(settings, actor_num_threads=1)
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
     return in_processes(

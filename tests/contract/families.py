@@ -210,7 +210,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
 """Families that an external package adds in docs/extending.md."""
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-wide": ("Qwen3", {"intermediate_size": 128}),
+    "qwen3-wide": ("Qwen3", {"intermediate_size": 128, "max_position_embeddings": 4096}),
     "qwen3-moe-served": ("Qwen3Moe", EXPERTS | {"num_experts": 8}),
 }
 """Models that SGLang shards over two ranks on a CPU without padding.

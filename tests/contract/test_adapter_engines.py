@@ -33,8 +33,10 @@ pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8.0
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 ATTENTION = TARGETS[:2]
-LONG = 400
+LONG = 3000
 """Tokens of an answer that a new version aborts."""
+RUNNING, ASKED = 2, 16
+"""Requests that an engine runs at the same time, and that it is sent."""
 FAMILIES = {
     "qwen2.5": TARGETS,
     "llama3": TARGETS,
@@ -136,6 +138,16 @@ async def asked(session: aiohttp.ClientSession, address: EngineAddress, number: 
         return await response.json()
 
 
+async def until_waiting(client: EngineClient, number: int) -> None:
+    """Wait until this number of requests waits in the engine's queue, and others run."""
+    async with asyncio.timeout(60):
+        while True:
+            (load,) = (await client.request("GET", "/v1/loads", None))["loads"]
+            if load["num_waiting_reqs"] == number and load["num_running_reqs"]:
+                return
+            await asyncio.sleep(0.01)
+
+
 async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[Any]:
     """Load version 1, send requests, and load version 2 while most requests are queued.
 
@@ -147,14 +159,14 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
     await updated(address, folder, 1)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(headers=headers) as session:
-        asking = [asyncio.ensure_future(asked(session, address, one)) for one in range(16)]
+        asking = [asyncio.ensure_future(asked(session, address, one)) for one in range(ASKED)]
         refused = session.post(f"{address.url}/generate", json={"input_ids": [5] * 100_000})
         assert (await refused).status == 400
-        await asyncio.sleep(1.0)
+        client = EngineClient(address.url, KEY)
+        await until_waiting(client, ASKED - RUNNING)
         asking.pop().cancel()
         async with asyncio.timeout(60):
             await updated(address, folder, 2)
-        client = EngineClient(address.url, KEY)
         assert await client.adapters() == ["version-2"]
         assert await client.weight_version() == "2"
         with pytest.raises(RolloutError, match="load_lora_adapter"):
@@ -170,7 +182,7 @@ def test_an_adapter_is_replaced_while_its_requests_run_queue_disconnect_and_fail
 ) -> None:
     """Without rlpost SGLang would wait forever for requests that were aborted in its queue."""
     folder, expected = qwen3
-    with started(engines, folder, TARGETS, max_running_requests=2) as address:
+    with started(engines, folder, TARGETS, max_running_requests=RUNNING) as address:
         answers = asyncio.run(replaced_amid_requests(address, folder))
         after = asyncio.run(scores(address, STEPS[0]))
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]

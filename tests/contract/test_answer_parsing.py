@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from rlpost.agents.answer_parsing import parse_answer, split_reasoning
+from tests.contract.sglang_process import with_sglang
 from tests.unit.agents.harness import TOOLS, Writer
 
+UNCLOSED = "<think>\nHm"
+KINDS = ("qwen", "glm")
 
-@pytest.fixture(scope="module")
-def parsers():
-    from rlpost.rollout.server import use_stand_ins
+Parsed = tuple[str, str, list[tuple[str, Any]]]
+"""The reasoning, the content, and the name and arguments of each call."""
 
-    use_stand_ins()
+
+def well_formed(kind: str) -> list[str]:
+    """Return 300 answers."""
+    writer = Writer(kind, random.Random(0), untidy=0.0)
+    return [writer() for _ in range(300)]
+
+
+def parsed_by_sglang(answers: dict[str, list[str]]) -> dict[str, list[Parsed]]:
+    """Return what SGLang reads in the answers of each kind of model."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector
     from sglang.srt.function_call.qwen25_detector import Qwen25Detector
@@ -24,7 +35,7 @@ def parsers():
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     detectors = {"qwen": Qwen25Detector(), "glm": Glm4MoeDetector()}
 
-    def theirs(kind, text):
+    def parsed(kind: str, text: str) -> Parsed:
         model_type = {"qwen": "qwen3", "glm": "glm45"}[kind]
         reasoner = ReasoningParser(model_type, stream_reasoning=False)
         # Given the line break before the mark, as GLM-4.5 writes it, SGLang's parser returns the
@@ -34,23 +45,26 @@ def parsers():
         calls = [(call.name, json.loads(call.parameters)) for call in found.calls]
         return (reasoning or "").strip(), found.normal_text.strip(), calls
 
-    return theirs
+    return {kind: [parsed(kind, text) for text in texts] for kind, texts in answers.items()}
 
 
-@pytest.mark.parametrize("kind", ["qwen", "glm"])
-def test_well_formed_answers_are_parsed_as_sglang_does(parsers, kind):
-    writer = Writer(kind, random.Random(0), untidy=0.0)
+@pytest.fixture(scope="module")
+def theirs() -> dict[str, list[Parsed]]:
+    """What SGLang reads in the unclosed thought, and in the well-formed answers of each kind."""
+    return with_sglang(parsed_by_sglang, {kind: [UNCLOSED, *well_formed(kind)] for kind in KINDS})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_well_formed_answers_are_parsed_as_sglang_does(theirs, kind):
     num_calls = 0
-    for _ in range(300):
-        text = writer()
+    for text, expected in zip(well_formed(kind), theirs[kind][1:], strict=True):
         ours = parse_answer(text, kind, TOOLS)
         calls = [(call.name, json.loads(call.arguments)) for call in ours.calls]
-        assert (ours.reasoning.strip(), ours.content.strip(), calls) == parsers(kind, text), text
+        assert (ours.reasoning.strip(), ours.content.strip(), calls) == expected, text
         num_calls += len(calls)
     assert num_calls > 100
 
 
-def test_an_unclosed_thought_is_reasoning(parsers):
-    text = "<think>\nHm"
-    assert split_reasoning(text) == ("Hm", "")
-    assert parsers("qwen", text)[:2] == ("Hm", "")
+def test_an_unclosed_thought_is_reasoning(theirs):
+    assert split_reasoning(UNCLOSED) == ("Hm", "")
+    assert theirs["qwen"][0][:2] == ("Hm", "")

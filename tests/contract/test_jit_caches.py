@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common.jit_caches import BASE, cache_variables
-from rlpost.rollout.server import use_stand_ins
+from tests.contract.sglang_process import with_sglang
 
 
-def test_the_folders_are_those_that_sglang_chooses(monkeypatch):
-    use_stand_ins()
+def folders_of_libraries(base: str, triton_folder: str) -> tuple[dict[str, str], str, str]:
+    """Return SGLang's defaults, and the folders of DeepGEMM and Triton, given two variables."""
     import triton.knobs
     from sglang.srt.environ import envs, third_party_cache_defaults
 
+    os.environ[BASE] = base
+    defaults = third_party_cache_defaults()
+    os.environ["TRITON_CACHE_DIR"] = triton_folder
+    return defaults, envs.SGLANG_DG_CACHE_DIR.get(), triton.knobs.cache.dir
+
+
+def test_the_folders_are_those_that_sglang_chooses():
     ours = cache_variables({}, Path("/disk"))
-    monkeypatch.setenv(BASE, ours[BASE])
-    theirs = third_party_cache_defaults()
+    theirs, of_deep_gemm, of_triton = with_sglang(
+        folders_of_libraries, ours[BASE], ours["TRITON_CACHE_DIR"]
+    )
     assert ours.keys() - theirs.keys() == {BASE, "TVM_FFI_CACHE_DIR"}
     assert {name: ours[name] for name in ours.keys() & theirs.keys()}.items() <= theirs.items()
-    assert envs.SGLANG_DG_CACHE_DIR.get() == "/disk/deep_gemm"
-    monkeypatch.setenv("TRITON_CACHE_DIR", ours["TRITON_CACHE_DIR"])
-    assert triton.knobs.cache.dir == "/disk/triton"
+    assert of_deep_gemm == "/disk/deep_gemm"
+    assert of_triton == "/disk/triton"
 
 
 def test_tvm_ffi_reads_its_variable():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
 
 import pytest
 
@@ -19,6 +19,8 @@ from tests.metric_names import undeclared
 NUM_STEPS, BATCH, SAMPLES = 12, 16, 8
 SAVED_EVERY, KILLED_AFTER = 4, 6  # steps
 WINDOW = 4  # steps
+RISES = 0.6
+"""Correlation of a value with the step; chance exceeds it in 2 of 100 runs of 12 steps."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def test_the_reward_of_an_environment_rises(run: Path) -> None:
     rewards = [line["env/Guess/reward_mean"] for line in lines]
     turns = [line["env/Guess/turns_mean"] for line in lines]
     assert fmean(rewards[-WINDOW:]) > fmean(rewards[:WINDOW]), rewards
-    assert fmean(turns[-WINDOW:]) > fmean(turns[:WINDOW]) + 0.2, turns
+    assert correlation(range(NUM_STEPS), turns) > RISES, turns
     for line in lines:
         assert line["env/Guess/episodes"] == BATCH * SAMPLES
         assert line["env/episodes_masked"] == 0.0

@@ -27,7 +27,7 @@ SEQUENCE_PARALLEL = "--sequence-parallel true needs tensor parallelism"
 DRAFT = "--sglang-speculative-algorithm EAGLE with --offload-rollout"
 SFT = ("--loss-type sft_loss needs a response", "--debug-train-only true needs recorded groups")
 REASONS = {
-    "low_precision/run-qwen3-30b-a3b-fp8": (SEQUENCE_PARALLEL,),
+    "low_precision/run-qwen3-30b-a3b-fp8": (SEQUENCE_PARALLEL, "--fp8 e4m3: its matrix products"),
     "run-deepseek-r1": (DRAFT,),
     # 8 GPUs in 2 pipeline stages
     "run-glm4.7-30B-A3B": ("--expert-model-parallel-size 8 x --expert-tensor-parallel-size 1 = 8",),
