@@ -48,6 +48,7 @@ from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.precision import precision_problems
+from rlpost.config.checks.prefix import prefix_problem
 from rlpost.config.checks.rollout import (
     debug_problems,
     eval_problems,
@@ -367,6 +368,8 @@ def _check_description(config: Config, path: Path) -> None:
     )
     if problem is not None:
         raise ConfigError(problem)
+    if config.perf.share_prefix and (reason := prefix_problem(config, description.fields)):
+        raise ConfigError(f"--share-prefix true: {reason}; leave it out")
     attention = attention_of(
         description.hf_config,
         description.fields,

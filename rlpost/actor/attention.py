@@ -7,6 +7,7 @@ has the kernels.
 
 With context parallelism this rank holds two chunks of each sequence (see ``packing``). The keys and
 values of all ranks are gathered in one collective, and each chunk attends to the preceding tokens.
+Where sequences share rows, each gets copies of the keys and values of its shared tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from rlpost.actor import device
 from rlpost.actor.norm import ShardedByHead
+from rlpost.actor.shared_rows import SharedRows
 from rlpost.actor.varlen import SequenceBounds, attend, zigzag
 from rlpost.actor.windowed import attend_windowed
 
@@ -70,7 +72,11 @@ class PackedAttention(ShardedByHead, MegatronModule):
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         size = self.group.size()
-        if size == 1:
+        if isinstance(packed_seq_params, SharedRows):
+            rows, bounds = packed_seq_params.key_rows, packed_seq_params.bounds
+            assert rows is not None and bounds is not None
+            key, value = key[rows], value[rows]
+        elif size == 1:
             bounds = SequenceBounds(starts, starts, longest, longest)
         else:
             both = torch.cat([key, value], dim=-1)

@@ -54,6 +54,7 @@ class Attention:
     context: int = 1  # ranks that share a row
     is_16_bit: bool = True  # bfloat16 or float16
     is_deterministic: bool = False
+    shares_rows: bool = False  # sequences have keys in common (``--share-prefix``)
 
     @property
     def widest(self) -> int:
@@ -89,6 +90,11 @@ def _cudnn_lacks_widths(a: Attention, gpu: Gpu) -> bool:
 RULES = (
     # what TransformerEngine does not compute over packed rows
     _rule("it has no attention sinks in packed rows", OF_ENGINE, lambda a, _, __: a.has_sinks),
+    _rule(
+        "its packed rows have no keys that sequences share (--share-prefix)",
+        OF_ENGINE,
+        lambda a, _, __: a.shares_rows,
+    ),
     _rule(
         "flash-attn and cuDNN compute in 16 bits, and the weights have float32",
         {FLASH, FUSED},
@@ -298,6 +304,7 @@ def attention_of(
     context: int,
     is_16_bit: bool = True,
     is_deterministic: bool = False,
+    shares_rows: bool = False,
 ) -> Attention:
     """Describe the attention of a rank.
 
@@ -321,4 +328,5 @@ def attention_of(
         context=context,
         is_16_bit=is_16_bit,
         is_deterministic=is_deterministic,
+        shares_rows=shares_rows,
     )

@@ -47,12 +47,13 @@ class SamplingMasks:
 class LogitRows:
     """Rows of the logits to evaluate, and parameters."""
 
-    index_R: torch.Tensor  # rows of the logits, without repetition
+    index_R: torch.Tensor  # rows of the logits
     targets_R: torch.Tensor  # their tokens: [R], or [R, n] for several each
     temperature: float
     num_valid: int  # columns of this rank that are tokens; the others are padding
     chunk_size: int  # rows computed at a time
     masks: SamplingMasks | None = None  # None: tokens of the whole vocabulary
+    may_repeat: bool = False  # whether ``index_R`` may name a row more than once
 
 
 def response_logprobs(
@@ -159,8 +160,11 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
-            grad_TV[rows.index_R[part], : rows.num_valid] = (grad / rows.temperature).to(
-                grad_TV.dtype
+            # accumulates: samples that share a beginning may have a row in common
+            grad_TV[:, : rows.num_valid].index_put_(
+                (rows.index_R[part],),
+                (grad / rows.temperature).to(grad_TV.dtype),
+                accumulate=rows.may_repeat,
             )
         return grad_TV, None, None
 

@@ -40,6 +40,7 @@ from rlpost.actor.model_description import ModelDescription
 from rlpost.actor.rope import rope_type
 from rlpost.actor.rotary import set_attention_factor, set_frequencies, use_local_rotary
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.shared_rows import rotate_by_position
 from rlpost.weights.inventory import Gather, Inventory, gather_entries
 
 # megatron-core 0.16 reads the name even without TransformerEngine
@@ -166,6 +167,7 @@ def _chunk(
     )
     if not config.multi_latent_attention:
         _scale_positions(chunk, description)
+        rotate_by_position(chunk)  # after the hooks that choose the table of a layer
     _scale_ends(chunk, description)
     return chunk
 

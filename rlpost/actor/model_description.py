@@ -100,6 +100,7 @@ class ModelDescription:
             context=settings.context_parallel_size,
             is_16_bit=is_16_bit,
             is_deterministic=bool(settings.megatron.get("deterministic_mode")),
+            shares_rows=bool(settings.share_prefix),
         )
 
     def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:

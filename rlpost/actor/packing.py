@@ -3,9 +3,10 @@
 Input: a tuple of TrainSample. Output: PackedMicroBatch on the CPU; ``to`` moves it. T is the number
 of tokens in the row, R the number of response tokens in the micro-batch (masked ones included).
 
-Invariants: the row contains whole samples, in order. The logit that predicts response token r is at
-row ``response_index[r]``. Padding is a separate sequence: no sample attends to it, and it has no
-response tokens.
+Invariants: the row contains whole samples, in order. With ``share_prefix`` a sample has no rows for
+the tokens that it shares with the one before it, and attends to the rows of that sample instead. The
+logit that predicts response token r is at row ``response_index[r]``. Padding is a separate sequence:
+no sample attends to it, and it has no response tokens.
 
 With context parallelism over c ranks, every sequence is padded at its end to a multiple of 2c and
 split into 2c chunks. Rank r holds chunks r and 2c - 1 - r, which balances causal attention (zigzag,
@@ -24,6 +25,7 @@ import torch
 
 from rlpost.actor import device
 from rlpost.algorithm.partition import partition
+from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import FloatColumn
 from rlpost.errors import DataError
 from rlpost.types import MicroBatch, TrainBatch, TrainSample
@@ -49,12 +51,15 @@ class PackedMicroBatch:
     loss_mask: torch.Tensor  # [R] float32, 0 or 1
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32
-    max_length: int  # of the longest sequence
+    max_length: int  # of the longest sequence, shared tokens included
     response_lengths: tuple[int, ...]  # [N], of the whole samples, over all context-parallel ranks
     # With experts, for the rows that this rank's routers see: T / tensor-parallel size of them with
     # sequence parallelism, else T. See ``rlpost.actor.routes``.
     routes: torch.Tensor | None = None  # [rows, this rank's MoE layers, k] int16, -1: unknown
     is_token: torch.Tensor | None = None  # [rows] bool, False at padding
+    # Where sequences share rows: the rows of the keys of all sequences, and where each begins.
+    key_rows: torch.Tensor | None = None  # [K] int64, rows of T
+    cu_keys: torch.Tensor | None = None  # as cu_seqlens, in K
     # With sampling masks: the number of ids that each token was sampled from, 0 for the whole
     # vocabulary, and the ids one set after the other.
     mask_sizes: torch.Tensor | None = None  # [R] int64
@@ -79,6 +84,12 @@ class RowLayout:
     sequence_multiple: int = 1
     context_rank: int = 0
     context_size: int = 1
+    share_prefix: bool = False
+    """Whether a beginning that several samples share has one set of rows."""
+
+    def shared(self, micro_batch: MicroBatch) -> list[int]:
+        """Return how many first tokens of each sample have rows of the sample before it."""
+        return shared_lengths(micro_batch) if self.share_prefix else [0] * len(micro_batch)
 
 
 def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicroBatch:
@@ -99,19 +110,25 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
                 f"sample {number} of a micro-batch has {sample.prompt_length} prompt tokens and "
                 f"{sample.response_length} response tokens; both must be at least 1"
             )
-    sequences = _padded([len(sample.token_ids) for sample in micro_batch], layout)
+    shared = layout.shared(micro_batch)
+    own = [
+        sample.token_ids.array[count:] for sample, count in zip(micro_batch, shared, strict=True)
+    ]
+    sequences = _padded(list(map(len, own)), layout)
+    firsts = [*shared, *[0] * (len(sequences) - len(shared))]  # first position of each sequence
     starts = [0, *itertools.accumulate(sequences)]
     input_ids = np.zeros(starts[-1], dtype=np.int64)
-    for start, sample in zip(starts, micro_batch, strict=False):
-        input_ids[start : start + len(sample.token_ids)] = sample.token_ids.array
+    for start, ids in zip(starts, own, strict=False):
+        input_ids[start : start + len(ids)] = ids
+    paths = _paths(sequences, firsts)
     rows = torch.cat(
         [_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)]
     )
     # for each row of the whole its index on this rank, -1 if another rank holds it
     local = torch.full((starts[-1],), -1).index_put_((rows,), torch.arange(len(rows)))
     index = [
-        local[start + sample.prompt_length - 1 : start + len(sample.token_ids) - 1]
-        for start, sample in zip(starts, micro_batch, strict=False)
+        local[path[sample.prompt_length - 1 : len(sample.token_ids) - 1]]
+        for path, sample in zip(paths, micro_batch, strict=False)
     ]
     response_index = torch.cat(index)
     held = (response_index >= 0).nonzero()[:, 0]
@@ -126,7 +143,12 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(
         input_ids=torch.from_numpy(input_ids)[rows].unsqueeze(0),
-        positions=torch.cat([torch.arange(length) for length in sequences])[rows].unsqueeze(0),
+        positions=torch.cat(
+            [
+                torch.arange(first, first + length)
+                for first, length in zip(firsts, sequences, strict=True)
+            ]
+        )[rows].unsqueeze(0),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         response_index=response_index[held],
         held=held,
@@ -137,11 +159,30 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         loss_mask=of_response([s.loss_mask.array for s in micro_batch], np.float32),
         advantages=of_response([_advantages(s) for s in micro_batch], np.float32),
         rollout_logprobs=of_response([s.rollout_logprobs.array for s in micro_batch], np.float32),
-        max_length=max(sequences),
+        max_length=max(map(len, paths)),
         response_lengths=tuple(responses),
+        key_rows=torch.cat(paths) if any(shared) else None,
+        cu_keys=torch.tensor([0, *itertools.accumulate(map(len, paths))], dtype=torch.int32)
+        if any(shared)
+        else None,
         mask_sizes=mask_sizes,
         mask_ids=mask_ids,
     )
+
+
+def _paths(sequences: Sequence[int], firsts: Sequence[int]) -> list[torch.Tensor]:
+    """Return the rows of all tokens of each sequence.
+
+    A sequence has ``sequences`` rows of its own; the ``firsts`` tokens before have those of the
+    sequence before it.
+    """
+    paths: list[torch.Tensor] = []
+    start = 0
+    for length, first in zip(sequences, firsts, strict=True):
+        own = torch.arange(start, start + length)
+        paths.append(torch.cat([paths[-1][:first], own]) if first else own)
+        start += length
+    return paths
 
 
 def _masks(
@@ -167,19 +208,22 @@ def _masks(
     return sizes[held], ids[is_held.repeat_interleave(sizes)]
 
 
-def held_tokens(lengths: Sequence[int], layout: RowLayout) -> torch.Tensor:
-    """Return which token each row of this rank's part holds; ``lengths`` are those of the samples.
+def held_tokens(micro_batch: MicroBatch, layout: RowLayout) -> torch.Tensor:
+    """Return which token each row of this rank's part holds.
 
     Returns:
-        [T] int64: indices among the tokens of all samples, in order; -1 at padding.
+        [T] int64: indices among the tokens of all samples, in order; -1 at padding. A row that
+        several samples share is that of the first one.
     """
-    sequences = _padded(lengths, layout)
-    held, token = [], 0
-    for length, padded in itertools.zip_longest(lengths, sequences, fillvalue=0):
+    shared = layout.shared(micro_batch)
+    lengths = [len(sample.token_ids) for sample in micro_batch]
+    own = [length - count for length, count in zip(lengths, shared, strict=True)]
+    ends = itertools.accumulate(lengths)  # a sample's own tokens are its last ones
+    held = []
+    for end, length, padded in itertools.zip_longest(ends, own, _padded(own, layout), fillvalue=0):
         whole = torch.full((padded,), -1)
-        whole[:length] = torch.arange(token, token + length)
+        whole[:length] = torch.arange(end - length, end)
         held.append(whole[_zigzag(padded, layout)])
-        token += length
     return torch.cat(held)
 
 

@@ -98,6 +98,7 @@ class Rank(ABC):
             sequence_multiple=self.settings.sequence_multiple,
             context_rank=parallel.context_parallel_group().rank(),
             context_size=self.settings.context_parallel_size,
+            share_prefix=bool(self.settings.share_prefix),
         )
 
     def compute_values(self, batch: TrainBatch) -> Values:

@@ -57,11 +57,14 @@ class RecordedRoutes:
         if self._is_used:
             self._routes.clear()
             self._is_used = False
-        token = held_tokens([len(sample.token_ids) for sample in micro_batch], layout)
+        token = held_tokens(micro_batch, layout)
         of_tokens = routes[token >= 0].numpy()
-        start = 0
-        for sample, count in zip(micro_batch, _held_counts(micro_batch, token), strict=True):
-            self._routes.setdefault(_key(sample), of_tokens[start : start + count].copy())
+        start, before = 0, of_tokens[:0]
+        for sample, count, shared in zip(
+            micro_batch, _held_counts(micro_batch, token), layout.shared(micro_batch), strict=True
+        ):
+            before = np.concatenate([before[:shared], of_tokens[start : start + count]])
+            self._routes.setdefault(_key(sample), before)
             start += count
 
     def of(self, sample: TrainSample) -> np.ndarray[object, object] | None:
@@ -89,14 +92,14 @@ def packed_routes(
     Raises:
         DataError: the routes of a sample are those of another model.
     """
-    token = held_tokens([len(sample.token_ids) for sample in micro_batch], layout)
+    token = held_tokens(micro_batch, layout)
     routes = torch.full((len(token), len(shape.layers), shape.topk), UNKNOWN, dtype=torch.int16)
     first_token, rows = 0, (token >= 0).nonzero()[:, 0]
     for sample, count in zip(micro_batch, _held_counts(micro_batch, token), strict=True):
         mine, rows = rows[:count], rows[count:]
         kept = recorded.of(sample) if recorded is not None else None
         if kept is not None:
-            routes[mine] = torch.from_numpy(kept)
+            routes[mine] = torch.from_numpy(kept[len(kept) - count :])  # without shared tokens
         elif sample.routes is not None and len(sample.routes):
             given = torch.from_numpy(_of_rank(sample.routes, shape))
             place = token[mine] - first_token
@@ -108,7 +111,7 @@ def packed_routes(
 
 def token_rows(micro_batch: MicroBatch, layout: RowLayout, shape: RouteShape) -> torch.Tensor:
     """Whether each row that this rank's routers see is a token; [rows] bool."""
-    return shape.part(held_tokens([len(sample.token_ids) for sample in micro_batch], layout) >= 0)
+    return shape.part(held_tokens(micro_batch, layout) >= 0)
 
 
 def _held_counts(micro_batch: MicroBatch, token: torch.Tensor) -> Iterable[int]:

@@ -97,6 +97,7 @@ class ActorSettings(LossSettings):
     rollout_external_engine_addrs: tuple[str, ...] = ()
     update_weight_buffer_size: int = 4 * 1024**3
     num_engines: int = 1
+    share_prefix: bool | None = None
     actor_num_threads: int | None = None
     """None: with an optimizer on the CPU the rank's share of the node's cores, else 1."""
     bind_cpus: bool = True

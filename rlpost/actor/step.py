@@ -29,6 +29,7 @@ from rlpost.actor.own_time import OWN_TIME
 from rlpost.actor.packing import PackedMicroBatch
 from rlpost.actor.routing_replay import RoutingReplay
 from rlpost.actor.settings import ActorSettings
+from rlpost.actor.shared_rows import shared_params
 from rlpost.actor.stop_points import StopPoints
 from rlpost.actor.teacher_scores import WITHOUT_TEACHER, HeldScores
 from rlpost.algorithm.loss import token_weights
@@ -146,6 +147,7 @@ class MicroBatchLoss:
             num_valid=self.num_valid,
             chunk_size=self.settings.log_probs_chunk_size,
             masks=masks,
+            may_repeat=packed.key_rows is not None,
         )
 
     def loss(
@@ -246,6 +248,8 @@ def run(
 
 
 def _packed_params(packed: PackedMicroBatch) -> PackedSeqParams:
+    if packed.key_rows is not None:
+        return shared_params(packed)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=packed.cu_seqlens,

@@ -59,12 +59,7 @@ def schedule(
         ValueError: the number of samples is not a multiple of ``data_parallel_size * multiple_of``.
             The invariants could then be impossible, if each sample fills a micro-batch.
     """
-    unit = data_parallel_size * multiple_of
-    if not lengths or len(lengths) % unit:
-        raise ValueError(
-            f"cannot distribute {len(lengths)} samples evenly over {data_parallel_size} data-parallel ranks "
-            f"with a multiple of {multiple_of} micro-batches each; use a multiple of {unit} samples"
-        )
+    unit = check_number(len(lengths), data_parallel_size, multiple_of)
     share = len(lengths) // data_parallel_size
     if work is not None and max_tokens is None:
         count = _up(-(-share // micro_batch_size), multiple_of)
@@ -90,6 +85,17 @@ def schedule(
         bins = first_fit(lengths, in_order, max_tokens)
     _split(bins, lengths, _up(len(bins), unit))
     return [bins[rank::data_parallel_size] for rank in range(data_parallel_size)]
+
+
+def check_number(number: int, data_parallel_size: int, multiple_of: int) -> int:
+    """Return the divisor of the number of samples. Raises ValueError if it does not divide it."""
+    unit = data_parallel_size * multiple_of
+    if not number or number % unit:
+        raise ValueError(
+            f"cannot distribute {number} samples evenly over {data_parallel_size} data-parallel ranks "
+            f"with a multiple of {multiple_of} micro-batches each; use a multiple of {unit} samples"
+        )
+    return unit
 
 
 def sequence_work(length: int, break_even: float = math.inf) -> float:

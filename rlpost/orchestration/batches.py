@@ -28,6 +28,12 @@ from rlpost.algorithm.schedule import (
     sequence_work,
 )
 from rlpost.algorithm.shaping import Shaping, is_repetitive
+from rlpost.algorithm.shared_prefix import (
+    Prefixes,
+    opened,
+    schedule_with_prefixes,
+    shared_lengths,
+)
 from rlpost.algorithm.turns import group_turn_advantages
 from rlpost.columns import RunColumn
 from rlpost.config.checks.layout import EXPERT_KEYS
@@ -265,16 +271,26 @@ def _deal_step(
     positions = range(first, first + len(samples))
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)
     lengths = [len(sample.token_ids) + -len(sample.token_ids) % padded_to for sample in samples]
-    dealt = schedule(
-        lengths,
-        data_parallel_size=config.data_parallel_size,
-        max_tokens=config.max_tokens,
-        micro_batch_size=config.perf.micro_batch_size,
-        multiple_of=config.micro_batch_multiple,
-        work=[sequence_work(length, break_even) for length in lengths]
-        if config.perf.balance_data
-        else None,
-    )
+    layout = {
+        "data_parallel_size": config.data_parallel_size,
+        "multiple_of": config.micro_batch_multiple,
+    }
+    if config.perf.share_prefix and config.max_tokens is not None:
+        prefixes = Prefixes(lengths, shared_lengths(samples), break_even)
+        balances = config.perf.balance_data
+        dealt = schedule_with_prefixes(
+            prefixes, max_tokens=config.max_tokens, balances=balances, **layout
+        )
+    else:
+        dealt = schedule(
+            lengths,
+            max_tokens=config.max_tokens,
+            micro_batch_size=config.perf.micro_batch_size,
+            work=[sequence_work(length, break_even) for length in lengths]
+            if config.perf.balance_data
+            else None,
+            **layout,
+        )
     num_tokens = sum(sample.loss_mask.total() for sample in samples)
 
     def batch(micro_batches: Bins, groups: Bins) -> TrainBatch:
@@ -285,21 +301,35 @@ def _deal_step(
             log_prob_groups=tuple(map(tuple, groups)),
         )
 
-    batches = tuple(map(batch, dealt, _log_prob_groups(dealt, lengths, config)))
+    batches = tuple(map(batch, dealt, _log_prob_groups(dealt, samples, lengths, config)))
     in_rollout: list[int | None] = [*positions, *[None] * (len(samples) - len(positions))]
     chain = itertools.chain.from_iterable
     return DealtStep(batches, tuple(_chosen(in_rollout, chain(rank)) for rank in dealt))
 
 
-def _log_prob_groups(dealt: Schedule, lengths: Sequence[int], config: Config) -> list[Bins]:
+def _log_prob_groups(
+    dealt: Schedule, samples: Sequence[TrainSample], lengths: Sequence[int], config: Config
+) -> list[Bins]:
     """Pack each rank's samples for the log-prob passes, which have a separate token limit."""
     limit = config.log_probs_max_tokens
-    if limit is not None:
-        own = [_chosen(lengths, itertools.chain.from_iterable(rank)) for rank in dealt]
-        packed = regroup(own, max_tokens=limit, multiple_of=config.micro_batch_multiple)
-        if packed is not None:
-            return packed
-    return [[] for _ in dealt]
+    if limit is None:
+        return [[] for _ in dealt]
+    ranks = [list(itertools.chain.from_iterable(rank)) for rank in dealt]
+    # What is packed as one: samples that share a beginning, by their numbers on the rank.
+    bundles, sizes = [], []
+    for own in ranks:
+        of_rank = _chosen(samples, own)
+        shared = shared_lengths(of_rank) if config.perf.share_prefix else [0] * len(own)
+        prefixes = Prefixes(_chosen(lengths, own), shared, math.inf)
+        bundles.append(prefixes.bundles(limit=limit, most=len(own)))
+        sizes.append([math.ceil(prefixes.size(one)) for one in bundles[-1]])
+    packed = regroup(sizes, max_tokens=limit, multiple_of=config.micro_batch_multiple)
+    if packed is None:
+        return [[] for _ in dealt]
+    return [
+        [opened(of_rank, bin_) for bin_ in bins]
+        for of_rank, bins in zip(bundles, packed, strict=True)
+    ]
 
 
 def _chosen(values: Sequence[T], indices: Iterable[int]) -> tuple[T, ...]:

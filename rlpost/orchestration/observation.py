@@ -265,9 +265,15 @@ class Flops:
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)
+        self._shares = bool(config.perf.share_prefix)
 
     def of(self, groups: Sequence[SampleGroup]) -> float:
         """Return the operations of training once on these groups."""
         samples = [scored.sample for group in groups for scored in group.samples]
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-        return self._a_token * sum(sequence_work(length, self._break_even) for length in lengths)
+        work = sum(sequence_work(length, self._break_even) for length in lengths)
+        if self._shares:
+            for group in groups:
+                prompts = [len(scored.sample.prompt_ids) for scored in group.samples[1:]]
+                work -= sum(sequence_work(length, self._break_even) for length in prompts)
+        return self._a_token * work

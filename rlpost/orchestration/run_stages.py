@@ -13,8 +13,10 @@ from pathlib import Path
 from common.cluster import Cluster
 from rlpost.agents.environments.traces import FILE_NAME
 from rlpost.checkpoint.state import RunState
+from rlpost.config.checks.prefix import with_prefix_sharing
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError, Fenced
+from rlpost.local_gpus import read_local_gpus
 from rlpost.orchestration.batches import model_break_even
 from rlpost.orchestration.checkpoints import Checkpoints, written
 from rlpost.orchestration.engine_targets import EngineTargets, engine_targets, has_metrics
@@ -56,13 +58,16 @@ class RunStages(Stages):
         stop: StopRequest,
         record: RecordEvent = not_recorded,
     ) -> None:
-        self.config = config
         self.cluster = cluster
         self.checkpoints = checkpoints
         self.stop = stop
         self.record = record
         hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
         self.hf = hf
+        config, reason = with_prefix_sharing(config, hf, has_gpus=bool(read_local_gpus()))
+        if reason is not None:
+            logger.info("--share-prefix is off: %s", reason)
+        self.config = config
         self.run_folder = run = Path(cluster.attempt_dir).parents[1]
         self.startup = Startup(
             config, cluster, stop=stop, break_even=model_break_even(hf), record=record

@@ -21,6 +21,7 @@ from rlpost.algorithm.kl import kl_values
 from rlpost.algorithm.partition import by_group
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
+from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.compat.slime.post_process import reward_post_process
 from rlpost.config.critic_ranks import critic_ranks
@@ -234,7 +235,8 @@ class Training:
 
     def _pace(self, step: DealtStep, results: Sequence[StepResult]) -> dict[str, float]:
         """Return the straggler scores of a step; propose hosts that stay slow for exclusion."""
-        work = [rank_work(batch, self._break_even) for batch in step.batches]
+        shares = bool(self._config.perf.share_prefix)
+        work = [rank_work(batch, self._break_even, share_prefix=shares) for batch in step.batches]
         seconds = [result.own_s for result in results]
         for slow in self._stragglers.add(seconds, [work[rank] for rank in self._data_ranks]):
             logger.warning("%s", slow)
@@ -325,9 +327,17 @@ def kl_penalties(
     return found
 
 
-def rank_work(batch: TrainBatch, break_even: float) -> float:
+def rank_work(batch: TrainBatch, break_even: float, *, share_prefix: bool = False) -> float:
     """Return the work of a rank's samples in tokens, with attention converted to tokens."""
-    return sum(sequence_work(len(sample.token_ids), break_even) for sample in batch.samples)
+    return sum(
+        sequence_work(len(sample.token_ids), break_even) - sequence_work(count, break_even)
+        for micro_batch in batch.micro_batches
+        for sample, count in zip(
+            micro_batch,
+            shared_lengths(micro_batch) if share_prefix else [0] * len(micro_batch),
+            strict=True,
+        )
+    )
 
 
 def num_tokens(steps: Sequence[DealtStep]) -> int:

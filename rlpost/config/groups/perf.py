@@ -70,6 +70,10 @@ class PerfConfig(Group):
     log_probs_max_tokens_per_gpu: Positive | None = None
     """The same limit for forward-only passes that compute log-probs. Default:
     --max-tokens-per-gpu."""
+    share_prefix: bool | None = None
+    """Compute a beginning that samples of a micro-batch share once, such as the prompt of several
+    answers. Default: on without GPUs where the result is the same; the driver's log has the reason
+    where it is off."""
     balance_data: bool = False
     """Balance the compute of the samples, attention included, over the data-parallel ranks;
     otherwise samples are assigned round-robin."""

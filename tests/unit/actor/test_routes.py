@@ -137,7 +137,7 @@ def test_recorded_routes_return_to_their_tokens_in_other_micro_batches(sizes, co
     other = dice.sample(samples, len(samples))
     for layout, of_rank in layouts(context, 1):
         recorded = RecordedRoutes()
-        token = held_tokens([len(sample.token_ids) for sample in samples], layout)
+        token = held_tokens(samples, layout)
         used = torch.randint(EXPERTS, (len(token), LAYERS, TOPK), dtype=torch.int16)
         recorded.add(tuple(samples), used, layout)
         ids = pack(samples, layout).input_ids[0]
@@ -147,6 +147,39 @@ def test_recorded_routes_return_to_their_tokens_in_other_micro_batches(sizes, co
             packed_ids = pack(micro_batch, layout).input_ids[0]
             for row in is_token.nonzero()[:, 0].tolist():
                 assert torch.equal(routes[row], by_id[int(packed_ids[row])])
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_shared_beginning_has_the_routes_of_the_first_sample(is_recorded):
+    layout, prompt = RowLayout(row_multiple=9, share_prefix=True), [*range(10)]
+
+    def answer(tokens: list[int]) -> TrainSample:
+        whole = prompt + tokens
+        column = RouteColumn(routes_of(len(whole), 0) if not is_recorded else routes_of(0, 0))
+        changes = {"token_ids": whole, "routes": column if not is_recorded else None}
+        ones = [1] * (len(whole) - 1)
+        return replace(
+            sample_of(len(whole), 0, 1), loss_mask=ones, rollout_logprobs=ones, **changes
+        )
+
+    group = (answer([20, 21]), answer([30, 31, 32]), answer([30, 31, 40]))
+    rows = pack(group, layout).input_ids[0].tolist()
+    assert rows == [*prompt, 20, 21, 30, 31, 32, 40, 0, 0]
+    recorded = RecordedRoutes() if is_recorded else None
+    of_path = torch.randint(EXPERTS, (len(rows), LAYERS, TOPK), dtype=torch.int16)
+    if recorded is not None:
+        recorded.add(group, of_path, layout)
+    found, is_token = packed_routes(group, layout, shape(), recorded)
+    assert is_token.tolist() == [True] * 16 + [False] * 2
+    if recorded is None:
+        positions = [*range(12), 10, 11, 12, 12]
+        of_path = torch.from_numpy(routes_of(13, 0).astype(np.int16))[positions]
+    assert torch.equal(found[:16], of_path[:16])
+    assert (found[16:] == UNKNOWN).all()
+    if recorded is not None:
+        # alone, the last sample has the rows of its path
+        alone, _ = packed_routes(group[2:], RowLayout(), shape(), recorded)
+        assert torch.equal(alone, of_path[[*range(10), 12, 13, 15]])
 
 
 def test_routes_of_an_earlier_rollout_are_dropped_when_the_next_one_is_recorded():
