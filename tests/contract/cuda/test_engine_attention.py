@@ -1,9 +1,9 @@
-"""The table of attention backends equals TransformerEngine's own functions, where it is installed.
+"""The table of attention backends equals TransformerEngine's own functions.
 
 ``get_attention_backend`` and the checks of ``attn_forward_func_with_cp`` run from its source, for
 the GPU, model and layout of each case. cuDNN's part is C++ and stands here as read in
-fused_attn.cpp of 2.11. To run this without installing TransformerEngine, unpack its wheel, which
-is Python only, into a folder of PYTHONPATH.
+fused_attn.cpp of 2.11. Where TransformerEngine is not installed, its wheel, which is Python only
+(0.7 MB), comes from PyPI once for a machine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -31,8 +34,10 @@ from rlpost.actor.attention_backends import (
     Gpu,
     backends,
 )
+from tests.cache import cache_folder
 from tests.contract.cuda.library_source import Source
 
+VERSION = "2.11.0"
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
 UTILS, CONTEXT = f"{FOLDER}/utils.py", f"{FOLDER}/context_parallel.py"
 GPUS = [
@@ -62,8 +67,23 @@ def source() -> Source:
     try:
         Source().text(UTILS)
     except LookupError:
-        pytest.skip("TransformerEngine is not installed")
+        wheel = wheel_of_engine()
+        return Source({path: wheel.read(path).decode() for path in (UTILS, CONTEXT)})
     return Source()
+
+
+def wheel_of_engine() -> ZipFile:
+    """Download TransformerEngine's wheel into the cache of the tests; skip without an index."""
+    folder = cache_folder() / "wheels"
+    wheel = folder / f"transformer_engine-{VERSION}-py3-none-any.whl"
+    if not wheel.exists():
+        words = ["download", "--no-deps", "--dest", str(folder), f"transformer-engine=={VERSION}"]
+        done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+        if done.returncode and "No matching distribution" not in done.stderr:
+            pytest.fail(done.stderr)  # pip reached an index
+        if done.returncode:
+            pytest.skip(f"TransformerEngine is not installed, and pip has no index: {done.stderr}")
+    return ZipFile(wheel)
 
 
 class AnyName:

@@ -93,6 +93,15 @@ def test_the_exchange_of_context_parallelism(model, context, expected):
     assert (choice.cp_comm_type, choice.is_of_engine) == (expected, expected is not None)
 
 
+@pytest.mark.parametrize("gpu", [A100, H100, B200])
+@pytest.mark.parametrize("model", [QWEN3, GEMMA3, GPT_OSS])
+def test_keys_that_sequences_share_are_attended_by_torch(model, gpu):
+    """TransformerEngine is not given them; --share-prefix brings torch's FlashAttention."""
+    choice = choose(replace(model, shares_rows=True), with_flash_attention(gpu), with_engine=True)
+    assert isinstance(choice, Choice) and not choice.is_of_engine
+    assert VARLEN in backends(replace(model, shares_rows=True), gpu)
+
+
 def test_without_context_parallelism_there_is_no_exchange():
     choice = choose(GEMMA3, H100, with_engine=True, options=Options(cp_comm_type="all_gather"))
     assert isinstance(choice, Choice) and choice.is_of_engine and choice.cp_comm_type is None
