@@ -12,6 +12,7 @@ from rlpost.errors import WeightError
 from rlpost.model_types import HfConfig, MegatronFields
 from rlpost.weights.families import family
 
+
 def prefix_problem(config: Config, fields: MegatronFields) -> str | None:
     """Return why samples cannot share rows, naming the option or the model; None if they can."""
     options = config.megatron.options
