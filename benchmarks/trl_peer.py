@@ -50,11 +50,14 @@ class Measured:
 
 
 class Watch(threading.Thread):
-    """Samples the memory and CPU time of a process and its descendants until ``end``."""
+    """Samples the memory and CPU time of every process that begins after this one, until ``end``.
 
-    def __init__(self, process: psutil.Process) -> None:
+    A local run leaves the session and the parents of the command that submits it.
+    """
+
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._process = process
+        self._others = set(psutil.pids())
         self._over = threading.Event()
         self.peak_gb = 0.0
         self.samples: list[tuple[float, float]] = []  # (time, CPU seconds)
@@ -63,12 +66,9 @@ class Watch(threading.Thread):
         spent: dict[int, float] = {}  # by pid: processes may end between two samples
         while not self._over.wait(0.5):
             memory = 0
-            try:
-                processes = [self._process, *self._process.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            for process in processes:
+            for pid in set(psutil.pids()) - self._others:
                 try:
+                    process = psutil.Process(pid)
                     memory += process.memory_full_info().pss
                     times = process.cpu_times()
                     spent[process.pid] = times.user + times.system
@@ -210,7 +210,7 @@ def _of_metrics(lines: Sequence[Mapping[str, float]], watch: Watch) -> Measured:
     end = watch.samples[-1][0]
     return Measured(
         step_s,
-        [line["time/rollout_s"] for line in lines],
+        [line["time/generate_s"] for line in lines],
         [line["reward/mean"] for line in lines],
         watch.peak_gb,
         watch.busy_cores(end - sum(step_s), end),
@@ -219,10 +219,10 @@ def _of_metrics(lines: Sequence[Mapping[str, float]], watch: Watch) -> Measured:
 
 def _run(command: Sequence[str], log: Path) -> Watch:
     """Run a command to its end. Raises RuntimeError with the end of its output."""
+    watch = Watch()
+    watch.start()
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT)
-    watch = Watch(psutil.Process())  # local runs leave the process that submitted them
-    watch.start()
     code = process.wait()
     watch.end()
     if code:
