@@ -179,7 +179,8 @@ def _generation_eos(folder: Path) -> Any:
 
 def prompt_problems(config: Config) -> list[str]:
     """Return the first problem of each prompt file whose sample of rows is tokenized as in a run."""
-    run, folder = config.rollout, config.checkpoint.hf_checkpoint
+    applies = {"apply_chat_template": config.applies_chat_template}
+    run, folder = config.rollout.model_copy(update=applies), config.checkpoint.hf_checkpoint
     kind = SupervisedTokenizer if config.grpo.loss_type == "sft_loss" else PromptTokenizer
     sources: list[tuple[str, Sequence[str], RolloutConfig, type[PromptTokenizer]]] = [
         ("--prompt-data", run.prompt_data, run, kind)

@@ -26,7 +26,23 @@ def engine_args(config: Config) -> dict[str, object]:
     args: dict[str, object] = {} if dtype is None else {DTYPE: dtype}
     if config.grpo.use_rollout_routing_replay:
         args["enable_return_routed_experts"] = True
+    if loses_draft_weights(config):
+        args["enable_draft_weights_cpu_backup"] = True
     return args | adapter_args(config) if config.sends_adapters else args
+
+
+def loses_draft_weights(config: Config) -> bool:
+    """Return whether engines release weights of a draft model that no update brings back.
+
+    An offload releases them with the engine's own; only a trained layer of the model is sent.
+    """
+    args = config.sglang.server_args
+    algorithm = args.get("speculative_algorithm")
+    has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"
+    is_own = args.get("speculative_draft_model_path") is None
+    is_kept = args.get("enable_weights_cpu_backup")
+    is_sent = config.grpo.enable_mtp_training and is_own
+    return bool(has_weights and config.offload_rollout and not is_sent and not is_kept)
 
 
 def engine_dtype(bf16: bool | None) -> str | None:

@@ -135,7 +135,7 @@ _REFUSED = {
     ),
     "use --tensor-model-parallel-size": "model-parallel-size",
     "use --num-layers-per-virtual-pipeline-stage": "num-virtual-stages-per-pipeline-rank",
-    "use --tensorboard-dir, or WANDB_ENTITY with --environment": "wandb-entity",
+    "use --wandb-team": "wandb-entity",
     "the run in Weights & Biases has the run's own name": "wandb-exp-name",
     "--load and --ref-load name one checkpoint; give its folder": "ckpt-step",
     "use --ref-load for weights alone": "finetune pretrained-checkpoint no-load-optim",

@@ -122,6 +122,16 @@ class Config(Group):
         return self.perf.pipeline_model_parallel_size
 
     @property
+    def applies_chat_template(self) -> bool:
+        """Whether prompts are lists of messages.
+
+        So they are with --loss-type sft_loss and without --label-key: the last message is the
+        response.
+        """
+        rollout, is_sft = self.rollout, self.grpo.loss_type == "sft_loss"
+        return rollout.apply_chat_template or (is_sft and rollout.label_key is None)
+
+    @property
     def rollout_num_gpus(self) -> int:
         """GPUs of this run for engines; 0 with --loss-type sft_loss or external engines."""
         if self.grpo.loss_type == "sft_loss" or self.sglang.rollout_external_engine_addrs:

@@ -42,9 +42,11 @@ class WandbWriter:
             ) from None
         self._teardown = wandb.teardown
         identity = run_id(run_folder)
+        server = {} if settings.wandb_host is None else {"base_url": settings.wandb_host}
         begin = functools.partial(
             wandb.init,
             project=settings.wandb_project,
+            entity=settings.wandb_team,
             group=settings.wandb_group,
             name=run_folder.name,
             id=identity,
@@ -57,6 +59,7 @@ class WandbWriter:
                 disable_code=True,
                 init_timeout=INIT_TIMEOUT_S,
                 finish_timeout=FINISH_TIMEOUT_S,
+                **server,
             ),
         )
         try:

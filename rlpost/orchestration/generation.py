@@ -112,7 +112,7 @@ class Generation:
         kind = SupervisedTokenizer if config.grpo.loss_type == "sft_loss" else PromptTokenizer
         self.tokenizer = kind(
             folder,
-            apply_chat_template=rollout.apply_chat_template,
+            apply_chat_template=config.applies_chat_template,
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
         self._grader = self._closed_at_the_end(StoppableGrader(make_grader(config), stop))

@@ -142,13 +142,6 @@ LAYOUT = [
         recipe="glm45_355b",
     ),
     _of_check(
-        "--sequence-parallel without tensor parallelism",
-        "--tensor-model-parallel-size 1",
-        "--tensor-model-parallel-size 1 --sequence-parallel false",
-        "--tensor-model-parallel-size 2",
-        recipe="qwen3_4b",
-    ),
-    _of_check(
         "A tensor-parallel size above the number of heads",
         "--tensor-model-parallel-size 16 --actor-num-nodes 2",
         "--tensor-model-parallel-size 8 --actor-num-nodes 2",

@@ -118,8 +118,6 @@ LACKING: dict[str, str] = {
     "use-stateless-adam": "use --no-save-optim, which drops the moments at a resume",
     "wandb-always-use-train-step": _ALWAYS + ": the step of every metric is the training step",
     "wandb-dir": "remove it: Weights & Biases writes to RUN/wandb",
-    "wandb-host": "set WANDB_BASE_URL with --environment",
     "wandb-run-id": "remove it: a run keeps its identity across attempts",
-    "wandb-team": "set WANDB_ENTITY with --environment",
 }
 """Name without leading dashes -> a sentence that follows "no such flag; "."""

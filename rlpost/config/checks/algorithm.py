@@ -68,7 +68,6 @@ def _grpo_problems(config: Config) -> list[str]:
     is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.loss_type == "sft_loss"
     without_meaning = [name for name in _OFF if is_sft and getattr(grpo, name)]
     unused = listed([spelled(config, name) for name in without_meaning], "and")
-    needs_messages = is_sft and rollout.label_key is None and not rollout.apply_chat_template
     rules = [
         (
             bool(grpo.kl_coef and grpo.kl_loss_coef),
@@ -121,11 +120,6 @@ def _grpo_problems(config: Config) -> list[str]:
             is_sft and rollout.n_samples_per_prompt != 1,
             f"{spelled(config, 'n_samples_per_prompt')}: with --loss-type sft_loss a line of --prompt-data has one "
             "response; use --n-samples-per-prompt 1",
-        ),
-        (
-            needs_messages,
-            "--loss-type sft_loss needs a response in each line; add --label-key KEY for its key, or "
-            "--apply-chat-template true for lists of messages that end with an assistant message",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

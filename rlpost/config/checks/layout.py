@@ -223,11 +223,6 @@ def _needs(config: Config) -> list[str]:
     gather = [key for key in of_gather if not value_of(config, key)]
     rules = [
         (
-            perf.sequence_parallel and tensor == 1,
-            f"--sequence-parallel true needs tensor parallelism, but {spelled(config, TENSOR)}; "
-            "use --sequence-parallel false, or --tensor-model-parallel-size 2 or more",
-        ),
-        (
             perf.expert_model_parallel_size > 1 and tensor > 1 and not perf.sequence_parallel,
             f"{spelled(config, EXPERT)} with {spelled(config, TENSOR)} needs sequence parallelism; use "
             "--sequence-parallel true",

@@ -224,7 +224,8 @@ def debug_problems(config: Config) -> list[str]:
         for key in ("save_debug_rollout_data", "load_debug_rollout_data")
         if (path := getattr(debug, key)) is not None and "{rollout_id}" not in path
     ]
-    if debug.debug_train_only and debug.load_debug_rollout_data is None:
+    has_responses = config.grpo.loss_type == "sft_loss"  # those of --prompt-data
+    if debug.debug_train_only and not debug.load_debug_rollout_data and not has_responses:
         problems.append(
             "--debug-train-only true needs recorded groups to train on; add --load-debug-rollout-data "
             "PATH-{rollout_id}, or use --debug-train-only false"

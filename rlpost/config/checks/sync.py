@@ -61,20 +61,3 @@ def load_format_problems(config: Config) -> list[str]:
         for is_so, reason in reasons
         if is_so
     ]
-
-
-def draft_problems(config: Config) -> list[str]:
-    """A draft model whose weights are lost in an offload and that no weight update restores."""
-    args, grpo = config.sglang.server_args, config.grpo
-    algorithm = args.get("speculative_algorithm")
-    has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"
-    is_updated = grpo.enable_mtp_training and args.get("speculative_draft_model_path") is None
-    is_kept = args.get("enable_draft_weights_cpu_backup") or args.get("enable_weights_cpu_backup")
-    if not has_weights or not config.offload_rollout or is_updated or is_kept:
-        return []
-    return [
-        f"--sglang-speculative-algorithm {algorithm} with --offload-rollout: engines release the weights of their "
-        "draft model with their own, and no weight update brings back what is not trained; add "
-        "--sglang-enable-draft-weights-cpu-backup, or --enable-mtp-training if the draft model is the model's own "
-        "layer for multi-token prediction"
-    ]

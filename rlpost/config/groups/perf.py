@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from rlpost.config.groups.base import Group, Positive
 
@@ -24,7 +24,8 @@ class PerfConfig(Group):
     tensor_model_parallel_size: Positive = 1
     """Tensor-parallel size."""
     sequence_parallel: bool = False
-    """Shard activations along the sequence over the tensor-parallel ranks."""
+    """Shard activations along the sequence over the tensor-parallel ranks; no effect without
+    tensor parallelism, as in Megatron-LM."""
     pipeline_model_parallel_size: Positive = 1
     """Pipeline-parallel size."""
     num_layers_per_virtual_pipeline_stage: Positive | None = None
@@ -82,3 +83,10 @@ class PerfConfig(Group):
     actor_num_threads: Positive | None = None
     """CPU threads per operator of a trainer rank. Default: 1; with --optimizer-cpu-offload or
     without GPUs, an even share of the job's cores on the node."""
+
+    @model_validator(mode="after")
+    def _without_tensor_parallelism(self) -> PerfConfig:
+        """One rank has the whole sequence; Megatron-core refuses to shard it."""
+        if self.tensor_model_parallel_size == 1:
+            vars(self)["sequence_parallel"] = False  # the group is frozen
+        return self

@@ -17,6 +17,10 @@ class WandbConfig(Group):
     """Weights & Biases project."""
     wandb_group: str | None = None
     """Weights & Biases group of runs."""
+    wandb_team: str | None = None
+    """Weights & Biases entity that owns the project. Default: that of the API key."""
+    wandb_host: str | None = None
+    """URL of a Weights & Biases server. Default: WANDB_BASE_URL, or https://api.wandb.ai."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
     """offline writes to RUN/wandb for a later `wandb sync`, for nodes without internet access;
     disabled turns logging off."""

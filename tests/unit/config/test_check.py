@@ -57,7 +57,6 @@ def test_settings_that_fit_have_no_problems():
             {"cluster": {"rollout_num_gpus": 3}},
             ["3 engines of 1 GPU", "capacity for 2", "use --rollout-num-gpus 2 or --nodes 2"],
         ),
-        ({"perf": {"sequence_parallel": True}}, ["--sequence-parallel true", "2 or more"]),
         (
             {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
             [

@@ -299,11 +299,11 @@ def test_a_top_k_that_engines_would_refuse_is_refused(table: dict[str, dict[str,
         load([], table)
 
 
-def test_supervised_lines_need_a_place_for_their_response() -> None:
-    (problem,) = algorithm_problems(config(grpo={"loss_type": "sft_loss"}))
-    assert "--label-key" in problem and "--apply-chat-template" in problem
-    for given in ({"label_key": "answer"}, {"apply_chat_template": True}):
-        assert not algorithm_problems(config(grpo={"loss_type": "sft_loss"}, rollout=given))
+def test_supervised_lines_without_a_label_are_messages() -> None:
+    assert config(grpo={"loss_type": "sft_loss"}).applies_chat_template
+    with_label = config(grpo={"loss_type": "sft_loss"}, rollout={"label_key": "answer"})
+    assert not with_label.applies_chat_template and not config().applies_chat_template
+    assert config(rollout={"apply_chat_template": True}).applies_chat_template
 
 
 def test_a_single_path_is_named_by_its_file() -> None:

@@ -172,12 +172,15 @@ def test_options_for_sglang_itself_pass_through_with_their_types():
 
 
 def test_a_switch_may_be_given_a_value_to_turn_it_off_again(tmp_path):
-    recipe = write(tmp_path, "[perf]\nsequence_parallel = true\n")
-    assert (
-        load([recipe], given("--sequence-parallel", "false")[1]).config.perf.sequence_parallel
-        is False
-    )
-    assert load([], given("--sequence-parallel")[1]).config.perf.sequence_parallel is True
+    recipe = write(tmp_path, "[perf]\nbalance_data = true\n")
+    assert load([recipe], given("--balance-data", "false")[1]).config.perf.balance_data is False
+    assert load([], given("--balance-data")[1]).config.perf.balance_data is True
+
+
+def test_sequence_parallelism_has_no_effect_without_tensor_parallelism():
+    assert not load([], given("--sequence-parallel")[1]).config.perf.sequence_parallel
+    words = given("--sequence-parallel", "--tensor-model-parallel-size", "2")
+    assert load([], words[1]).config.perf.sequence_parallel
 
 
 def test_a_dumped_tree_reads_back_equal():
