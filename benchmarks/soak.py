@@ -229,8 +229,8 @@ def section(samples: Samples, num_steps: int, seconds: float) -> tuple[list[str]
         f"{num_steps:,} steps of 16 answers in {seconds / 60:.1f} minutes ({machine()}). Megabytes or counts at a",
         "half of the run and at its end; growth per 1,000 steps is the slope of a line through all these",
         "samples. What grows without being data of the run: `gcs_server` keeps the events of Ray's last 100,000 tasks",
-        "(`RAY_task_events_max_num_task_in_gcs`), and the router as many idle connections to engines as it had requests",
-        "at once; their number jumps when the machine is busy with something else.",
+        "(`RAY_task_events_max_num_task_in_gcs`), and the router as many idle connections to engines as it had",
+        "requests at once; their number jumps when the machine is busy with something else.",
         "",
         *table(("process", "quantity", "at half", "at the end", "growth"), rows),
     ]
