@@ -31,7 +31,7 @@ class SharedRows(PackedSeqParams):
 def shared_params(packed: PackedMicroBatch) -> SharedRows:
     """Return the parameters of a micro-batch with ``key_rows``."""
     assert packed.cu_keys is not None
-    row = packed.cu_seqlens[[0, -1]]
+    row = packed.cu_seqlens[:: packed.cu_seqlens.numel() - 1]  # the first and the last
     return SharedRows(
         qkv_format="thd",
         cu_seqlens_q=row,

@@ -31,6 +31,8 @@ def critic_ranks(config: Config) -> Config:
         if policy in type(perf).model_fields
     }
     layout["sequence_parallel"] = perf.sequence_parallel and tensor > 1
+    if layout["context_parallel_size"] > 1:
+        layout["share_prefix"] = False  # see ``checks.prefix``
     if critic.critic_tensor_model_parallel_size is not None:
         layout["expert_tensor_parallel_size"] = None
     if critic.critic_pipeline_model_parallel_size is not None:
