@@ -28,6 +28,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common.addresses import host_port
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
@@ -35,6 +37,7 @@ from rlpost.cpu_affinity import bind_to_gpus, num_cores, read_siblings
 from rlpost.errors import ConfigError
 from rlpost.garbage import paused_for_imports
 from rlpost.local_gpus import hidden_gpu_problem
+from rlpost.rollout.cpu_memory import memory_fraction
 from rlpost.rollout.cuda_graphs import graph_settings
 from rlpost.rollout.engine_activity import EngineActivity
 from rlpost.rollout.request_spans import RequestSpans
@@ -55,7 +58,6 @@ WITHOUT_CUDA: Mapping[str, object] = {
     "disable_custom_all_reduce": True,
     "skip_server_warmup": True,
     "sleep_on_idle": True,  # an idle scheduler would spin on a core that the trainer needs
-    "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
     "max_running_requests": 64,
     # A forward pass on a CPU beside other load may take longer than SGLang's 300 s, after which its
@@ -232,6 +234,10 @@ def run_engine(
             graphs = graph_settings(given, os.environ)
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
             given |= graphs.server_args
+        elif (folder := Path(str(given["model_path"]))).is_dir():
+            free = psutil.virtual_memory().available
+            fraction = memory_fraction(folder, {**WITHOUT_CUDA, **given}, free)
+            given = {"mem_fraction_static": fraction} | given
         from sglang.srt.entrypoints.http_server import app, launch_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
