@@ -376,6 +376,7 @@ def _check_description(config: Config, path: Path) -> None:
         tensor=perf.tensor_model_parallel_size,
         context=perf.context_parallel_size,
         is_16_bit=perf.bf16 is not False,
+        shares_rows=bool(perf.share_prefix),
     )
     choice = choose(
         attention,

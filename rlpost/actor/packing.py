@@ -89,7 +89,7 @@ class RowLayout:
 
     def shared(self, micro_batch: MicroBatch) -> list[int]:
         """Return how many first tokens of each sample have rows of the sample before it."""
-        return shared_lengths(micro_batch) if self.share_prefix else [0] * len(micro_batch)
+        return shared_lengths(micro_batch, shares=self.share_prefix)
 
 
 def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicroBatch:

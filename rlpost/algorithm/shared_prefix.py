@@ -12,6 +12,7 @@ together. Invariants: those of ``schedule``, with ``Prefixes.size`` in place of 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +32,14 @@ al., arXiv 2205.05198, equation 2) and copies at most 4 h, without grouped queri
 """
 
 
-def shared_lengths(samples: Sequence[TrainSample]) -> list[int]:
+def shared_lengths(samples: Sequence[TrainSample], *, shares: bool = True) -> list[int]:
     """Return how many first tokens each sample has in common with the sample before it.
 
     All but its last token at most, and 0 instead of less than ``FEWEST``. Given routes of experts
-    must be equal too.
+    must be equal too. Without ``shares`` all are 0.
     """
+    if not shares:
+        return [0] * len(samples)
     common = [_common(*pair) for pair in itertools.pairwise(samples)]
     return [0, *(count if count >= FEWEST else 0 for count in common)]
 
@@ -127,13 +130,12 @@ def schedule_with_prefixes(
     unit = check_number(len(prefixes.lengths), data_parallel_size, multiple_of)
     largest = max(map(len, prefixes.bundles(limit=max_tokens, most=len(prefixes.lengths))))
     best: Schedule = []
-    least = float("inf")
+    least = math.inf
     for most in _halved(largest):
         bundles = prefixes.split(prefixes.bundles(limit=max_tokens, most=most), unit)
         work = [prefixes.work(bundle) for bundle in bundles]
         found = schedule(
-            # rounded up, so that the sum of a micro-batch stays below its limit
-            [int(-(-prefixes.size(bundle) // 1)) for bundle in bundles],
+            [math.ceil(prefixes.size(bundle)) for bundle in bundles],
             data_parallel_size=data_parallel_size,
             max_tokens=max_tokens,
             micro_batch_size=1,
@@ -142,11 +144,11 @@ def schedule_with_prefixes(
         )
         busiest = max(sum(work[i] for i in itertools.chain(*rank)) for rank in found)
         if busiest < least:
-            best, least = [[opened(bundles, one) for one in rank] for rank in found], busiest
+            best, least = [[samples_of(bundles, one) for one in rank] for rank in found], busiest
     return best
 
 
-def opened(bundles: Sequence[range], indices: Sequence[int]) -> list[int]:
+def samples_of(bundles: Sequence[range], indices: Sequence[int]) -> list[int]:
     """Return the samples of the bundles at ``indices``."""
     return list(itertools.chain.from_iterable(bundles[i] for i in indices))
 

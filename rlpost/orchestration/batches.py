@@ -30,7 +30,7 @@ from rlpost.algorithm.schedule import (
 from rlpost.algorithm.shaping import Shaping, is_repetitive
 from rlpost.algorithm.shared_prefix import (
     Prefixes,
-    opened,
+    samples_of,
     schedule_with_prefixes,
     shared_lengths,
 )
@@ -319,7 +319,7 @@ def _log_prob_groups(
     bundles, sizes = [], []
     for own in ranks:
         of_rank = _chosen(samples, own)
-        shared = shared_lengths(of_rank) if config.perf.share_prefix else [0] * len(own)
+        shared = shared_lengths(of_rank, shares=bool(config.perf.share_prefix))
         prefixes = Prefixes(_chosen(lengths, own), shared, math.inf)
         bundles.append(prefixes.bundles(limit=limit, most=len(own)))
         sizes.append([math.ceil(prefixes.size(one)) for one in bundles[-1]])
@@ -327,7 +327,7 @@ def _log_prob_groups(
     if packed is None:
         return [[] for _ in dealt]
     return [
-        [opened(of_rank, bin_) for bin_ in bins]
+        [samples_of(of_rank, bin_) for bin_ in bins]
         for of_rank, bins in zip(bundles, packed, strict=True)
     ]
 

@@ -265,7 +265,8 @@ class Flops:
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)
-        self._shares = bool(config.perf.share_prefix)
+        # otherwise a micro-batch has few samples, and not those of one prompt
+        self._shares = bool(config.perf.share_prefix and config.max_tokens is not None)
 
     def of(self, groups: Sequence[SampleGroup]) -> float:
         """Return the operations of training once on these groups."""

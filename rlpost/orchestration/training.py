@@ -334,7 +334,7 @@ def rank_work(batch: TrainBatch, break_even: float, *, share_prefix: bool = Fals
         for micro_batch in batch.micro_batches
         for sample, count in zip(
             micro_batch,
-            shared_lengths(micro_batch) if share_prefix else [0] * len(micro_batch),
+            shared_lengths(micro_batch, shares=share_prefix),
             strict=True,
         )
     )

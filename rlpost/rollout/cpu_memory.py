@@ -19,8 +19,8 @@ from rlpost.model_types import HfConfig
 FLOAT32 = 4  # bytes: engines without a GPU compute in float32
 LEAST, MOST = 0.1, 0.95
 TRAINER = 4
-"""Copies of the weights that a rank on the same machine allocates meanwhile: weights, gradients and
-both moments."""
+"""Tensors of the size of the weights that a trainer rank on the same machine allocates at the same
+time: weights, gradients and both moments."""
 
 
 def memory_fraction(folder: Path, arguments: Mapping[str, object], free: int) -> float:
@@ -50,6 +50,8 @@ def memory_fraction(folder: Path, arguments: Mapping[str, object], free: int) ->
 
 def cache_bytes(hf: HfConfig) -> int:
     """Return the bytes of a token in the KV cache, as of attention in all layers."""
+    if latent := hf.get("kv_lora_rank"):
+        return hf["num_hidden_layers"] * (latent + hf.get("qk_rope_head_dim", 0)) * FLOAT32
     heads = hf["num_attention_heads"]
     width = hf.get("head_dim") or hf["hidden_size"] // heads
     groups = hf.get("num_key_value_heads") or heads
