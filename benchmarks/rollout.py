@@ -185,9 +185,9 @@ async def collect_steps(
         )
         for step in range(rules.num_steps):
             trained += sum(group.num_tokens for group in await collector.batch())
-            collector.trained()
+            collector.mark_trained()
             wasted += collector.counts()["rollout/wasted_tokens"]
-            collector.synced(step + 1)
+            collector.mark_synced(step + 1)
     seconds = time.perf_counter() - started
     backlog = buffer.backlog()
     held = sum(group.num_tokens for group in backlog.finished) + sum(

@@ -237,12 +237,12 @@ def backlog(folder: Path) -> list[Row]:
     buffer = RolloutBuffer(rules, Backlog(), step=0)
     buffer.is_open = True
     with timer.of(f"{NUM_GROUPS} groups fetched and started"):
-        buffer.fetched([Prompt(n, "", (1, 2, 3)) for n in range(NUM_GROUPS)])
+        buffer.add_prompts([Prompt(n, "", (1, 2, 3)) for n in range(NUM_GROUPS)])
         for n in range(NUM_GROUPS):
-            buffer.started(n)
+            buffer.start(n)
     with timer.of(f"{NUM_GROUPS} groups complete, each asks for a batch and for capacity"):
         for group in groups:
-            buffer.finished(group, wanted=True)
+            buffer.finish(group, wanted=True)
             buffer.has_batch()
             buffer.capacity()
     state = RunState(backlog=buffer.backlog())

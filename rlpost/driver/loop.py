@@ -84,7 +84,7 @@ class Rollouts(Protocol):
     async def batch(self) -> list[SampleGroup]:
         """Return the groups to train next. Raises Preempted."""
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """Record that the last batch is trained."""
 
     async def settle(self) -> None:
@@ -93,7 +93,7 @@ class Rollouts(Protocol):
     def wants_weights(self) -> bool:
         """Whether anything may be generated before the next batch is trained."""
 
-    def synced(self, version: int) -> None:
+    def mark_synced(self, version: int) -> None:
         """Record that the engines generate with the weights of ``version`` from now on."""
 
     def pending(self) -> tuple[Mapping[str, int], Backlog]:
@@ -229,7 +229,7 @@ class Loop:
             }
             with _timed(metrics, "time/train_s"):
                 metrics |= await self._stages.train(groups, self.state.step + 1)
-            self._rollouts.trained()
+            self._rollouts.mark_trained()
             self.state = self.state.trained(metrics)
             with _timed(metrics, "time/generate_s"):
                 await self._rollouts.settle()
@@ -239,7 +239,7 @@ class Loop:
             if is_needed and (has_left or self._engine_version != self._sent):
                 with _timed(metrics, "time/sync_s"):
                     await self._sync()
-            self._rollouts.synced(self._engine_version)
+            self._rollouts.mark_synced(self._engine_version)
         metrics["time/journal_s"] = self._journal.seconds()
         metrics["time/tokens_per_s"] = metrics["rollout/num_tokens"] / metrics["time/step_s"]
         if self._loop_lag is not None:

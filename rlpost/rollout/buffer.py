@@ -67,7 +67,7 @@ class Tally:
         assert len(self._open) == len(backlog.prompt_ids), "a prompt is in the backlog twice"
         self.check(backlog.prompt_ids)
 
-    def fetched(self, prompt_id: int) -> None:
+    def mark_fetched(self, prompt_id: int) -> None:
         """Record that the cursor returned a prompt."""
         assert prompt_id > self.newest_id, (
             f"prompt {prompt_id} after {self.newest_id}: fetched twice"
@@ -76,12 +76,12 @@ class Tally:
         self._open.add(prompt_id)
         self.num_fetched += 1
 
-    def trained(self, prompt_id: int) -> None:
+    def mark_trained(self, prompt_id: int) -> None:
         """Record that the group of a prompt was trained."""
         self._open.remove(prompt_id)
         self.num_trained += 1
 
-    def filtered(self, prompt_id: int) -> None:
+    def mark_filtered(self, prompt_id: int) -> None:
         """Record that the group of a prompt was filtered."""
         self._open.remove(prompt_id)
         self.num_filtered += 1
@@ -210,15 +210,15 @@ class RolloutBuffer:
         """Whether finished and running groups still fill a batch after one of them is dropped."""
         return len(self._finished) + len(self._running) > self.rules.batch_size
 
-    def fetched(self, prompts: Sequence[Prompt]) -> list[Unfinished]:
+    def add_prompts(self, prompts: Sequence[Prompt]) -> list[Unfinished]:
         """Add prompts of the cursor as waiting groups."""
         entries = [Unfinished(prompt) for prompt in prompts]
         for entry in entries:
-            self._tally.fetched(entry.prompt.prompt_id)
+            self._tally.mark_fetched(entry.prompt.prompt_id)
             self._waiting[entry.prompt.prompt_id] = entry
         return entries
 
-    def started(self, prompt_id: int, *, recorded_since: int | None = None) -> Unfinished:
+    def start(self, prompt_id: int, *, recorded_since: int | None = None) -> Unfinished:
         """Start a waiting group and return it, without its answers if they are too old.
 
         ``recorded_since`` is the oldest policy version that the journal has of the group.
@@ -239,12 +239,12 @@ class RolloutBuffer:
         """Return the policy version of the first token of a running group."""
         return self._since[prompt_id]
 
-    def finished(self, group: SampleGroup, *, wanted: bool) -> None:
+    def finish(self, group: SampleGroup, *, wanted: bool) -> None:
         """Record that a running group is complete; filter it unless ``wanted``."""
         self._stop_running(group.prompt_id)
-        self._settled(group, wanted)
+        self._store_finished(group, wanted)
 
-    def aborted(self, entry: Unfinished) -> None:
+    def abort(self, entry: Unfinished) -> None:
         """Return an aborted group to the waiting ones, with its tokens if ``keep_partial``.
 
         It counts as aborted only when the batch is full without it: aborts by a preemption are not
@@ -286,7 +286,7 @@ class RolloutBuffer:
         self._counts_in_training = counts
         return groups
 
-    def answered(self, prompt_id: int, samples: Sequence[Sample]) -> None:
+    def add_answers(self, prompt_id: int, samples: Sequence[Sample]) -> None:
         """Add answers that an earlier attempt finished, all samples of each, to a waiting group.
 
         Raises KeyError for other groups.
@@ -298,15 +298,15 @@ class RolloutBuffer:
         others = tuple(sample for sample in entry.samples if sample.index not in finished)
         self._waiting[prompt_id] = replace(entry, samples=(*others, *samples))
 
-    def replayed(self, group: SampleGroup, *, wanted: bool = True) -> None:
+    def replay(self, group: SampleGroup, *, wanted: bool = True) -> None:
         """Finish a waiting group with its recorded answers; raise KeyError for other groups."""
         del self._waiting[group.prompt_id]
-        self._settled(group, wanted)
+        self._store_finished(group, wanted)
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """Record that the batch that was taken is trained."""
         for prompt_id in self._in_training:
-            self._tally.trained(prompt_id)
+            self._tally.mark_trained(prompt_id)
         self._in_training = {}
         self.step += 1
 
@@ -328,7 +328,7 @@ class RolloutBuffer:
         self._tally.check(found.prompt_ids)
         return found
 
-    def counted(self, more: Mapping[str, float]) -> None:
+    def add_counts(self, more: Mapping[str, float]) -> None:
         """Add counts, by metric name."""
         for name, number in more.items():
             self._counts[name] += number
@@ -340,7 +340,7 @@ class RolloutBuffer:
         """
         return self._counts_in_training
 
-    def _settled(self, group: SampleGroup, wanted: bool) -> None:
+    def _store_finished(self, group: SampleGroup, wanted: bool) -> None:
         if wanted:
             self._finished.add(group)
         else:
@@ -372,7 +372,7 @@ class RolloutBuffer:
             self._filter(self._finished.pop(group.prompt_id))
 
     def _filter(self, group: SampleGroup) -> None:
-        self._tally.filtered(group.prompt_id)
+        self._tally.mark_filtered(group.prompt_id)
         self._counts[FILTERED] += 1
         self._counts[WASTED] += group.num_tokens
 

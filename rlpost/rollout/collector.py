@@ -123,7 +123,7 @@ class Collector:
         if groups is None:
             self._open()
             await self._until_batch()
-            self._buffer.counted(self._choices.counters())
+            self._buffer.add_counts(self._choices.counters())
             groups = self._buffer.take()
             assert groups is not None, "there was a batch"
             self._num_dropped = 0
@@ -146,16 +146,16 @@ class Collector:
             self._open()
         return groups
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """Record that the last batch is trained."""
-        self._buffer.trained()
+        self._buffer.mark_trained()
 
     async def settle(self) -> None:
         """Bring generation to a point where the weights may change. Raises as ``batch`` does."""
         if self._choices.ahead and self._buffer.is_open:
             await self._until_batch()
 
-    def synced(self, version: int) -> None:
+    def mark_synced(self, version: int) -> None:
         """Record that the engines have the weights of ``version``."""
         self._buffer.version = version
         if self._buffer.is_open:
@@ -163,7 +163,7 @@ class Collector:
 
     def pending(self) -> tuple[Mapping[str, int], Backlog]:
         """Return the state of the cursor, and all fetched prompts that are not trained."""
-        self._buffer.counted(self._choices.counters())
+        self._buffer.add_counts(self._choices.counters())
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:
@@ -194,9 +194,9 @@ class Collector:
         groups = iter(await self._journal.groups(records))
         for record in records:
             while self._buffer.newest_id < newest_fetched(record):
-                self._buffer.fetched(self._cursor.take(1))
+                self._buffer.add_prompts(self._cursor.take(1))
             if record.kind == GROUP:
-                self._buffer.replayed(next(groups), wanted=record.meta["wanted"])
+                self._buffer.replay(next(groups), wanted=record.meta["wanted"])
             else:
                 self._choices.counters()  # discard: the record has them
                 taken = self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])
@@ -211,9 +211,9 @@ class Collector:
         answers = await self._journal.kept_answers()
         newest_id = max((meta["prompt_id"] for meta in self._journal.waiting_parts), default=-1)
         while self._buffer.newest_id < newest_id:
-            self._buffer.fetched(self._cursor.take(1))
+            self._buffer.add_prompts(self._cursor.take(1))
         for prompt_id, samples in answers.items():
-            self._buffer.answered(prompt_id, samples)
+            self._buffer.add_answers(prompt_id, samples)
 
     async def stop(self) -> None:
         """Abort running groups.
@@ -265,7 +265,7 @@ class Collector:
     def _fill(self) -> None:
         """Start groups up to the buffer's capacity: waiting ones first, then new prompts."""
         while (capacity := self._buffer.capacity()) > 0:
-            for entry in self._chosen(capacity) or self._buffer.fetched(
+            for entry in self._chosen(capacity) or self._buffer.add_prompts(
                 self._cursor.take(capacity)
             ):
                 task = asyncio.create_task(self._run(self._start(entry.prompt.prompt_id)))
@@ -275,7 +275,7 @@ class Collector:
     def _start(self, prompt_id: int) -> Unfinished:
         """Start a group; forget what the journal has of it if that is too old."""
         recorded_since = self._journal.oldest_version(prompt_id)
-        entry = self._buffer.started(prompt_id, recorded_since=recorded_since)
+        entry = self._buffer.start(prompt_id, recorded_since=recorded_since)
         if recorded_since is not None and self._buffer.since(prompt_id) > recorded_since:
             self._journal.drop_parts(prompt_id)
         return entry
@@ -303,10 +303,10 @@ class Collector:
         try:
             written = await self._writer.write(entry)
         except asyncio.CancelledError:
-            self._buffer.aborted(entry)
+            self._buffer.abort(entry)
             raise
         if isinstance(written, Unfinished):
-            self._buffer.aborted(written)
+            self._buffer.abort(written)
             return
         if self._choices.mask_older:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
@@ -314,7 +314,7 @@ class Collector:
         # A group without samples stands for a prompt that was given up.
         wanted = bool(written.samples) and self._is_wanted(written)
         self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
-        self._buffer.finished(written, wanted=wanted)
+        self._buffer.finish(written, wanted=wanted)
         if not wanted:
             self._warn_if_many_dropped()
         if self._buffer.is_open and self._failure is None:
@@ -371,8 +371,8 @@ class Replay:
             raise Preempted("a stop was requested before the next recorded batch")
         if not self._buffer.has_batch():
             for group in self._recorded():
-                self._buffer.replayed(group)
-        self._buffer.counted(self._counters())
+                self._buffer.replay(group)
+        self._buffer.add_counts(self._counters())
         groups = self._buffer.take()
         assert groups is not None, "a recording is a batch"
         return groups
@@ -382,7 +382,7 @@ class Replay:
         groups = read_groups(self._template, step)
         newest = max(group.prompt_id for group in groups)
         while self._buffer.newest_id < newest:
-            self._buffer.fetched(self._cursor.take(1))
+            self._buffer.add_prompts(self._cursor.take(1))
         waiting = {entry.prompt.prompt_id for entry in self._buffer.waiting}
         found = sorted(group.prompt_id for group in groups)
         if len(groups) != self._buffer.rules.batch_size or not waiting.issuperset(found):
@@ -393,14 +393,14 @@ class Replay:
             )
         return groups
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """See ``Collector``."""
-        self._buffer.trained()
+        self._buffer.mark_trained()
 
     async def settle(self) -> None:
         """Do nothing: no group is running."""
 
-    def synced(self, version: int) -> None:
+    def mark_synced(self, version: int) -> None:
         """See ``Collector``."""
         self._buffer.version = version
 
@@ -436,5 +436,5 @@ class Supervised(Replay):
 
     def _recorded(self) -> Sequence[SampleGroup]:
         prompts = self._cursor.take(self._buffer.rules.batch_size)
-        self._buffer.fetched(prompts)
+        self._buffer.add_prompts(prompts)
         return [self._make(prompt) for prompt in prompts]

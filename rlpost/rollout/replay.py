@@ -105,7 +105,7 @@ class _Trial:
         why = self.part(record.meta)
         if why is None:
             del self._waiting[record.meta["prompt_id"]]
-            self._buffer.replayed(_without_answers(record), wanted=record.meta["wanted"])
+            self._buffer.replay(_without_answers(record), wanted=record.meta["wanted"])
         return why
 
     def part(self, meta: Mapping[str, Any]) -> str | None:
@@ -132,14 +132,14 @@ class _Trial:
             self._buffer.take_again(record.meta["prompt_ids"], record.meta["counts"])
         except KeyError as prompt_id:
             return f"the batch of step {step} has a group of prompt {prompt_id}, which is not there"
-        self._buffer.trained()
+        self._buffer.mark_trained()
         self._buffer.version = self._buffer.rules.versions.engines(self._buffer.step)
         return None
 
     def _fetch(self, newest_id: int) -> None:
         while self._buffer.newest_id < newest_id:
             fetched = self._cursor.take(1)
-            self._buffer.fetched(fetched)
+            self._buffer.add_prompts(fetched)
             self._waiting |= {prompt.prompt_id: prompt for prompt in fetched}
 
 

@@ -87,8 +87,8 @@ def samples_of(groups: list[SampleGroup]) -> list[Sample]:
 def test_aborted_answers_are_resumed(sglang: Sglang) -> None:
     async def batch(collector: Collector, buffer: RolloutBuffer) -> list[SampleGroup]:
         groups = await collector.batch()
-        collector.trained()
-        collector.synced(buffer.step)
+        collector.mark_trained()
+        collector.mark_synced(buffer.step)
         return groups
 
     async def work(
@@ -179,9 +179,9 @@ def test_new_weights_arrive_in_the_middle_of_answers(sglang: Sglang, pause: Paus
             while not batch.done() and not await running(sglang):
                 await asyncio.sleep(0.01)
             await update.update(buffer.version + 1, DiskMover(write), pause=pause)
-            collector.synced(buffer.version + 1)
+            collector.mark_synced(buffer.version + 1)
             met = [sample for sample in samples_of(await batch) if len(sample.version_spans) > 1]
-            collector.trained()
+            collector.mark_trained()
         return met
 
     try:

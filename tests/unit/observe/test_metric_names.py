@@ -86,8 +86,8 @@ def test_names_that_are_put_together_are_declared():
         for name in policy_objective(tokens, settings)[1] | sft_objective(tokens, settings)[1]
     }
     buffer = RolloutBuffer(Rules(batch_size=1, start_size=1, num_steps=1), Backlog(), step=0)
-    buffer.fetched([Prompt(0, "x", (1,))])
-    buffer.replayed(groups[0])
+    buffer.add_prompts([Prompt(0, "x", (1,))])
+    buffer.replay(groups[0])
     buffer.take()
     assert len(buffer.counts()) > 4
     names |= buffer.counts().keys()

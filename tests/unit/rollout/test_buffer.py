@@ -42,9 +42,9 @@ def group(prompt_id: int, *versions: int) -> SampleGroup:
 
 
 def start(buffer: RolloutBuffer, prompt_ids: range) -> None:
-    buffer.fetched([prompt(prompt_id) for prompt_id in prompt_ids])
+    buffer.add_prompts([prompt(prompt_id) for prompt_id in prompt_ids])
     for prompt_id in prompt_ids:
-        buffer.started(prompt_id)
+        buffer.start(prompt_id)
 
 
 def opened(rules: Rules, backlog: Backlog = NOTHING, step: int = 0) -> RolloutBuffer:
@@ -59,13 +59,13 @@ def test_more_groups_are_started_when_too_few_are_left_and_surplus_is_kept() -> 
     start(buffer, range(6))
     assert buffer.capacity() == 0
     for prompt_id in (0, 1):
-        buffer.finished(group(prompt_id, 0), wanted=False)
+        buffer.finish(group(prompt_id, 0), wanted=False)
     assert buffer.capacity() == 0  # the remaining four can still make a batch
-    buffer.finished(group(2, 0), wanted=False)
+    buffer.finish(group(2, 0), wanted=False)
     assert buffer.capacity() == 3  # three cannot, so the buffer refills to six
     start(buffer, range(6, 9))
     for prompt_id in (8, 3, 4, 7, 5):
-        buffer.finished(group(prompt_id, 0), wanted=True)
+        buffer.finish(group(prompt_id, 0), wanted=True)
     taken = buffer.take()
     assert taken is not None
     assert [g.prompt_id for g in taken] == [3, 4, 7, 8]
@@ -85,15 +85,15 @@ def test_an_aborted_group_waits_with_or_without_its_tokens(keep_partial: bool) -
     buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9, keep_partial=keep_partial))
     start(buffer, range(2))
     partial = Unfinished(prompt(1), (answer(1, 0, 0, cut=True),))
-    buffer.finished(group(0, 0), wanted=True)
-    buffer.aborted(partial)
+    buffer.finish(group(0, 0), wanted=True)
+    buffer.abort(partial)
     assert buffer.waiting == (partial if keep_partial else Unfinished(prompt(1)),)
     assert buffer.take() == [group(0, 0)]
     assert (buffer.counts()["rollout/num_aborted"], buffer.counts()["rollout/wasted_tokens"]) == (
         1,
         2 * (not keep_partial),
     )
-    again = buffer.started(1)
+    again = buffer.start(1)
     assert again.samples == (partial.samples if keep_partial else ())
 
 
@@ -101,28 +101,28 @@ def test_groups_in_training_stay_in_the_backlog_until_they_are_trained() -> None
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9))
     start(buffer, range(2))
     for prompt_id in range(2):
-        buffer.finished(group(prompt_id, 0), wanted=True)
+        buffer.finish(group(prompt_id, 0), wanted=True)
     assert buffer.take() is not None
     assert [g.prompt_id for g in buffer.backlog().finished] == [0, 1]
     resumed = opened(buffer.rules, buffer.backlog())
     assert resumed.take() == [group(0, 0), group(1, 0)]
     assert resumed.counts() == buffer.counts()
-    buffer.trained()
+    buffer.mark_trained()
     assert buffer.backlog() == Backlog(num_fetched=2, num_trained=2, newest_id=1)
 
 
 def test_counts_survive_a_preemption_and_do_not_include_its_own_aborts() -> None:
     undisturbed = opened(Rules(batch_size=2, start_size=2, num_steps=9))
     start(undisturbed, range(2))
-    undisturbed.finished(group(0, 0), wanted=False)
-    undisturbed.counted({"rollout/bad_prompts": 2.0})
+    undisturbed.finish(group(0, 0), wanted=False)
+    undisturbed.add_counts({"rollout/bad_prompts": 2.0})
     start(undisturbed, range(2, 3))
     backlog = undisturbed.backlog()
     preempted = opened(undisturbed.rules, backlog)
     for prompt_id in (1, 2):
-        undisturbed.finished(group(prompt_id, 0), wanted=True)
-        preempted.started(prompt_id)
-    preempted.aborted(Unfinished(prompt(1), (answer(1, 0, 0, cut=True),)))
+        undisturbed.finish(group(prompt_id, 0), wanted=True)
+        preempted.start(prompt_id)
+    preempted.abort(Unfinished(prompt(1), (answer(1, 0, 0, cut=True),)))
     resumed = opened(undisturbed.rules, preempted.backlog())
     assert resumed.backlog().counts == {
         "rollout/num_filtered": 1,
@@ -130,8 +130,8 @@ def test_counts_survive_a_preemption_and_do_not_include_its_own_aborts() -> None
         "rollout/bad_prompts": 2,
     }
     for prompt_id in (1, 2):
-        resumed.started(prompt_id)
-        resumed.finished(group(prompt_id, 0), wanted=True)
+        resumed.start(prompt_id)
+        resumed.finish(group(prompt_id, 0), wanted=True)
     assert undisturbed.take() == resumed.take() == [group(1, 0), group(2, 0)]
     assert undisturbed.counts() == resumed.counts()
 
@@ -139,16 +139,16 @@ def test_counts_survive_a_preemption_and_do_not_include_its_own_aborts() -> None
 def test_counts_for_the_next_batch_stay_with_it_when_the_current_batch_is_returned() -> None:
     buffer = opened(Rules(batch_size=1, start_size=2, num_steps=9))
     start(buffer, range(2))
-    buffer.finished(group(0, 0), wanted=False)
-    buffer.finished(group(1, 0), wanted=True)
+    buffer.finish(group(0, 0), wanted=False)
+    buffer.finish(group(1, 0), wanted=True)
     buffer.take()
     start(buffer, range(2, 4))  # for the next batch, while this one is in training
-    buffer.finished(group(2, 0), wanted=False)
+    buffer.finish(group(2, 0), wanted=False)
     again = opened(buffer.rules, opened(buffer.rules, buffer.backlog()).backlog())
     assert again.take() == [group(1, 0)] and again.counts() == buffer.counts()
-    again.trained()
-    again.started(3)
-    again.finished(group(3, 0), wanted=True)
+    again.mark_trained()
+    again.start(3)
+    again.finish(group(3, 0), wanted=True)
     assert again.take() == [group(3, 0)] and again.counts()["rollout/num_filtered"] == 1
 
 
@@ -157,17 +157,17 @@ def test_no_more_groups_are_in_flight_than_can_be_trained_in_time_or_before_the_
     assert buffer.capacity() == 4
     start(buffer, range(4))
     for prompt_id in (0, 1):
-        buffer.finished(group(prompt_id, 0), wanted=True)
+        buffer.finish(group(prompt_id, 0), wanted=True)
     assert buffer.take() is not None and buffer.capacity() == 0
-    buffer.trained()
+    buffer.mark_trained()
     assert buffer.capacity() == 0  # the engines still have the old weights
     buffer.version = 1
     assert buffer.capacity() == 2
     start(buffer, range(4, 6))
     for prompt_id in range(2, 6):
-        buffer.finished(group(prompt_id, 0 if prompt_id < 4 else 1), wanted=True)
+        buffer.finish(group(prompt_id, 0 if prompt_id < 4 else 1), wanted=True)
     assert [g.prompt_id for g in buffer.take() or ()] == [2, 3]
-    buffer.trained()
+    buffer.mark_trained()
     buffer.version = 2
     assert buffer.capacity() == 0
 
@@ -180,15 +180,15 @@ def test_a_batch_waits_for_a_straggler_that_would_become_too_old() -> None:
     buffer = opened(Rules(batch_size=2, start_size=2, num_steps=9, max_staleness=1))
     start(buffer, range(4))
     for prompt_id in (0, 1):
-        buffer.finished(group(prompt_id, 0), wanted=True)
+        buffer.finish(group(prompt_id, 0), wanted=True)
     assert buffer.take() is not None
-    buffer.trained()
+    buffer.mark_trained()
     buffer.version = 1
     start(buffer, range(4, 6))
     for prompt_id in (3, 4, 5):
-        buffer.finished(group(prompt_id, 0 if prompt_id == 3 else 1), wanted=True)
+        buffer.finish(group(prompt_id, 0 if prompt_id == 3 else 1), wanted=True)
     assert not buffer.has_batch()
-    buffer.finished(group(2, 0, 1), wanted=True)
+    buffer.finish(group(2, 0, 1), wanted=True)
     assert [g.prompt_id for g in buffer.take() or ()] == [2, 3]
 
 
@@ -201,7 +201,7 @@ def test_after_a_resume_with_a_stricter_bound_stale_groups_are_not_trained() -> 
         held,
         step=5,
     )
-    assert buffer.started(2) == Unfinished(prompt(2))
+    assert buffer.start(2) == Unfinished(prompt(2))
     assert [g.prompt_id for g in buffer.take() or ()] == [1]
     assert buffer.counts()["rollout/wasted_tokens"] == 2
 
@@ -221,9 +221,9 @@ def test_a_tally_that_does_not_add_up_is_refused(broken: Backlog) -> None:
 
 def test_a_prompt_that_is_fetched_twice_is_refused() -> None:
     buffer = RolloutBuffer(Rules(1, 1, 1), Backlog(), step=0)
-    buffer.fetched([prompt(0)])
+    buffer.add_prompts([prompt(0)])
     with pytest.raises(AssertionError, match="fetched twice"):
-        buffer.fetched([prompt(0)])
+        buffer.add_prompts([prompt(0)])
 
 
 class World:
@@ -249,12 +249,12 @@ class World:
     def fill(self) -> None:
         self.buffer.is_open = True
         while (room := self.buffer.capacity()) > 0:
-            entries = self.buffer.waiting[:room] or self.buffer.fetched(
+            entries = self.buffer.waiting[:room] or self.buffer.add_prompts(
                 [prompt(self.cursor + i) for i in range(room)]
             )
             self.cursor = max(self.cursor, *(entry.prompt.prompt_id + 1 for entry in entries))
             for entry in entries:
-                entry = self.buffer.started(entry.prompt.prompt_id)
+                entry = self.buffer.start(entry.prompt.prompt_id)
                 versions = [
                     v
                     for sample in entry.samples
@@ -271,12 +271,12 @@ class World:
         if not wanted:
             self.filtered.append(prompt_id)
         last = [self.buffer.version] if self.buffer.version != versions[-1] else []
-        self.buffer.finished(group(prompt_id, *versions, *last), wanted=wanted)
+        self.buffer.finish(group(prompt_id, *versions, *last), wanted=wanted)
 
     def cut_off_all(self) -> None:
         for prompt_id, versions in self.running.items():
             written = (answer(prompt_id, *versions, cut=True),) if self.draw.random() < 0.5 else ()
-            self.buffer.aborted(Unfinished(prompt(prompt_id), written))
+            self.buffer.abort(Unfinished(prompt(prompt_id), written))
         self.running = {}
 
     def train(self) -> bool:
@@ -288,7 +288,7 @@ class World:
             return True
         self.staleness += [self.buffer.version - each.oldest_version for each in groups]
         self.trained += [each.prompt_id for each in groups]
-        self.buffer.trained()
+        self.buffer.mark_trained()
         if self.draw.random() < 0.1:
             self.resume()  # after the step was trained, so the engines start with the new weights
         self.buffer.version = self.buffer.step
@@ -347,12 +347,12 @@ def test_an_event_of_one_group_reads_no_other_group(max_staleness: int | None) -
     start(buffer, range(count))
     groups = [Counted(prompt_id, 0) for prompt_id in range(count)]
     for each in groups:
-        buffer.finished(each, wanted=True)  # type: ignore[arg-type]
+        buffer.finish(each, wanted=True)  # type: ignore[arg-type]
         buffer.capacity()
         buffer.has_batch()
     for _ in range(5):
         assert buffer.take() is not None
-        buffer.trained()
+        buffer.mark_trained()
     assert max(each.times_asked for each in groups) <= 2
 
 
@@ -365,7 +365,7 @@ def test_the_oldest_groups_come_first_and_ties_are_in_order_of_completion(
     buffer = RolloutBuffer(Rules(size, size, 100, max_staleness), NOTHING, step=step)
     start(buffer, range(len(versions) + num_running))  # running groups began at version ``step``
     for prompt_id in random.Random(len(versions)).sample(range(len(versions)), len(versions)):
-        buffer.finished(group(prompt_id, versions[prompt_id]), wanted=True)
+        buffer.finish(group(prompt_id, versions[prompt_id]), wanted=True)
     kept = [
         each for each in buffer.backlog().finished if each.oldest_version >= step - max_staleness
     ]
@@ -383,7 +383,7 @@ def test_the_oldest_groups_come_first_and_ties_are_in_order_of_completion(
 
 def test_the_longest_waiting_groups_are_the_first_of_the_waiting_ones() -> None:
     buffer = opened(Rules(batch_size=4, start_size=6, num_steps=9))
-    buffer.fetched([prompt(prompt_id) for prompt_id in range(6)])
-    buffer.started(1)
+    buffer.add_prompts([prompt(prompt_id) for prompt_id in range(6)])
+    buffer.start(1)
     assert buffer.longest_waiting(3) == buffer.waiting[:3]
     assert [entry.prompt.prompt_id for entry in buffer.longest_waiting(9)] == [0, 2, 3, 4, 5]

@@ -210,9 +210,9 @@ def test_a_filter_that_drops_nearly_everything_is_reported(
 def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         assert len(await collector.batch()) == 2
-        collector.trained()
+        collector.mark_trained()
         await collector.settle()
-        collector.synced(1)
+        collector.mark_synced(1)
         held, sent = buffer.num_finished, engine.log.count("generate")
         assert held >= 2
         await collector.batch()
@@ -250,14 +250,14 @@ def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> No
 
     async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         assert ids(await collector.batch()) == [1, 2]
-        collector.trained()
+        collector.mark_trained()
         (waiting,) = buffer.waiting
         assert waiting.prompt.prompt_id == 0
         assert [sample.response_ids for sample in waiting.samples] == (
             [(0, 1, 2)] * 2 if keep_partial else []
         )
         engine.version = "1"
-        collector.synced(1)
+        collector.mark_synced(1)
         engine.slow = lambda prompt_id: prompt_id > 1000
         batch = await collector.batch()
         assert ids(batch)[0] == 0
@@ -284,9 +284,9 @@ def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> No
 def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
         await collector.batch()
-        collector.trained()
+        collector.mark_trained()
         engine.version = "1"
-        collector.synced(1)
+        collector.mark_synced(1)
         engine.slow = lambda prompt_id: False
         return (await collector.batch())[0]
 
@@ -397,7 +397,7 @@ def test_a_run_preempted_while_surplus_is_aborted_does_not_wait_for_a_hanging_en
 def test_a_resume_with_a_stricter_bound_replaces_groups_that_are_too_old() -> None:
     async def surplus(collector: Collector, buffer: RolloutBuffer) -> Backlog:
         await collector.batch()
-        collector.trained()
+        collector.mark_trained()
         return collector.pending()[1]
 
     backlog = asyncio.run(collecting(FakeEngine(), surplus, Rules(2, 8, 9)))
@@ -486,8 +486,8 @@ def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:
     async def work(collector: Collector, buffer: RolloutBuffer) -> None:
         for step in range(2):
             write_groups(template, step, await collector.batch())
-            collector.trained()
-            collector.synced(step + 1)
+            collector.mark_trained()
+            collector.mark_synced(step + 1)
 
     asyncio.run(collecting(engine, work, rules))
 
@@ -501,8 +501,8 @@ def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any)
         source, found = Replay(buffer, Counter(start), template, stop_requested=lambda: False), []
         for step in range(2):
             found.append(ids(await source.batch()))
-            source.trained()
-            source.synced(step + 1)
+            source.mark_trained()
+            source.mark_synced(step + 1)
         assert source.pending() == (
             {"offset": 4},
             Backlog(num_fetched=4, num_trained=4, newest_id=3),

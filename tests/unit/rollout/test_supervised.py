@@ -45,7 +45,7 @@ def test_a_stopped_source_resumes_with_the_next_prompts():
             again = asyncio.run(rollouts.batch())
             assert again == batch
         seen += [each.prompt_id for each in batch]
-        rollouts.trained()
-        rollouts.synced(step + 1)
+        rollouts.mark_trained()
+        rollouts.mark_synced(step + 1)
     assert seen == list(range(12))
     assert rollouts.pending()[1].num_trained == 12
