@@ -437,7 +437,7 @@ class OpenEpisode:
     async def _exchange(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
         """Run ``work`` in the connection's event loop. Raises BadRequest and RolloutError."""
 
-        async def tracked() -> T:
+        async def run_tracked() -> T:
             if self.is_closed:
                 raise _closed()
             task = asyncio.ensure_future(work())
@@ -450,9 +450,9 @@ class OpenEpisode:
 
         try:
             if asyncio.get_running_loop() is self._loop:
-                return await tracked()
+                return await run_tracked()
             return await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+                asyncio.run_coroutine_threadsafe(run_tracked(), self._loop)
             )
         except Halted as error:
             self._was_halted = True

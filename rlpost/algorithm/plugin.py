@@ -120,16 +120,16 @@ def blaming(function: Callable[..., object], path: str, *, key: str) -> Callable
     """Wrap a function, async or not, with ``blamed_on``."""
 
     @functools.wraps(function)
-    def called(*args: object, **kwargs: object) -> object:
+    def call_blamed(*args: object, **kwargs: object) -> object:
         with blamed_on(path, key=key):
             returned = function(*args, **kwargs)
-        return awaited(returned) if inspect.isawaitable(returned) else returned
+        return await_blamed(returned) if inspect.isawaitable(returned) else returned
 
-    async def awaited(returned: Awaitable[object]) -> object:
+    async def await_blamed(returned: Awaitable[object]) -> object:
         with blamed_on(path, key=key):
             return await returned
 
-    return called
+    return call_blamed
 
 
 def checked_interface(

@@ -38,7 +38,7 @@ async def call_if_there(thing: object, name: str, *args: object, default: object
     return default if method is None else await call(method, *args)
 
 
-async def closed(thing: object, word: str) -> None:
+async def close(thing: object, word: str) -> None:
     """Call ``close`` of an environment, if it has one, within CLOSE_S.
 
     A failure is only logged: the episode has its result, and the next one has another environment.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlpost.agents.environments.calls import call, call_if_there, closed
+from rlpost.agents.environments.calls import call, call_if_there, close
 from rlpost.agents.environments.plain import finite
 from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.resumption import Resumption
@@ -44,7 +44,7 @@ class HarnessRunner:
 
     async def close(self) -> None:
         """Call the harness's ``close``."""
-        await closed(self.harness, self.word)
+        await close(self.harness, self.word)
 
     async def run(self, builder: ResponseBuilder, prompt: Prompt) -> EpisodeResult:
         """Run one episode; the caller cancels it once generation is halted.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlpost.agents.environments.calls import call, call_if_there, closed
+from rlpost.agents.environments.calls import call, call_if_there, close
 from rlpost.agents.environments.protocol import Environment, Step, Turn
 from rlpost.agents.environments.resumption import Resumption
 from rlpost.errors import ConfigError
@@ -74,7 +74,7 @@ class PlainRunner:
             turns = await episode.play(opening)
             score = await call_if_there(environment, "score", default=0.0)
         finally:
-            await closed(environment, self.word)
+            await close(environment, self.word)
         if not turns:
             raise ConfigError(
                 f"--env {self.word}: reset left no token for an answer to prompt {prompt.prompt_id}; shorten its "

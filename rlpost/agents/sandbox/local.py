@@ -220,14 +220,14 @@ class LocalSandbox(Sandbox):
             self._control = None
         process, self._process = self._process, None
         if process is not None:
-            await _ended(process)
+            await _wait_for_end(process)
         cgroup, self._cgroup = self._cgroup, None
         if cgroup is not None:
             await cgroup.remove()
         self._has_ended()
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), 5.0)
     except TimeoutError:

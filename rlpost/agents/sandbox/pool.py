@@ -94,7 +94,7 @@ class LocalPool:
             self._release()
             raise
         self._used.add(sandbox)
-        sandbox.on_close = lambda: self._returned(sandbox, image)
+        sandbox.on_close = lambda: self._take_back(sandbox, image)
         self._refill()
         return sandbox
 
@@ -124,7 +124,7 @@ class LocalPool:
         if self._closed:
             raise SandboxLost("the pool of sandboxes is closed")
 
-    def _returned(self, sandbox: LocalSandbox, image: str | None) -> None:
+    def _take_back(self, sandbox: LocalSandbox, image: str | None) -> None:
         self._used.discard(sandbox)
         self._release()
         self._refill()
@@ -142,9 +142,9 @@ class LocalPool:
         if not self._closed and len(self._warm) + len(self._starting) < wanted:
             task = asyncio.ensure_future(self._warm_up())
             self._starting.add(task)
-            task.add_done_callback(self._warmed)
+            task.add_done_callback(self._end_start)
 
-    def _warmed(self, task: asyncio.Task[None]) -> None:
+    def _end_start(self, task: asyncio.Task[None]) -> None:
         self._starting.discard(task)
         if not task.cancelled() and task.exception() is None:
             self._refill()

@@ -146,11 +146,11 @@ class RemotePool:
             lease = SandboxLease(number)
             with contextlib.suppress(OSError):
                 await in_daemon(lambda: self._registry.renew(lease))  # noqa: B023
-                self.seen(await in_daemon(self._registry.nodes), time.monotonic())
+                self.store_records(await in_daemon(self._registry.nodes), time.monotonic())
             self._serve_waiting()
             await asyncio.sleep(BEAT_SECONDS / 4 if self._waiting else BEAT_SECONDS)
 
-    def seen(self, records: Sequence[NodeRecord], now: float) -> None:
+    def store_records(self, records: Sequence[NodeRecord], now: float) -> None:
         """Store the records that were read at ``now`` (seconds of this process's clock)."""
         kept: dict[str, tuple[NodeRecord, float]] = {}
         for record in records:
@@ -180,11 +180,11 @@ class RemotePool:
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError | ConfigError):
                 self._avoided[node.name] = time.monotonic() + AVOID_SECONDS
-            self.returned(node.name)
+            self.release(node.name)
             if isinstance(error, TypeError | ValueError) and not isinstance(error, ConfigError):
                 raise SandboxLost(f"sandbox server {node.name}: {error}") from error
             raise
-        sandbox.on_close = lambda: self.returned(node.name)
+        sandbox.on_close = lambda: self.release(node.name)
         return sandbox
 
     async def _place(self) -> NodeRecord:
@@ -201,7 +201,7 @@ class RemotePool:
         except (TimeoutError, asyncio.CancelledError) as error:
             # Both may arrive after the place was given.
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.returned(waiting.result().name)
+                self.release(waiting.result().name)
             if isinstance(error, asyncio.CancelledError):
                 raise
             names = ", ".join(self._seen) or "none"
@@ -220,7 +220,7 @@ class RemotePool:
             self._used[node.name] += 1
             self._waiting.popleft().set_result(node)
 
-    def returned(self, node: str) -> None:
+    def release(self, node: str) -> None:
         """Release a place of a node."""
         self._used[node] -= 1
         self._serve_waiting()

@@ -54,14 +54,16 @@ class SandboxServer:
         self.connections: set[asyncio.Task[None]] = set()
         self.num_unproven = 0
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve one connection: one sandbox."""
         task = asyncio.current_task()
         assert task is not None
         self.connections.add(task)
         try:
             keep_alive(writer.get_extra_info("socket"))
-            await self._serve(await self._greeted(reader, writer))
+            await self._serve(await self._greet(reader, writer))
         except (wire.PeerRefused, KeyError, TypeError, RlpostError) as error:
             logger.warning("connection refused: %s", error)
         except (OSError, EOFError, TimeoutError):
@@ -70,9 +72,7 @@ class SandboxServer:
             self.connections.discard(task)
             writer.close()
 
-    async def _greeted(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> wire.Wire:
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> wire.Wire:
         """Let the other side prove itself; see ``wire.greet`` for the errors."""
         if self.num_unproven >= MAX_UNPROVEN:
             raise wire.PeerRefused(f"{MAX_UNPROVEN} connections have not proven themselves")
@@ -94,7 +94,7 @@ class SandboxServer:
             sandbox = await self._while_alive(acquiring, reading, peer)
             await peer.send({"ready": sandbox.name})
             while (request := await inbox.get()) is not None:
-                answer = await self._while_alive(answered(sandbox, *request), reading, peer)
+                answer = await self._while_alive(perform(sandbox, *request), reading, peer)
                 await peer.send(*answer)
         except SandboxLost as lost:
             await peer.send({"lost": str(lost)})
@@ -146,7 +146,7 @@ async def _read_all(peer: wire.Wire, inbox: asyncio.Queue[Message | None]) -> No
         await inbox.put(None)
 
 
-async def answered(sandbox: Sandbox, header: wire.Header, stdin: bytes) -> Message:
+async def perform(sandbox: Sandbox, header: wire.Header, stdin: bytes) -> Message:
     """Perform one request of the driver; return its result as a message."""
     values = dataclasses.asdict(await sandbox.perform(header["request"], stdin))
     stdout, stderr = values.pop("stdout"), values.pop("stderr")
@@ -158,7 +158,7 @@ async def serve(
 ) -> int:
     """Serve until the run is over (0) or this job ends (75)."""
     server = SandboxServer(pool, registry.secret(), host)
-    listening = await asyncio.start_server(server.connected, host, 0)
+    listening = await asyncio.start_server(server.serve_connection, host, 0)
     port = listening.sockets[0].getsockname()[1]
     lease = LeaseWatch(registry)
     number, is_written = 0, True

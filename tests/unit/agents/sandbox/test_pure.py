@@ -163,7 +163,7 @@ def test_a_launcher_that_ends_just_before_it_is_killed_is_not_an_error(monkeypat
             raise ProcessLookupError
 
     launcher = Launcher()
-    asyncio.run(local._ended(launcher))
+    asyncio.run(local._wait_for_end(launcher))
     assert launcher.waits == 2
 
 
@@ -177,20 +177,20 @@ def test_sandboxes_with_an_image_run_as_its_owner_but_never_as_root(tmp_path, mo
 
 def test_a_node_that_no_longer_renews_its_record_gets_no_sandbox(tmp_path):
     pool = RemotePool(tmp_path, Limits())
-    pool.seen([record("a", 1, 1), record("b", 1, 3)], 0.0)
+    pool.store_records([record("a", 1, 1), record("b", 1, 3)], 0.0)
     chosen = pool.choose(0.0)
     assert chosen is not None and chosen.name == "b"  # most free places
-    pool.seen([record("a", 2, 1), record("b", 1, 3)], STALE_SECONDS + 1)
+    pool.store_records([record("a", 2, 1), record("b", 1, 3)], STALE_SECONDS + 1)
     chosen = pool.choose(0.0)
     assert chosen is not None and chosen.name == "a"
-    pool.seen([], 0.0)
+    pool.store_records([], 0.0)
     assert pool.choose(0.0) is None
 
 
 def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
     async def whole() -> None:
         pool = RemotePool(tmp_path, Limits(), wait_seconds=0.2)
-        pool.seen([record("a", 1, 1)], 0.0)
+        pool.store_records([record("a", 1, 1)], 0.0)
         order: list[int] = []
 
         async def wait(number: int) -> None:
@@ -201,7 +201,7 @@ def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
         await asyncio.sleep(0)
         for _ in range(2):
             await asyncio.sleep(0.01)
-            pool.returned("a")
+            pool.release("a")
         await asyncio.gather(*waiting)
         assert order == [0, 1, 2]
         with pytest.raises(SandboxLost, match="no free sandbox"):
@@ -276,7 +276,7 @@ def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path):
         pool = RemotePool(tmp_path, Limits())
         caller = asyncio.ensure_future(pool._place())
         await asyncio.sleep(0)
-        pool.seen([record("a", 1, 1)], 0.0)
+        pool.store_records([record("a", 1, 1)], 0.0)
         pool._serve_waiting()
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -314,7 +314,7 @@ def test_a_node_is_avoided_after_a_failure_but_not_because_a_caller_gave_up(tmp_
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool.seen([NodeRecord("a", "127.0.0.1", port, 1, 1)], time.monotonic())
+        pool.store_records([NodeRecord("a", "127.0.0.1", port, 1, 1)], time.monotonic())
         caller = asyncio.ensure_future(pool.acquire())
         await connected.wait()
         caller.cancel()
