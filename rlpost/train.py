@@ -57,7 +57,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
         )
     configure_logging(log_format=loaded.config.observe.log_format)
     run = RunFolder(options.run_folder)
-    config = _settled(run, loaded.config)
+    config = _settle_config(run, loaded.config)
     check_installed(config)
     check_node(config)
     load_keys(run, os.environ)
@@ -91,7 +91,7 @@ def _load_tokenizer(config: Config) -> None:
         logging.debug("the tokenizer could not be loaded ahead: %s", error)
 
 
-def _settled(run: RunFolder, given: Config) -> Config:
+def _settle_config(run: RunFolder, given: Config) -> Config:
     """Return the settings of run.json; a first start without rlpost.submit writes it."""
     if run.run_json.exists():
         return parse_dump(run.run_json.read_text())

@@ -323,21 +323,19 @@ async def _first_to_answer(
     for index, (ip, port) in enumerate(places):
         attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
         timeout_s = None if index == len(places) - 1 else _STAGGER_S
-        while not _answered(attempts) and (
-            waiting := [task for task in attempts if not task.done()]
-        ):
+        while not _answer(attempts) and (waiting := [task for task in attempts if not task.done()]):
             done, _ = await asyncio.wait(
                 waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 break
-        if _answered(attempts):
+        if _answer(attempts):
             break
-    if answered := _answered(attempts):
+    if answered := _answer(attempts):
         earlier = [task for task in attempts[: attempts.index(answered[0])] if not task.done()]
         if earlier:
             await asyncio.wait(earlier, timeout=_PREFERENCE_S)
-    link = next((task.result() for task in _answered(attempts)), None)
+    link = next((task.result() for task in _answer(attempts)), None)
     for task in attempts:
         task.cancel()
     for outcome in await asyncio.gather(*attempts, return_exceptions=True):
@@ -348,7 +346,7 @@ async def _first_to_answer(
     return link
 
 
-def _answered(attempts: Sequence[asyncio.Task[Link]]) -> list[asyncio.Task[Link]]:
+def _answer(attempts: Sequence[asyncio.Task[Link]]) -> list[asyncio.Task[Link]]:
     return [task for task in attempts if task.done() and task.exception() is None]
 
 

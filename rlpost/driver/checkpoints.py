@@ -242,7 +242,7 @@ class Checkpoints:
             )
         try:
             async with self._deadline(state):
-                folder = await self._written(state, write)
+                folder = await self._fill_folder(state, write)
                 await self._commit(state, folder, started, blocking_s=None)
         except (RlpostError, OSError) as error:
             await self._clean_up(error, started)
@@ -270,7 +270,7 @@ class Checkpoints:
         self._started = time.monotonic()
         try:
             async with self._deadline(state):
-                folder = await self._written(state, write)
+                folder = await self._fill_folder(state, write)
         except (RlpostError, OSError) as error:
             await self._clean_up(error, self._started)
             raise
@@ -309,7 +309,7 @@ class Checkpoints:
             f"{deadline_s:.0f} s (--save-deadline-s)",
         )
 
-    async def _written(self, state: RunState, write: Write) -> Path:
+    async def _fill_folder(self, state: RunState, write: Write) -> Path:
         """Create a folder, fill it with ``write`` and return it."""
         await in_daemon(self.check_owner)
         lane = None if self._claim is None else self._claim.lane

@@ -30,7 +30,7 @@ from rlpost.driver.loop_lag import LoopLag
 from rlpost.driver.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.run_stages import RunStages
-from rlpost.durable.daemon_threads import in_daemon, started, within
+from rlpost.durable.daemon_threads import in_daemon, start_in_daemon, within
 from rlpost.durable.journal import Journal
 from rlpost.durable.ownership import check_attempt
 from rlpost.durable.provenance import Provenance
@@ -112,7 +112,7 @@ def _run_attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopReq
 
 def _last_report(run: RunFolder) -> None:
     """Write the report within LAST_REPORT_S: the job may be killed soon, and storage may hang."""
-    writing = started(lambda: try_to_write_report(run))
+    writing = start_in_daemon(lambda: try_to_write_report(run))
     wait_for([writing], LAST_REPORT_S)
     if not writing.done():
         logger.warning("the report was not written to %s within %.0f s", run.report, LAST_REPORT_S)

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from common.bounded import await_unless
 from common.files import is_there
 from common.stop_file import StopMessage, parse_stop
-from rlpost.durable.daemon_threads import started
+from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.errors import HalfTrained, Preempted
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class StopRequest:
         if not self._is_requested:
             is_hanging = self._poll is not None and not self._poll.done()
             if not is_hanging:
-                self._poll = started(self._poll_once)
+                self._poll = start_in_daemon(self._poll_once)
                 wait_for([self._poll], ANSWER_S)
         return self._is_requested
 

@@ -31,7 +31,7 @@ from rlpost.driver.role_environment import trainer_environment
 from rlpost.driver.training import Training
 from rlpost.driver.worker_groups import ActorGroup, TrainingRanks
 from rlpost.driver.workers import StandbyWorker, WorkerGroup, connect
-from rlpost.durable.daemon_threads import started
+from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
 from rlpost.observe.progress.overdue import OverdueRule
 from rlpost.trainer.settings import ActorSettings
@@ -261,4 +261,4 @@ def at_low_priority(act: Callable[[], T]) -> T:
         os.setpriority(os.PRIO_PROCESS, thread, max(own, NICENESS))
         return act()
 
-    return started(run).result()
+    return start_in_daemon(run).result()

@@ -17,7 +17,7 @@ from rlpost.errors import CheckpointError
 T = TypeVar("T")
 
 
-def started(act: Callable[[], T]) -> Future[T]:
+def start_in_daemon(act: Callable[[], T]) -> Future[T]:
     """Run ``act`` in a daemon thread; return a future of its result, which cannot be cancelled."""
     found: Future[T] = Future()
     # Otherwise a caller of ``in_daemon`` that is cancelled would cancel the future, and the thread
@@ -38,7 +38,7 @@ def started(act: Callable[[], T]) -> Future[T]:
 
 async def in_daemon(act: Callable[[], T]) -> T:
     """Run ``act`` in a daemon thread and return its result."""
-    return await asyncio.wrap_future(started(act))
+    return await asyncio.wrap_future(start_in_daemon(act))
 
 
 @asynccontextmanager

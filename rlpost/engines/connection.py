@@ -283,7 +283,7 @@ class Connection:
         try:
             async with self._session.post(url, data=body, headers=headers) as response:
                 if response.status == 200 and watch is not None:
-                    return await self._streamed(response, watch)
+                    return await self._read_stream(response, watch)
                 if response.status == 200:
                     return await self._parse(parse, await response.read(), self.routes)
                 text = await response.text()
@@ -309,7 +309,7 @@ class Connection:
         """Parse in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, *arguments)
 
-    async def _streamed(self, response: aiohttp.ClientResponse, watch: Watch) -> Answer:
+    async def _read_stream(self, response: aiohttp.ClientResponse, watch: Watch) -> Answer:
         """Read an answer that comes in events."""
         streamed = StreamedAnswer(self.routes)
         watch.begin()

@@ -118,7 +118,7 @@ class Collector:
             CheckpointError: the journal became unreadable.
         """
         if self._stop_requested():
-            await self._stopped()
+            await self._stop()
         groups = await self._replayed_batch()
         if groups is None:
             self._open()
@@ -246,7 +246,7 @@ class Collector:
                 await self.stop()
                 raise self._failure
             if self._stop_requested():
-                await self._stopped()
+                await self._stop()
             if self._buffer.has_batch():
                 return
             assert self._tasks, "no batch, and no group in flight"
@@ -256,7 +256,7 @@ class Collector:
                 async with asyncio.timeout(STOP_POLL_S):
                     await self._changed.wait()
 
-    async def _stopped(self) -> NoReturn:
+    async def _stop(self) -> NoReturn:
         await self.stop()
         raise Preempted(
             f"a stop was requested while generating; {self._buffer.num_finished} groups are kept"

@@ -125,7 +125,7 @@ class GroupWriter:
             # block it for seconds.
             await asyncio.sleep(0)
         for _ in range(MAX_GENERATIONS):
-            written = await self._written(entry)
+            written = await self._write_answers(entry)
             if isinstance(written, Unfinished):
                 return written
             samples, graded = written
@@ -140,7 +140,7 @@ class GroupWriter:
         )
         return SampleGroup(prompt.prompt_id, ())
 
-    async def _written(
+    async def _write_answers(
         self, entry: Unfinished
     ) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
         """Return all answers to a prompt, and those that have a reward."""
@@ -159,11 +159,11 @@ class GroupWriter:
         if not samples:
             return [], ()
         try:
-            return samples, await self._graded(entry.prompt, samples)
+            return samples, await self._grade(entry.prompt, samples)
         except Halted:
             return Unfinished(entry.prompt, tuple(samples))
 
-    async def _graded(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[ScoredSample, ...]:
+    async def _grade(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[ScoredSample, ...]:
         """Return the samples that have a reward and are finished. Raises Halted."""
         rewards = await self._grader.grade(prompt, samples)
         pairs = zip(samples, rewards, strict=True)

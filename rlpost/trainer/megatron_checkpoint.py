@@ -333,7 +333,7 @@ def save_weights(
 
 def _on_first_rank(act: Callable[[], object], failed: str) -> None:
     """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
-    parallel.raised_everywhere(
+    parallel.raise_everywhere(
         lambda: act() if dist.get_rank() == 0 else None,
         lambda problem: CheckpointError(f"{failed}: {problem}"),
     )

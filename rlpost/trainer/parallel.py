@@ -206,7 +206,7 @@ def _releasable_bytes(backend: dist.Backend) -> int | None:
         raise
 
 
-def raised_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:
+def raise_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:
     """Call ``act``; after an OSError on any rank raise an exception on every rank. Collective.
 
     If one rank failed alone, the others would wait for it in their next collective. ``failed``

@@ -124,7 +124,7 @@ class Rank(ABC):
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
-        weight_files.written_everywhere(partial(self._critic().export, folder), folder)
+        weight_files.write_everywhere(partial(self._critic().export, folder), folder)
 
     def _critic(self) -> Critic:
         """Return the critic, which the settings must have."""

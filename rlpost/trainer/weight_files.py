@@ -45,7 +45,7 @@ def export(
     if settings.lora_export == "peft":
         writes, adapters = dist.get_rank() == 0, peft_settings(settings)
         write = partial(write_peft_folder, inventory, folder, settings=adapters, writes=writes)
-        written_everywhere(write, folder)
+        write_everywhere(write, folder)
     else:
         export_merged(exporter, folder, description, settings)
 
@@ -65,7 +65,7 @@ def export_merged(
         config=description.hf_config,
         writes=dist.get_rank() == 0,
     )
-    written_everywhere(write, folder)
+    write_everywhere(write, folder)
 
 
 def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) -> int | None:
@@ -86,16 +86,16 @@ def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) 
         write_peft_folder(inventory, temporary, settings=adapters, writes=writes)
         return commit(temporary, folder) if writes else None
 
-    return written_everywhere(write, folder)
+    return write_everywhere(write, folder)
 
 
-def written_everywhere(write: Callable[[], T], folder: str | Path) -> T:
+def write_everywhere(write: Callable[[], T], folder: str | Path) -> T:
     """Call ``write``.
 
     Raises:
         CheckpointError: it failed on a rank; raised on every rank.
     """
-    return parallel.raised_everywhere(
+    return parallel.raise_everywhere(
         write, lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}")
     )
 

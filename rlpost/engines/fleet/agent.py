@@ -39,7 +39,7 @@ from common.stop_file import parse_stop
 from rlpost.config.engine_args import engine_args
 from rlpost.config.load import parse_dump
 from rlpost.config.tree import Config
-from rlpost.durable.daemon_threads import started
+from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.fleet.agent_rules import (
@@ -195,7 +195,7 @@ class Agent:
             self._pause(url)
             return url
 
-        return started(start)
+        return start_in_daemon(start)
 
     def _pause(self, url: str) -> None:
         """Abort the requests of the server and pause it. Raises RolloutError."""

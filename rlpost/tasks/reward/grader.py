@@ -136,7 +136,7 @@ class RewardGrader:
             )
             return [reward for rewards in scored for reward in rewards]
         if settings.custom_rm_path is not None and settings.group_rm:
-            return await self._isolated(("group", settings.custom_rm_path), prompt, samples)
+            return await self._grade_in_process(("group", settings.custom_rm_path), prompt, samples)
         if settings.custom_rm_path is not None:
             return await self._each(("custom", settings.custom_rm_path), prompt, samples)
         name = self._name(prompt)
@@ -145,7 +145,7 @@ class RewardGrader:
                 *(self._remote_reward(prompt, sample) for sample in samples)
             )
         if name == JUDGE and self._judge is not None:
-            return await self._judged(self._judge, prompt, samples)
+            return await self._ask_judge(self._judge, prompt, samples)
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
@@ -210,7 +210,7 @@ class RewardGrader:
         self._failures_in_a_row = 0
         return rewards
 
-    async def _judged(self, judge: Judge, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
+    async def _ask_judge(self, judge: Judge, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """Return the rewards that a judge gives; None for an answer without a verdict."""
         values = prompt_values(prompt.text, prompt.label, prompt.metadata)
         try:
@@ -234,11 +234,13 @@ class RewardGrader:
     async def _each(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
         """Grade each sample separately, so that a failure affects only that sample."""
         scored = await asyncio.gather(
-            *(self._isolated(what, prompt, [sample]) for sample in samples)
+            *(self._grade_in_process(what, prompt, [sample]) for sample in samples)
         )
         return [reward for rewards in scored for reward in rewards]
 
-    async def _isolated(self, what: What, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
+    async def _grade_in_process(
+        self, what: What, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Rewards:
         try:
             rewards = await self._pool.grade(what, prompt, samples)
         except GradingTimeout as failure:
