@@ -6,17 +6,9 @@ These settings are part of the text of a batch file when it is rendered; after i
 
 from typing import Dict, List, Sequence
 
-BY_SBATCH = (
-    "account",
-    "constraint",
-    "exclude",
-    "job_name",
-    "partition",
-    "qos",
-    "reservation",
-    "segment",
-    "time",
-)
+from slurm.sbatch_options import OF_SETTINGS
+
+BY_SBATCH = tuple(option.key for option in OF_SETTINGS)
 """sbatch has an option of the same name and meaning, which goes before the file."""
 
 BY_VARIABLE = {
@@ -46,6 +38,7 @@ BY_RENDERING = (
     "ray_dashboard_host",
     "ray_object_store_memory",
     "requeue",
+    "sbatch",
     "setup_commands",
     "signal_lead_s",
     "socket_ifname",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.batch.options import Options, needed_variables, words
+from slurm.sbatch_options import OF_SETTINGS
 from slurm.spec import JobSpec
 from slurm.variables import OURS
 
@@ -92,21 +93,22 @@ def directives(
         nodes.append(f"--gres=gpu:{spec.num_gpus_per_node}")
     elif spec.gpu_request == "gpus-per-node":
         nodes.append(f"--gpus-per-node={spec.num_gpus_per_node}")
-    named = ("partition", "account", "qos", "reservation", "constraint")
-    place = [_option(name, value) for name in named if (value := getattr(spec, name)) is not None]
-    place += [f"--segment={spec.segment}"] if spec.segment else []
-    place += [_option("exclude", ",".join(spec.exclude))] if spec.exclude else []
+    stated = {option.name: getattr(spec, option.key) for option in OF_SETTINGS}
+    stated["exclude"] = ",".join(spec.exclude)
+    name, time, *place = [_option(name, value) for name, value in stated.items() if value]
     again = ["--requeue"] if spec.requeue == "requeue" else ["--no-requeue"]
     again += ["--dependency=singleton"] if spec.requeue == "chain" else []
     warning = [f"--signal=B:USR2@{spec.signal_lead_s}"] if is_warned else []
-    time = [f"--time={spec.time}", *warning, *again, "--open-mode=append"]
-    output = [_option("output", spec.output or "slurm-%j.out")]
-    lines = (*first, [f"--job-name={spec.job_name}"], nodes, place, time, output)
+    # Of an option that is stated twice sbatch takes the last: the job's own come after any other.
+    lines = [*([_option(*word[2:].split("=", 1))] for word in spec.sbatch), *first]
+    lines += [[name], nodes, place, [time, *warning, *again, "--open-mode=append"]]
+    lines.append([_option("output", spec.output or "slurm-%j.out")])
     return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
 
 
-def _option(name: str, value: str) -> str:
-    return f"--{name}={shlex.quote(value)}"
+def _option(name: str, *value: object) -> str:
+    """An option of sbatch, with its value if it takes one."""
+    return "=".join([f"--{name}", *(shlex.quote(str(text)) for text in value)])
 
 
 def _file(

@@ -21,6 +21,7 @@ from common.host_lists import HostListError, expand
 from common.run_folder import RunFolder
 from slurm.container import Container, check_mountable
 from slurm.errors import SpecError
+from slurm.sbatch_options import NAME, OF_SETTINGS, word_problem
 
 GpuRequest = Literal["gres", "gpus-per-node", "none"]
 GPU_REQUESTS = ("gres", "gpus-per-node", "none")
@@ -28,10 +29,7 @@ RequeuePolicy = Literal["requeue", "chain", "never"]
 REQUEUE_POLICIES = ("requeue", "chain", "never")
 MAX_SIGNAL_LEAD_S = 65535  # man sbatch, --signal
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]*")
-# man sbatch, --constraint: features, AND, OR, counts, matching and exclusive or
-_CONSTRAINT = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]=-]*")
+_NAME = re.compile(NAME)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The six forms of man sbatch, --time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
@@ -50,6 +48,7 @@ class JobSpec:
         exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per
             task.
         exclude: hosts to exclude, as host lists.
+        sbatch: further options of sbatch, ``--name`` or ``--name=value``.
         requeue: how a run restarts: by Slurm's requeue, as a new job that waits for this one (for
             sites that forbid requeueing), or never.
         max_preemptions: maximum restarts after a preemption or time limit.
@@ -94,6 +93,7 @@ class JobSpec:
     segment: int | None = None
     exclusive: bool = True
     exclude: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
     requeue: RequeuePolicy = "requeue"
     max_preemptions: int = 100
     max_failures: int = 3
@@ -130,22 +130,13 @@ class JobSpec:
                     raise SpecError(
                         f"{field.name}: {text!r} contains a line break or another control character"
                     )
-        for name, pattern in (
-            ("job_name", _NAME),
-            ("partition", _NAMES),
-            ("account", _NAME),
-            ("qos", _NAME),
-            ("reservation", _NAMES),
-        ):
-            value = getattr(self, name)
-            if value is not None and not pattern.fullmatch(value):
-                raise SpecError(
-                    f"{name}: {value!r}; use letters, digits, '.', '_' and '-', a letter or digit first"
-                )
-        if self.constraint is not None and not _CONSTRAINT.fullmatch(self.constraint):
-            raise SpecError(
-                f"constraint: {self.constraint!r}; use features with & | , * ( ) [ ] between them"
-            )
+        for option in OF_SETTINGS:
+            value = getattr(self, option.key)
+            if option.pattern and value is not None and not re.fullmatch(option.pattern, value):
+                raise SpecError(f"{option.key}: {value!r}; {option.syntax}")
+        for word in self.sbatch:
+            if problem := word_problem(word, is_exclusive=self.exclusive):
+                raise SpecError(problem)
         for hosts in self.exclude:
             try:
                 names = expand(hosts)

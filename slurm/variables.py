@@ -12,6 +12,8 @@ import difflib
 import re
 from typing import Dict, List, Mapping, Set
 
+from slurm.sbatch_options import OF_SETTINGS
+
 OF_SLURM = (
     "SLURM_",
     "SLURMD_",
@@ -32,12 +34,11 @@ OF_SLURM = (
 TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Configuration, cluster and credential of the commands."""
 
+WITH_A_SETTING = {
+    f"SBATCH_{option.key.upper()}": option.name for option in OF_SETTINGS if option.has_variable
+}
 CHOSEN_BY_THE_USER = {
-    "SBATCH_ACCOUNT": "account",
-    "SBATCH_PARTITION": "partition",
-    "SBATCH_QOS": "qos",
-    "SBATCH_RESERVATION": "reservation",
-    "SBATCH_CONSTRAINT": "constraint",
+    **WITH_A_SETTING,
     "SBATCH_CLUSTERS": "clusters",
     "SBATCH_WCKEY": "wckey",
     "SBATCH_EXPORT": "export",
@@ -82,14 +83,7 @@ OF_PLUGINS = re.compile("_SLURM_SPANK_OPTION_(?!pyxis_).*")
 """Options of site plugins that sbatch got, and srun reads (man spank). pyxis's are those of an outer
 job: a job states its container itself."""
 
-OF_A_CHAIN = (
-    "SBATCH_ACCOUNT",
-    "SBATCH_PARTITION",
-    "SBATCH_QOS",
-    "SBATCH_RESERVATION",
-    "SBATCH_CONSTRAINT",
-    "SBATCH_WCKEY",
-)
+OF_A_CHAIN = (*WITH_A_SETTING, "SBATCH_WCKEY")
 """The next job of a chain runs on this cluster and gets variables, so not all CHOSEN_BY_THE_USER."""
 
 OURS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpost.algorithm.partition import partition
@@ -105,48 +105,88 @@ def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, 
     return tuple((a - mean) / scale for a in advantages)
 
 
+OfGroup = Callable[[Sequence[float], Sequence[int], bool], tuple[float, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An estimator of advantages.
+    """An estimator of advantages: all that the settings, their checks and the driver know about it.
 
     Attributes:
+        about: what it does, for the help of --advantage-estimator.
         of_group: (rewards of one group, lengths of its answers in trained tokens, whether to divide
-            by the standard deviation of the rewards) -> advantages.
-        whitens: whether the advantages of all groups are then whitened together.
-        charges_tokens: whether KL penalties give an advantage per token (``returns_to_go``);
-            otherwise the sum of a sample's penalties is subtracted from its reward.
+            by the standard deviation of the rewards) -> advantages. None: they come from the values
+            of a critic (``rlpost.algorithm.gae``).
+        whitens: the advantages of all groups are then whitened together.
+        charges_tokens: KL penalties give an advantage per token (``returns_to_go``); otherwise the
+            sum of a sample's penalties is subtracted from its reward.
+        compares: a single answer to a prompt has no advantage.
+        has_raw_rewards: without its baseline the rewards are the advantages
+            (--disable-rewards-normalization, --custom-reward-post-process-path).
+        has_turns: it also gives an advantage per turn (--env-reward turn).
+        loss: the --policy-loss that goes with it.
     """
 
-    of_group: Callable[[Sequence[float], Sequence[int], bool], tuple[float, ...]]
+    about: str
+    of_group: OfGroup | None
     whitens: bool = False
     charges_tokens: bool = False
+    compares: bool = True
+    has_raw_rewards: bool = False
+    has_turns: bool = False
+    loss: str = "ppo"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.of_group is None
+
+    @property
+    def discounts(self) -> bool:
+        """Whether --gamma has an effect."""
+        return self.charges_tokens or self.has_critic
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(
-        lambda rewards, _, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std)
+_GRPO = Estimator(
+    "subtracts the group's mean reward and divides by the group's standard deviation",
+    lambda rewards, _, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std),
+    has_raw_rewards=True,
+    has_turns=True,
+)
+ESTIMATORS = {
+    "grpo": _GRPO,
+    "gspo": replace(_GRPO, about="is grpo with the loss of that name", loss="gspo"),
+    "cispo": replace(_GRPO, about="is grpo with the loss of that name", loss="cispo"),
+    "rloo": Estimator(
+        "subtracts the mean of the other responses", lambda rewards, *_: rloo_advantages(rewards)
     ),
-    "rloo": Estimator(lambda rewards, *_: rloo_advantages(rewards)),
-    "opo": Estimator(lambda rewards, lengths, _: opo_advantages(rewards, lengths)),
+    "opo": Estimator(
+        "subtracts the mean weighted by the lengths of the responses",
+        lambda rewards, lengths, _: opo_advantages(rewards, lengths),
+    ),
+    "ppo": Estimator(
+        "trains a critic and estimates with GAE (docs/ppo.md)",
+        of_group=None,
+        compares=False,
+        has_turns=True,
+    ),
     "reinforce_plus_plus": Estimator(
-        lambda rewards, *_: tuple(rewards), whitens=True, charges_tokens=True
+        "whitens over the batch",
+        lambda rewards, *_: tuple(rewards),
+        whitens=True,
+        charges_tokens=True,
+        compares=False,
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        lambda rewards, *_: grpo_advantages(rewards, normalize_std=False), whitens=True
+        "subtracts the group's mean and whitens over the batch",
+        lambda rewards, *_: grpo_advantages(rewards, normalize_std=False),
+        whitens=True,
+        has_raw_rewards=True,
     ),
 }
-"""By the value of --advantage-estimator.
-
-To add one, add a function above, a line here, and its name in ``rlpost/config/groups/grpo.py``.
-``ppo`` needs values of a critic: ``rlpost.algorithm.gae``.
+"""By the value of --advantage-estimator. To add one: a function above, a line here, and a line of
+the table in docs/actor.md.
 """
-WITHOUT_BASELINE: dict[str, Estimator] = {
-    "reinforce": Estimator(lambda rewards, *_: tuple(rewards)),
-    "reinforce_whitened": Estimator(lambda rewards, *_: tuple(rewards), whitens=True),
-}
-"""Rewards themselves as advantages, for --disable-rewards-normalization."""
-ESTIMATOR_OF = {"gspo": "grpo", "cispo": "grpo"}
-"""Estimators for values that name a loss in published recipes (``objective.POLICY_LOSSES``)."""
 
 
 def estimate(
@@ -158,18 +198,20 @@ def estimate(
     normalize_advantages: bool = False,
     penalties: Penalties | None = None,
     gamma: float = 1.0,
+    raw: bool = False,
 ) -> list[tuple[Advantage, ...]]:
     """Compute the advantages of all samples of a rollout, by group, from ``groups`` of rewards.
 
     ``estimator`` is the value of --advantage-estimator. ``normalize_std`` divides by the standard
     deviation of the group, as GRPO does; ``normalize_advantages`` whitens the advantages of every
     estimator. ``penalties`` are those of the KL divergence (``Estimator.charges_tokens``), and
-    ``gamma`` is the discount per token of estimators with an advantage per token.
+    ``gamma`` is the discount per token of estimators with an advantage per token. ``raw`` takes
+    the rewards for the advantages of a group (``Estimator.has_raw_rewards``).
 
     Raises:
         KeyError: the estimator is unknown.
     """
-    known = (ESTIMATORS | WITHOUT_BASELINE)[ESTIMATOR_OF.get(estimator, estimator)]
+    known = ESTIMATORS[estimator]
     if known.charges_tokens and (penalties is not None or gamma != 1.0):
         if penalties is None:
             penalties = [_no_penalties(group) for group in masks]
@@ -178,9 +220,12 @@ def estimate(
         groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
     found: list[tuple[float, ...]] = []
     num_tokens: list[int] = []
+    if known.of_group is None:
+        raise ValueError(f"{estimator}: advantages need the values of a critic")
     for rewards, of_group in zip(groups, masks, strict=True):
         lengths = [mask.total() for mask in of_group]
-        found.append(known.of_group(rewards, lengths, normalize_std))
+        is_raw = raw and known.has_raw_rewards
+        found.append(tuple(rewards) if is_raw else known.of_group(rewards, lengths, normalize_std))
         num_tokens += lengths
     if not (known.whitens or normalize_advantages):
         return list(found)

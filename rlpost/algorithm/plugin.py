@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from rlpost.config.signatures import Interface, Kind, interface, problem, signature_of_object
+from rlpost.algorithm.signatures import Interface, Kind, interface, problem, signature_of_object
 from rlpost.errors import ConfigError
 
 WRONG_CODE = (TypeError, ImportError)

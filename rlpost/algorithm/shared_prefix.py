@@ -20,8 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlpost.algorithm.schedule import Schedule, check_number, schedule, sequence_work
-from rlpost.config.plan.activations import KEY_SHARE
+from rlpost.algorithm.schedule import KEY_SHARE, Schedule, check_number, schedule, sequence_work
 from rlpost.types import SampleGroup, TrainSample
 
 FEWEST = 8

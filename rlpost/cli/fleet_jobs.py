@@ -18,6 +18,8 @@ from rlpost.cli.fleet_view import EngineView, arrays_of, views
 from rlpost.cli.job import job_spec
 from rlpost.cli.runs import newest_job
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
+from rlpost.config.groups.cluster import ClusterConfig
+from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.keys import without_keys
 from rlpost.config.load import absolute_paths
 from rlpost.config.tree import Config
@@ -29,7 +31,9 @@ from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import queue
 
 PROJECT = Path(__file__).parents[2]
-PLACES = ("partition", "account", "qos", "reservation", "constraint", "time")
+PLACES = [
+    name for name in ClusterConfig.model_fields if f"engine_{name}" in FleetConfig.model_fields
+]
 """Settings of [cluster] that engine jobs may override; [fleet] has them as engine_X."""
 
 

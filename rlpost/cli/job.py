@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from common.attempt import DRIVER_RESTARTS
@@ -25,6 +25,8 @@ from slurm.spec import JobSpec
 
 IMAGE = "RLPOST_IMAGE"
 IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
+SAME_NAME = {field.name for field in fields(JobSpec)} & set(ClusterConfig.model_fields)
+"""Settings that the specification of the job takes as they are."""
 
 
 def time_notes(config: Config) -> list[str]:
@@ -87,33 +89,10 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
         agent_args += ["--needed-path", target]
     if cluster.ray_dashboard:
         agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
-    return JobSpec(
-        job_name=cluster.job_name,
-        nodes=config.num_nodes,
-        spare_nodes=cluster.spare_nodes,
-        num_gpus_per_node=cluster.num_gpus_per_node,
-        gpu_request=cluster.gpu_request,
-        time=cluster.time,
-        partition=cluster.partition,
-        account=cluster.account,
-        qos=cluster.qos,
-        reservation=cluster.reservation,
-        constraint=cluster.constraint,
-        segment=cluster.segment,
-        exclusive=cluster.exclusive,
-        exclude=cluster.exclude,
-        requeue=cluster.requeue,
-        max_preemptions=cluster.max_preemptions,
-        max_failures=cluster.max_failures,
-        max_stalled_attempts=cluster.max_stalled_attempts,
-        python=cluster.python,
-        container=container,
-        environment=tuple(cluster.environment.items()),
-        setup_commands=cluster.setup_commands,
-        signal_lead_s=cluster.signal_lead_s,
-        agent_args=tuple(agent_args),
-        driver_args=driver_args,
-    )
+    values = {name: getattr(cluster, name) for name in SAME_NAME}
+    values |= {"nodes": config.num_nodes, "environment": tuple(cluster.environment.items())}
+    values |= {"container": container, "agent_args": tuple(agent_args), "driver_args": driver_args}
+    return JobSpec(**values)
 
 
 def container_of(cluster: ClusterConfig) -> Container | None:

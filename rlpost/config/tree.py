@@ -8,6 +8,7 @@ are properties and never written back. The string under each field is its help t
 
 from __future__ import annotations
 
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.engine_nodes import nodes_for
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.groups.assets import AssetsConfig
@@ -185,7 +186,8 @@ class Config(Group):
     @property
     def use_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
-        return self.grpo.advantage_estimator == "ppo" and self.grpo.loss_type != "sft_loss"
+        has_critic = ESTIMATORS[self.grpo.advantage_estimator].has_critic
+        return has_critic and self.grpo.loss_type != "sft_loss"
 
     @property
     def has_own_critic(self) -> bool:

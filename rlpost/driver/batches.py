@@ -47,11 +47,6 @@ from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
 T = TypeVar("T")
-RAW = {
-    **dict.fromkeys(("grpo", "gspo", "cispo"), "reinforce"),
-    "reinforce_plus_plus_baseline": "reinforce_whitened",
-}
-"""Estimators without their baseline (--disable-rewards-normalization)."""
 StepBatches = tuple[TrainBatch, ...]  # one for each data-parallel rank
 
 
@@ -189,16 +184,17 @@ def _estimated(
     def make(
         rewards: Sequence[Sequence[float]], masks: Masks, penalties: Penalties | None
     ) -> list[tuple[Advantage, ...]]:
+        # as in slime, post-processed rewards get no baseline
+        is_raw = grpo.custom_reward_post_process_path is not None
         return estimate(
-            RAW[grpo.advantage_estimator]
-            if grpo.disable_rewards_normalization
-            else grpo.advantage_estimator,
+            grpo.advantage_estimator,
             rewards,
             masks,
             normalize_std=not grpo.disable_grpo_std_normalization,
             normalize_advantages=grpo.normalize_advantages,
             penalties=penalties,
             gamma=grpo.gamma,
+            raw=grpo.disable_rewards_normalization or is_raw,
         )
 
     if counts_answers(groups, grpo):

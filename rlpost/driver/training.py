@@ -29,7 +29,6 @@ from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.driver import distillation
 from rlpost.driver.batches import (
-    RAW,
     DealtStep,
     by_position,
     deal,
@@ -93,7 +92,7 @@ class Training:
         self._guards = Guards(bounds, is_fresh=is_fresh)
         self._shaping = shaping_of(config)
         self._post_process = reward_post_process(config)
-        self._grpo = estimator_settings(config)
+        self._grpo = config.grpo
         self._critic = None
         if critics is not None:
             self._critic = CriticTraining(critic_ranks(config), critics)
@@ -300,14 +299,6 @@ class Training:
             await self._actors.send(list(map(of_rank, step.positions)), self._data_ranks)
             for step in steps
         ]
-
-
-def estimator_settings(config: Config) -> GrpoConfig:
-    """Return the estimator's settings; as in slime, post-processed rewards get no baseline."""
-    grpo = config.grpo
-    if grpo.custom_reward_post_process_path is None or grpo.advantage_estimator not in RAW:
-        return grpo
-    return grpo.model_copy(update={"disable_rewards_normalization": True})
 
 
 def kl_penalties(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlpost.algorithm.plugin import blaming, checked_interface, foreign_adapters, load_function
-from rlpost.config.signatures import Interface, Kind
+from rlpost.algorithm.signatures import Interface, Kind
 from rlpost.rollout.response_builder import GenerateFunction
 from rlpost.types import SampleGroup, Unfinished
 

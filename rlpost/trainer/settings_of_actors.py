@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlpost.algorithm.advantage import ESTIMATOR_OF
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.flags import fields
 from rlpost.config.tree import Config
 from rlpost.trainer.settings import ActorSettings
@@ -22,11 +22,10 @@ def actor_settings(config: Config) -> ActorSettings:
         if key in wanted
     }
     grpo, given = config.grpo, config.model.model_dump()
-    estimator = grpo.advantage_estimator
     derived = {
         "temperature": config.rollout.rollout_temperature,
         "num_engines": config.num_engines,
-        "policy_loss": grpo.policy_loss or (estimator if estimator in ESTIMATOR_OF else "ppo"),
+        "policy_loss": grpo.policy_loss or ESTIMATORS[grpo.advantage_estimator].loss,
         "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
         "keeps_old_policy": config.keeps_old_policy,
         "lr_decay_iters": config.lr_decay_iters,

@@ -38,11 +38,19 @@ def test_nodes_are_ordered_by_block(racks: Lab) -> None:
 
 
 def test_slurm_accepts_the_segments_of_a_job(racks: Lab) -> None:
-    """A segment of two nodes is a block; Slurm refuses one that does not divide the nodes."""
-    head = directives(JobSpec(nodes=2, segment=2, time="5", output=f"{racks.shared}/log"))
-    sbatch(racks, "segment.sbatch", f"{head}echo $SLURM_JOB_NODELIST >nodes\n")
+    """A segment of two nodes is a block; Slurm refuses one that does not divide the nodes.
+
+    It also knows the options that a site adds.
+    """
+    site = ("--comment=it's 8 # licences", "--nice=7")
+    head = directives(
+        JobSpec(nodes=2, segment=2, time="5", sbatch=site, output=f"{racks.shared}/log")
+    )
+    job = sbatch(racks, "segment.sbatch", f"{head}echo $SLURM_JOB_NODELIST >nodes\n")
     nodes = racks.shared / "nodes"
     until(lambda: nodes.exists() and nodes.read_text() != "", racks, "the job has run")
+    shown = racks.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout
+    assert "Comment=it's 8 # licences " in shown and "Nice=7 " in shown
     assert nodes.read_text().strip() in ("n[01,03]", "n[02,04]")
     wrong = head.replace("--segment=2", "--segment=3").replace("--nodes=2", "--nodes=4")
     with pytest.raises(LabError, match="Requested topology configuration is not available"):

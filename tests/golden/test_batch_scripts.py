@@ -44,6 +44,7 @@ SPECS = {
         reservation="week47",
         constraint="h100&ib",
         exclude=("gpu[001-003]", "gpu9"),
+        sbatch=("--licenses=site:8", "--comment=nightly run #7"),
         requeue="chain",
         max_preemptions=50,
         max_failures=5,

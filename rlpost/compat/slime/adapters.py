@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlpost.algorithm import plugin
+from rlpost.algorithm.signatures import Kind
 from rlpost.compat.slime import modules
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.filters import SlimeBufferFilter, SlimeFilter
 from rlpost.compat.slime.rewards import slime_reward
-from rlpost.config.signatures import Kind
 
 
 class SlimeAdapters:

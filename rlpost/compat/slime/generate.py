@@ -20,6 +20,7 @@ from dataclasses import fields
 from typing import Any
 
 from common.addresses import http_url
+from rlpost.algorithm.signatures import EVALUATION, takes_evaluation
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.engines import (
@@ -30,7 +31,6 @@ from rlpost.compat.slime.engines import (
     sampling_fields,
 )
 from rlpost.compat.slime.sample import Sample, begun, label_of
-from rlpost.config.signatures import EVALUATION, takes_evaluation
 from rlpost.engines.answer_routes import Read, routes_of
 from rlpost.engines.connection import Halted
 from rlpost.errors import ConfigError, RolloutError

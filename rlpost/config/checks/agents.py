@@ -11,6 +11,7 @@ import ast
 import importlib.util
 from pathlib import Path
 
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.functions import source_of
 from rlpost.config.env_names import EnvName, parse_envs
 from rlpost.config.tree import Config
@@ -23,7 +24,7 @@ INSTALL = {
     "tau2": "pip install 'tau2 @ git+https://github.com/sierra-research/tau2-bench' with Python 3.12 "
     "(the package tau2 of PyPI is another project)",
 }
-BY_TURN = ("grpo", "gspo", "cispo", "ppo")
+BY_TURN = [name for name, row in ESTIMATORS.items() if row.has_turns]
 """Estimators that support rewards of turns."""
 
 
@@ -128,7 +129,7 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
         ),
         (
             by_turn and not known,
-            f"--env-reward turn needs --advantage-estimator {listed(list(BY_TURN), 'or')}, without "
+            f"--env-reward turn needs --advantage-estimator {listed(BY_TURN, 'or')}, without "
             "--custom-advantage-function-path; or use --env-reward episode",
         ),
         (

@@ -5,6 +5,7 @@ Input: a ``Config``. Output: one line for each problem.
 
 from __future__ import annotations
 
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
@@ -23,8 +24,6 @@ _OFF = {
     "custom_reward_post_process_path": "--custom-reward-post-process-path none",
 }
 """Settings that only a policy loss uses, and the flags that turn them off."""
-HAVE_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Estimators that --disable-rewards-normalization leaves without their baseline."""
 
 
 def algorithm_problems(config: Config) -> list[str]:
@@ -41,12 +40,13 @@ def algorithm_problems(config: Config) -> list[str]:
 def _reward_problems(config: Config) -> list[str]:
     """Problems of the settings that turn rewards into advantages."""
     grpo = config.grpo
+    row = ESTIMATORS[grpo.advantage_estimator]
+    have_raw = listed(name for name, other in ESTIMATORS.items() if other.has_raw_rewards)
     rules = [
         (
-            grpo.disable_rewards_normalization and grpo.advantage_estimator not in HAVE_BASELINE,
+            grpo.disable_rewards_normalization and not row.has_raw_rewards,
             f"--disable-rewards-normalization leaves nothing of "
-            f"{spelled(config, 'advantage_estimator')}; use it with grpo, gspo, cispo or "
-            "reinforce_plus_plus_baseline",
+            f"{spelled(config, 'advantage_estimator')}; use it with {have_raw}",
         ),
         (
             grpo.disable_rewards_normalization and grpo.custom_advantage_function_path is not None,
@@ -55,7 +55,8 @@ def _reward_problems(config: Config) -> list[str]:
         ),
         (
             grpo.custom_reward_post_process_path is not None
-            and grpo.advantage_estimator in ("rloo", "opo"),
+            and row.compares
+            and not row.has_raw_rewards,
             f"--custom-reward-post-process-path takes the place of a baseline, which is all of "
             f"{spelled(config, 'advantage_estimator')}; use --advantage-estimator grpo",
         ),
@@ -180,10 +181,11 @@ def critic_problems(config: Config) -> list[str]:
     """Problems of the critic, and of discounts that the estimator does not use."""
     grpo, critic = config.grpo, config.critic
     estimator = spelled(config, "advantage_estimator")
-    is_ppo = grpo.advantage_estimator == "ppo"
+    row = ESTIMATORS[grpo.advantage_estimator]
+    is_ppo = row.has_critic
     given = critic.changed_keys
     words = listed([spelled(config, key) for key in given], "and")
-    discounted = is_ppo or grpo.advantage_estimator == "reinforce_plus_plus"
+    discount = listed(name for name, other in ESTIMATORS.items() if other.discounts)
     critic_lr = config.optimizer.lr if critic.critic_lr is None else critic.critic_lr
     sizes = (
         ("critic_num_nodes", critic.critic_num_nodes, config.actor_num_nodes),
@@ -200,9 +202,9 @@ def critic_problems(config: Config) -> list[str]:
             f"--advantage-estimator ppo, or leave {'it' if len(given) == 1 else 'them'} out",
         ),
         (
-            grpo.gamma != 1.0 and not discounted,
+            grpo.gamma != 1.0 and not row.discounts,
             f"{spelled(config, 'gamma')} is not used with {estimator}, which gives all tokens of a response one "
-            "advantage; use --gamma 1, or --advantage-estimator ppo or reinforce_plus_plus",
+            f"advantage; use --gamma 1, or --advantage-estimator {discount}",
         ),
         (
             grpo.lambd != 1.0 and not is_ppo,

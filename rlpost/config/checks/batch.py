@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled
@@ -38,7 +39,7 @@ def batch_problems(config: Config) -> list[str]:
         )
     grpo = config.grpo
     is_own = grpo.loss_type == "sft_loss" or grpo.custom_advantage_function_path is not None
-    compares = not is_own and grpo.advantage_estimator not in ("ppo", "reinforce_plus_plus")
+    compares = not is_own and ESTIMATORS[grpo.advantage_estimator].compares
     if compares and rollout.n_samples_per_prompt == 1:
         problems.append(
             f"--n-samples-per-prompt 1: {spelled(config, 'advantage_estimator')} compares the responses to a "

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.flags import flag
-from rlpost.config.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.slime_names import lacking
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed

@@ -75,6 +75,9 @@ class ClusterConfig(Group):
     """Request whole nodes with all their memory."""
     exclude: tuple[str, ...] = ()
     """Host lists to exclude, for instance n[01-03]; nodes that fail during the run are added."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch for every job of the run, --NAME or --NAME=VALUE as its manual page
+    has them, for instance --licenses=site:8 or --comment=TEXT. Not those that another setting has."""
     requeue: Literal["requeue", "chain", "never"] = "requeue"
     """How the run restarts after an attempt ends: Slurm's requeue, a new job (where requeueing is
     forbidden), or never."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.groups.base import FunctionPath, Group, Positive
+
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 
 class GrpoConfig(Group):
@@ -25,21 +31,10 @@ class GrpoConfig(Group):
     custom_reward_post_process_path: FunctionPath | None = None
     """module.function or FILE.py:function of slime, (args, samples) -> (raw_rewards, rewards): the
     rewards to train on, in place of the group's normalisation (docs/rewards.md)."""
-    advantage_estimator: Literal[
-        "grpo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "opo",
-        "ppo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    ] = "grpo"
-    """grpo subtracts the group's mean reward and divides by the group's standard deviation; rloo
-    subtracts the mean of the other responses; opo subtracts the mean weighted by the lengths of the
-    responses; ppo trains a critic and estimates with GAE (docs/ppo.md); reinforce_plus_plus whitens over the batch, and
-    _baseline subtracts the group's mean first. gspo and cispo, as in published recipes, are grpo
-    with the --policy-loss of that name."""
+    advantage_estimator: EstimatorName = Field(
+        default="grpo",
+        description="; ".join(f"{name} {it.about}" for name, it in ESTIMATORS.items()),
+    )
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Discount per trained token between an action and a reward, with --advantage-estimator ppo or
     reinforce_plus_plus."""

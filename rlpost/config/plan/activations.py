@@ -16,12 +16,6 @@ from dataclasses import dataclass
 from rlpost.config.plan.shape import Latent, Layout, Shape, sparse_of
 
 FP32 = 4
-KEY_SHARE = 1 / 8
-"""Memory of a token that shares the row of another sample's (--share-prefix), over that of a row.
-
-Its keys and values are copied. A layer without recomputation keeps 34 h bytes for a row of h elements
-in 16 bits (Korthikanti et al., equation 2) and copies at most 4 h, without grouped queries.
-"""
 CHUNKS = 5
 """Float32 copies of a chunk of logits in the backward pass of log-probs.
 

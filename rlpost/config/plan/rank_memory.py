@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlpost.algorithm.schedule import KEY_SHARE
 from rlpost.config.flags import flag
 from rlpost.config.groups.perf import row_multiple
-from rlpost.config.plan.activations import KEY_SHARE, Pass
+from rlpost.config.plan.activations import Pass
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
     Layout,

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlpost.algorithm.plugin import blamed_on, load_function
+from rlpost.algorithm.signatures import Kind, not_async, signature_of, takes_engines
 from rlpost.config.checks.functions import declared
 from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.config.signatures import Kind, not_async, signature_of, takes_engines
 from rlpost.engines.group_client import EngineClients
 from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.tasks.reward.reward_number import reward_number

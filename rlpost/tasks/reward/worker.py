@@ -33,7 +33,7 @@ from rlpost.algorithm.plugin import (
     load_function,
     register_modules,
 )
-from rlpost.config.signatures import Kind, signature_of_object, takes_engines
+from rlpost.algorithm.signatures import Kind, signature_of_object, takes_engines
 from rlpost.errors import ConfigError, GradingLost
 from rlpost.tasks.reward.registry import reward_function
 from rlpost.tasks.reward.reward_number import reward_number

@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 
 from rlpost.algorithm.plugin import load_function
+from rlpost.algorithm.signatures import FORMS, Kind, interface, problem, signature_of
 from rlpost.compat.slime import modules
 from rlpost.config import slime_names as provided_names
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.flags import flag
-from rlpost.config.signatures import FORMS, Kind, interface, problem, signature_of
 from rlpost.config.tree import Config
 
 ROOT = Path(__file__).parents[3]

@@ -41,6 +41,7 @@ OTHER: dict[str, Any] = {
     "python": "/other",
     "runs_dir": "/other",
     "nodes": 3,
+    "sbatch": ["--comment=other"],
     "segment": 2,
 }
 GIVEN = {"nodes": 2, "container": "enroot", "container_image": "a/b:c", "ray_dashboard": True}
