@@ -5,7 +5,7 @@ Input: events from the login node, the batch host and the driver. Output: the sa
 Login node:
     submitted    job_id (123, or 123;CLUSTER on another cluster), nodes
     cancelled    job_id
-    fleet        array, engines: engine jobs were submitted
+    fleet        array, engines, group (of a table [engines.NAME]): engine jobs were submitted
     sandboxes    array, servers: sandbox servers were submitted
 
 Batch host:
@@ -29,7 +29,7 @@ Driver:
                  node: phase, host, replacement
     preempted    reason, step, saved, seconds_from_signal: the state is saved
     fleet        used (seconds in which each engine served, of this attempt), served_gpu_s (of all),
-                 allocated (GPU-seconds of the job of each engine)
+                 allocated (GPU-seconds of the job of each engine), group
     done         step, weights
 
 Invariants: a line is durable when ``append`` returns; a truncated or damaged line does not affect

@@ -20,6 +20,7 @@ from typing import Literal
 import submitit
 
 from common.files import write_atomic
+from common.fleet_name import fleet_name, group_of
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.client import explain_with_sinfo
@@ -115,7 +116,7 @@ def submit_fleet(
     spec: FleetSpec, run: RunFolder, environ: Mapping[str, str], *, cluster: str = ""
 ) -> str:
     """Submit the engine jobs of a run's fleet, as ``submit_script``; return the array's id."""
-    path = run.root / "fleet" / "job.sbatch"
+    path = run.root / fleet_name(group_of(spec.job.agent_args)) / "job.sbatch"
     script = render_fleet(spec)
     return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
 

@@ -178,6 +178,7 @@ def _group_lines(config: Config) -> list[tuple[str, str]]:
             size = group.settings.gpus_per_engine(config.cluster.num_gpus_per_node)
             count = group.settings.engines
             words = f"{counted(count, 'engine')} x {counted(size, 'GPU')} = {count * size}"
+            words += ", on other jobs" if group.settings.fleet else ""
         lines.append((f"engines {name}", words))
     return lines
 

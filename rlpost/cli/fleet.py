@@ -1,6 +1,6 @@
 """``rlpost fleet``: engine jobs that join a run and leave it; see ``rlpost.engines.fleet``.
 
-Input: a run and what to do with its fleet. Output: a table of the engines, or a job array that was
+Input: a run and what to do with the fleet of a group. Output: a table of the engines, or a job array that was
 submitted, or orders in the run folder that agents and driver follow.
 """
 
@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.counting import counted
+from common.fleet_name import GROUP, POLICY
 from common.run_folder import RunFolder
 from rlpost.cli.fleet_jobs import (
     PLACES,
+    check_group,
     check_model,
     engine_settings,
+    fleet_folders,
     fleet_spec,
     fleet_views,
     submit_engines,
@@ -57,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         "--drain", nargs="+", metavar="ENGINE", help="let these leave, as the table names them"
     )
     add_switch(what, "--stop", "let all of them leave")
+    parser.add_argument(
+        GROUP,
+        metavar="NAME",
+        help="the group [engines.NAME], which has fleet = true (default: the policy's engines)",
+    )
     add_switch(parser, "--dry-run", "print the batch script and submit nothing")
     parser.add_argument("--cluster", metavar="PROFILE", help="profile of the engine jobs")
     for name in PLACES:
@@ -65,15 +73,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _act(run: RunFolder, options: argparse.Namespace) -> int:
-    folder = FleetFolder(run.root)
+    shown = [FleetFolder(run.root, options.group or POLICY)]
+    if options.group is not None:
+        check_group(_read_config(run), options.group)
+    elif not (options.drain or options.stop):
+        shown = fleet_folders(run) or shown
+    options.group = options.group or POLICY
     if options.engines is not None:
         return _add(run, options, options.engines)
-    found = fleet_views(run)
     if options.scale is not None:
-        return _scale(run, options, found)
+        return _scale(run, options, fleet_views(run, options.group))
     if options.drain or options.stop:
-        return _let_go(folder, found, options)
-    print(table(found, folder.lease()))
+        return _let_go(shown[0], fleet_views(run, options.group), options)
+    for folder in shown:
+        title = "" if folder.group == POLICY else f"[engines.{folder.group}]"
+        print(table(fleet_views(run, folder.group), folder.lease(), title, folder.command))
     return 0
 
 
@@ -87,14 +101,14 @@ def _scale(run: RunFolder, options: argparse.Namespace, found: Sequence[EngineVi
     if not options.drain:
         print(f"{run.root.name} has {counted(options.scale, 'engine')} already")
         return 0
-    return _let_go(FleetFolder(run.root), found, options)
+    return _let_go(FleetFolder(run.root, options.group), found, options)
 
 
 def _add(run: RunFolder, options: argparse.Namespace, number: int) -> int:
     """Submit engine jobs."""
     config = _settings(run, options)
-    check_model(config, f"--engines {number}")
-    spec = fleet_spec(run, config, number)
+    check_model(config, options.group, f"--engines {number}")
+    spec = fleet_spec(run, config, number, group=options.group)
     if options.dry_run:
         print(render_fleet(spec), end="")
         return 0
@@ -119,7 +133,7 @@ def _let_go(folder: FleetFolder, engines: Sequence[EngineView], options: argpars
         listed = ", ".join(known) or "none"
         raise ConfigError(f"--drain {unknown[0]}: no such engine; there are: {listed}")
     if not folder.exists():
-        raise ConfigError(f"{folder.run.name} has no fleet; --engines N starts one")
+        raise ConfigError(f"{folder.run.name} has no fleet; {folder.command} starts one")
     if options.dry_run:
         print(f"would leave: {', '.join(names) or 'no engine'}")
         return 0
@@ -136,15 +150,18 @@ def _let_go(folder: FleetFolder, engines: Sequence[EngineView], options: argpars
 
 def _settings(run: RunFolder, options: argparse.Namespace) -> Config:
     """Return the run's settings with those of the engine jobs in [cluster]."""
-    try:
-        config = parse_dump(run.run_json.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{run.run_json}: no such file; has the run started?") from None
-    except ValueError as error:
-        raise ConfigError(f"{run.run_json}: cannot be read: {error}") from None
     changed: dict[str, Any] = {}
     if options.cluster is not None:
         (profile,) = files_of(None, {"cluster": options.cluster})
         changed |= read_toml(profile).get("cluster", {})
     changed |= {name: value for name in PLACES if (value := getattr(options, name)) is not None}
-    return engine_settings(config, changed)
+    return engine_settings(_read_config(run), changed)
+
+
+def _read_config(run: RunFolder) -> Config:
+    try:
+        return parse_dump(run.run_json.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{run.run_json}: no such file; has the run started?") from None
+    except ValueError as error:
+        raise ConfigError(f"{run.run_json}: cannot be read: {error}") from None

@@ -1,7 +1,7 @@
 """The jobs of a fleet's engines: their settings, and their submission.
 
-Input: the settings of a run. Output: the array of its engine jobs, submitted by ``rlpost fleet``
-or, for ``[fleet]`` of a recipe, by ``rlpost submit``.
+Input: the settings of a run, a group of engines. Output: the array of its engine jobs, submitted by
+``rlpost fleet`` or, for ``[fleet]`` and ``fleet = true`` of a recipe, by ``rlpost submit``.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from common.fleet_name import GROUP, POLICY, fleet_name, group_of
 from common.run_folder import RunFolder
 from rlpost.cli.fleet_view import EngineView, arrays_of, views
 from rlpost.cli.job import job_spec
 from rlpost.cli.runs import newest_job
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
+from rlpost.config.engine_groups import fleet_groups, group_config
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.keys import without_keys
 from rlpost.config.load import absolute_paths
 from rlpost.config.tree import Config
+from rlpost.config.wording import listed
 from rlpost.engines.fleet.fleet_folder import FleetFolder
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, suggestion
 from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
 from slurm.job_id import cluster_of, number_of, on_cluster
@@ -62,8 +65,25 @@ def engine_settings(config: Config, changed: Mapping[str, object] | None = None)
         raise ConfigError(f"[cluster] of the engine jobs: {error}") from None
 
 
-def check_model(config: Config, asked: str) -> None:
+def check_group(config: Config, group: str) -> None:
+    """Raise ConfigError if engines of a fleet do not join a group."""
+    known = fleet_groups(config)
+    if group in known:
+        return
+    if group in config.engines.groups:
+        raise ConfigError(
+            f"--group {group}: [engines.{group}] has no engines on other jobs; add fleet = true to it"
+        )
+    raise ConfigError(
+        f"--group {group}: no such group of engines{suggestion(group, known)}; engines of a fleet join "
+        f"{listed(known, 'and')}"
+    )
+
+
+def check_model(config: Config, group: str, asked: str) -> None:
     """Raise ConfigError if a fleet cannot serve the model; ``asked``: the flag that asks for it."""
+    if group != POLICY and not config.engines.groups[group].follows_policy:
+        return
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     try:
         problem = quantised_problem(json.loads(path.read_text()))
@@ -74,28 +94,35 @@ def check_model(config: Config, asked: str) -> None:
 
 
 def fleet_spec(
-    run: RunFolder, config: Config, number: int, *, after: str | None = None
+    run: RunFolder,
+    config: Config,
+    number: int,
+    *,
+    group: str = POLICY,
+    after: str | None = None,
 ) -> FleetSpec:
     """Return the array of ``number`` engine jobs of a run; ``after``: the job that starts first.
 
     Raises:
         ConfigError, SpecError: a setting is invalid for an engine job; the message names its flag.
     """
-    cluster = config.cluster
-    num_gpus = cluster.rollout_num_gpus_per_engine
-    if (problem := engine_size_problem(config)) is not None:
+    own, cluster = group_config(config, group), config.cluster
+    num_gpus = own.cluster.rollout_num_gpus_per_engine
+    if (problem := engine_size_problem(own)) is not None:
         raise ConfigError(problem)
     base = job_spec(config)
-    log = str(run.root).replace("%", "%%") + "/fleet/logs/%A_%a.batch"
+    folder = fleet_name(group)
+    log = str(run.root).replace("%", "%%") + f"/{folder}/logs/%A_%a.batch"
+    named = () if group == POLICY else (GROUP, group)
     job = replace(
         base.with_python(sys.executable),
-        job_name=f"{cluster.job_name}-fleet",
+        job_name=f"{cluster.job_name}-{folder}",
         nodes=1,
         spare_nodes=0,
         num_gpus_per_node=num_gpus,
         exclusive=cluster.exclusive and num_gpus == cluster.num_gpus_per_node,
         requeue="requeue" if cluster.requeue == "requeue" else "never",
-        agent_args=("--num-gpus", str(num_gpus)),
+        agent_args=("--num-gpus", str(num_gpus), *named),
         driver_args=(),
         home=str(code_of(run)),
         run_folder=str(run.root),
@@ -109,14 +136,15 @@ def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
 
     Raises SlurmError.
     """
-    folder = FleetFolder(run.root)
+    folder = FleetFolder(run.root, group_of(spec.job.agent_args))
     folder.create()
     folder.order(stop=False)
     cluster = cluster_of(newest_job(run) or "")
     from slurm.executor import submit_fleet  # loads submitit
 
     array = submit_fleet(spec, run, without_keys(os.environ), cluster=cluster)
-    run.ledger.append("fleet", array=array, engines=spec.num_engines)
+    named = {} if folder.group == POLICY else {"group": folder.group}
+    run.ledger.append("fleet", array=array, engines=spec.num_engines, **named)
     return array
 
 
@@ -125,14 +153,16 @@ def stop_engines(run: RunFolder) -> int:
 
     Raises JobError.
     """
-    folder = FleetFolder(run.root)
-    if not folder.exists():
+    folders = fleet_folders(run)
+    if not folders:
         return 0
     # First: a task that is being requeued then exits without a cancellation.
-    folder.order(stop=True)
+    for folder in folders:
+        folder.order(stop=True)
     arrays = {
         on_cluster(entry.job_id.partition("_")[0], cluster_of(entry.job_id))
-        for entry in queue(_tasks(run)).values()
+        for folder in folders
+        for entry in queue(_tasks(run, folder.group)).values()
         if not entry.is_over
     }
     for array in sorted(arrays):
@@ -140,13 +170,21 @@ def stop_engines(run: RunFolder) -> int:
     return len(arrays)
 
 
-def fleet_views(run: RunFolder) -> list[EngineView]:
+def fleet_folders(run: RunFolder) -> list[FleetFolder]:
+    """Return the fleets of a run that exist, the policy's first."""
+    prefix = fleet_name("")
+    names = sorted(path.name.removeprefix(prefix) for path in run.root.glob(f"{prefix}*"))
+    folders = [FleetFolder(run.root, group) for group in (POLICY, *names)]
+    return [folder for folder in folders if folder.exists()]
+
+
+def fleet_views(run: RunFolder, group: str = POLICY) -> list[EngineView]:
     """Return a view of each engine: one query to Slurm, and the files of the fleet."""
-    folder = FleetFolder(run.root)
-    jobs = queue(_tasks(run))
+    folder = FleetFolder(run.root, group)
+    jobs = queue(_tasks(run, group))
     return views(jobs, folder.engines(), folder.lease(), folder.orders(), run.ledger.read())
 
 
-def _tasks(run: RunFolder) -> list[str]:
-    arrays = arrays_of(run.ledger.read())
+def _tasks(run: RunFolder, group: str) -> list[str]:
+    arrays = arrays_of(run.ledger.read(), group)
     return [task_name(job, task) for job, number in arrays.items() for task in range(number)]

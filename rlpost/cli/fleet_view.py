@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.fleet_name import POLICY
 from common.ledger import Entry
 from rlpost.cli.terminal import aligned
 from rlpost.engines.fleet.records import EngineRecord, EngineState, Lease, Orders
@@ -44,12 +45,13 @@ class EngineView:
     stays: bool = True
 
 
-def arrays_of(ledger: Sequence[Entry]) -> dict[str, int]:
-    """Return the engine jobs of a run: id of the array and its number of tasks."""
+def arrays_of(ledger: Sequence[Entry], group: str = POLICY) -> dict[str, int]:
+    """Return the engine jobs of a group: id of the array and its number of tasks."""
     return {
         str(entry["array"]): int(entry["engines"])
         for entry in ledger
         if entry.get("event") == "fleet" and "array" in entry and "engines" in entry
+        if entry.get("group", POLICY) == group
     }
 
 
@@ -96,12 +98,18 @@ def surplus(staying: Sequence[EngineView], number: int) -> list[str]:
     return [one.engine for one in by_worth[: max(0, len(staying) - number)]]
 
 
-def table(found: Sequence[EngineView], lease: Lease | None) -> str:
-    """Return the engines as text, with a line about the driver."""
+def table(
+    found: Sequence[EngineView],
+    lease: Lease | None,
+    title: str = "",
+    command: str = "rlpost fleet RUN --engines N",
+) -> str:
+    """Return the engines as text, with a line about the driver; ``command`` submits some."""
+    titles = [title] if title else []
     if not found:
-        return "no engine of a fleet; rlpost fleet RUN --engines N submits some"
+        return "\n".join([*titles, f"no engine of a fleet; {command} submits some"])
     lines = aligned([HEADINGS, *map(_row, found)], None)
-    return "\n".join([*lines, "", _driver(lease)])
+    return "\n".join([*titles, *lines, "", _driver(lease)])
 
 
 def _row(one: EngineView) -> tuple[str, ...]:

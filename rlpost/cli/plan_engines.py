@@ -34,6 +34,7 @@ class PlannedGroup:
     gpus: int
     model: str
     engine: PlannedEngine | None
+    in_fleet: bool = False
 
     @property
     def problem(self) -> str | None:
@@ -51,6 +52,7 @@ class PlannedGroup:
     def words(self) -> str:
         """The row of the table."""
         size = f"{counted(self.engines, 'engine')} x {counted(self.gpus, 'GPU')}"
+        size += " on other jobs" if self.in_fleet else ""
         if self.engine is None:
             return f"{size}; {self.model} is not here: no memory is known"
         engine = self.engine
@@ -71,7 +73,7 @@ def planned_groups(config: Config, policy: Shape, gpu_bytes: int) -> list[Planne
         if known is not None:
             engine = planned_engine(own, known[0], gpu_bytes=gpu_bytes, width=known[1], held=0)
         model = own.checkpoint.hf_checkpoint
-        groups.append(PlannedGroup(name, group.engines, size, model, engine))
+        groups.append(PlannedGroup(name, group.engines, size, model, engine, group.fleet))
     return groups
 
 

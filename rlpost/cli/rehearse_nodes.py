@@ -127,7 +127,7 @@ def _bring_up_agents(config: Config, deadline_s: float, absent: Collection[str])
 
 def _workers(config: Config) -> str:
     num_engines = config.num_engines + sum(
-        group.engines for group in config.engines.started.values()
+        group.num_placed for group in config.engines.started.values()
     )
     return f"{counted(config.actor_world_size, 'rank')}, {counted(num_engines, 'engine')}"
 
@@ -175,7 +175,7 @@ def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
     for name, group in config.engines.started.items():
         engines = placement.groups[name]
         sizes = [sum(part.num_gpus for part in slots) for slots in engines]
-        if sizes != [group.gpus_per_engine(size)] * group.engines:
+        if sizes != [group.gpus_per_engine(size)] * group.num_placed:
             yield f"the engines of {name} have {sizes} GPUs, [engines.{name}] says otherwise"
         for slots in engines:
             used.update({slot.node_id: slot.num_gpus for slot in slots})

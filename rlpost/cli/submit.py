@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.counting import counted
+from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
@@ -33,10 +34,12 @@ from rlpost.cli.stack_check import StackCheck
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
+from rlpost.config.engine_groups import engine_jobs
 from rlpost.config.keys import without_keys
 from rlpost.config.load import Loaded, dump
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
+from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
 from slurm.errors import SlurmError
@@ -75,12 +78,12 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     try:
         spec = job_spec(config)
         engines = _missing_engines(config, planned, options)
-        if engines:  # so that a problem is found before the run is submitted
-            fleet_spec(planned, engine_settings(config), engines)
+        for group, number in engines.items():  # a problem is found before the run is submitted
+            fleet_spec(planned, engine_settings(config), number, group=group)
         if options.dry_run:
             print(render_sbatch(completed(spec, planned, home=planned.code)), end="")
-            if engines:
-                print(f"note: {_of_the_fleet(engines)} with it", file=sys.stderr)
+            for group, number in engines.items():
+                print(f"note: {_of_the_fleet(group, number)} with it", file=sys.stderr)
             return 0
         if options.test_only:
             print(_query_start(completed(spec, planned, home=PROJECT)))
@@ -101,8 +104,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     print(f"submitted {job_id}\nrun folder {run.root}")
-    if engines:
-        _submit_engines(run, config, engines, after=job_id)
+    for group, number in engines.items():
+        _submit_engines(run, config, group, number, after=job_id)
     resume = resume_command(arguments, run.root)
     if options.debug:
         return conclude(run, resume=resume)
@@ -188,10 +191,12 @@ def _check_local(config: Config, why: str) -> None:
             f"--nodes {config.num_nodes}: {why}, so the run has only this machine; "
             f"{one + ', or ' if fits else ''}submit where there is Slurm"
         )
-    if config.fleet.engines:
+    for group, number in engine_jobs(config).items():
+        asked, remedy = f"[engines.{group}] fleet = true", "engines of the run's own job"
+        if group == POLICY:
+            asked, remedy = f"--engines {number}", "--engines 0 --min-engines 0"
         problems.append(
-            f"{spelled(config, 'engines')}: {why}, so the run has no fleet; use --engines 0 "
-            "--min-engines 0, or submit where there is Slurm"
+            f"{asked}: {why}, so the run has no fleet; use {remedy}, or submit where there is Slurm"
         )
     if config.cluster.container not in ("none", "auto"):
         problems.append(
@@ -204,29 +209,35 @@ def _check_local(config: Config, why: str) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _missing_engines(config: Config, run: RunFolder, options: argparse.Namespace) -> int:
-    """Number of engine jobs to submit: --engines, less those that a resumed run still has."""
-    wanted = config.fleet.engines
-    if not (wanted and options.resume and is_available()):
+def _missing_engines(config: Config, run: RunFolder, options: argparse.Namespace) -> dict[str, int]:
+    """Engine jobs to submit, by group: those asked for, less those that a resumed run still has."""
+    wanted = engine_jobs(config)
+    if not (options.resume and is_available()):
         return wanted
-    return max(0, wanted - sum(one.stays for one in fleet_views(run)))
+    missing = {
+        group: number - sum(one.stays for one in fleet_views(run, group))
+        for group, number in wanted.items()
+    }
+    return {group: number for group, number in missing.items() if number > 0}
 
 
-def _submit_engines(run: RunFolder, config: Config, number: int, *, after: str) -> None:
+def _submit_engines(run: RunFolder, config: Config, group: str, number: int, *, after: str) -> None:
     """Submit the engine jobs. The run is submitted already, so a failure does not end it."""
+    words = _of_the_fleet(group, number)
     try:
-        spec = fleet_spec(run, engine_settings(config), number, after=after)
-        print(f"submitted {submit_engines(spec, run)}: {_of_the_fleet(number)}")
+        spec = fleet_spec(run, engine_settings(config), number, group=group, after=after)
+        print(f"submitted {submit_engines(spec, run)}: {words}")
     except (SlurmError, OSError) as error:
+        command = FleetFolder(run.root, group).command.removesuffix("N")
         print(
-            f"note: {_of_the_fleet(number)} were not submitted: {error}; rlpost fleet {run.root} "
-            f"--engines {number} tries again",
+            f"note: {words} were not submitted: {error}; {command}{number} tries again",
             file=sys.stderr,
         )
 
 
-def _of_the_fleet(number: int) -> str:
-    return f"{counted(number, 'engine job')} of its fleet"
+def _of_the_fleet(group: str, number: int) -> str:
+    of_group = "its fleet" if group == POLICY else f"[engines.{group}]"
+    return f"{counted(number, 'engine job')} of {of_group}"
 
 
 def _check_wandb_key(config: Config, run: RunFolder) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlpost.config.groups.engines import POLICY, EngineGroup
+from common.fleet_name import POLICY
+from rlpost.config.groups.engines import EngineGroup
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.groups.sglang import SglangConfig
 from rlpost.config.keys import TEACHER
@@ -118,15 +119,17 @@ def generate_url(url: str) -> str:
 
 
 def group_config(config: Config, name: str) -> Config:
-    """Return the settings of a run whose engines are those of a group that the job starts.
+    """Return the settings of a run whose engines are those of a group that is started for it.
 
     ``POLICY`` is the run itself. Engines of another group have GPUs of their own, are never
     offloaded, and return neither routes nor answers of adapters unless they follow the policy.
-    Their weights are read from files.
+    Their weights are read from files. Raises ConfigError for an unknown group.
     """
     if name == POLICY:
         return config
-    group = config.engines.started[name]
+    group = config.engines.started.get(name)
+    if group is None:
+        raise ConfigError(f"[engines.{name}]: the run has no such group of engines")
     cluster, sglang = config.cluster, config.sglang
     size = group.gpus_per_engine(cluster.num_gpus_per_node)
     own = SglangConfig(
@@ -136,7 +139,7 @@ def group_config(config: Config, name: str) -> Config:
         **(group.model_extra or {}),
     )
     values: dict[str, object] = {
-        "rollout_num_gpus": group.engines * size,
+        "rollout_num_gpus": group.num_placed * size,
         "rollout_num_gpus_per_engine": size,
         "colocate": False,
         "offload_train": False,
@@ -162,8 +165,23 @@ def engines_to_place(config: Config) -> list[tuple[str, int]]:
     if not config.cluster.colocate:
         engines += [(POLICY, config.cluster.rollout_num_gpus_per_engine)] * config.num_engines
     for name, group in config.engines.started.items():
-        engines += [(name, group.gpus_per_engine(a_node))] * group.engines
+        engines += [(name, group.gpus_per_engine(a_node))] * group.num_placed
     return sorted(engines, key=lambda engine: -engine[1])
+
+
+def fleet_groups(config: Config) -> list[str]:
+    """Return the groups that engines of a fleet may join: the policy's, and those with ``fleet``."""
+    return [POLICY, *(name for name, group in config.engines.started.items() if group.fleet)]
+
+
+def engine_jobs(config: Config) -> dict[str, int]:
+    """Return the engine jobs that are submitted with the run, by group; none for no jobs."""
+    groups = config.engines.groups
+    numbers = {
+        name: config.fleet.engines if name == POLICY else groups[name].engines
+        for name in fleet_groups(config)
+    }
+    return {name: number for name, number in numbers.items() if number}
 
 
 def key_variables(config: Config) -> set[str]:

@@ -84,15 +84,15 @@ class Config(Group):
         of_policy = 0 if self.cluster.colocate else self.num_engines
         sizes = [self.cluster.rollout_num_gpus_per_engine] * of_policy
         for group in self.engines.started.values():
-            sizes += [group.gpus_per_engine(self.cluster.num_gpus_per_node)] * group.engines
+            sizes += [group.gpus_per_engine(self.cluster.num_gpus_per_node)] * group.num_placed
         return sorted(sizes, reverse=True)
 
     @property
     def num_group_gpus(self) -> int:
-        """GPUs of the engines of all tables [engines.NAME]."""
+        """GPUs of the engines of all tables [engines.NAME] in the run's own job."""
         a_node = self.cluster.num_gpus_per_node
         groups = self.engines.started.values()
-        return sum(group.engines * group.gpus_per_engine(a_node) for group in groups)
+        return sum(group.num_placed * group.gpus_per_engine(a_node) for group in groups)
 
     @property
     def actor_world_size(self) -> int:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from rlpost.driver.engines.engine_health import EngineHealth, Hook
 from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.placement import Placement
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import AdapterMover, DiskMover, PauseMode, WeightUpdate
@@ -60,9 +61,20 @@ class SnapshotWeights:
 
     engines_are_stuck = False
 
-    def __init__(self, fleet: Fleet, *, load_adapters: bool, timeout_s: float) -> None:
-        """``load_adapters``: the folders have adapters alone."""
-        self._fleet, self._timeout_s = fleet, timeout_s
+    def __init__(
+        self,
+        fleet: Fleet,
+        jobs: FleetSync | None = None,
+        *,
+        load_adapters: bool,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            jobs: engines of the group on other jobs; None without them.
+            load_adapters: the folders have adapters alone.
+        """
+        self._fleet, self._jobs, self._timeout_s = fleet, jobs, timeout_s
         self._mover = AdapterMover if load_adapters else DiskMover
         self.folder: Path | None = None
         """What the next update reads; without one the engines keep their weights."""
@@ -79,6 +91,10 @@ class SnapshotWeights:
         """Let all engines read ``folder``. Raises SyncError."""
         if self.folder is None:
             return
+        if self._jobs is not None:
+            await self._jobs.serve(version, self.folder)
+        if not self._fleet.addresses:
+            return
         folder = str(self.folder)
 
         async def write(_: int) -> str:
@@ -88,6 +104,12 @@ class SnapshotWeights:
             self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=self._timeout_s
         )
         await update.update(version, self._mover(write), pause=pause, ready=ready)
+
+    async def forget(self) -> None:
+        """Read the folder no more. Engines of this job keep its weights; others wait for the next."""
+        self.folder = None
+        if self._jobs is not None:
+            await self._jobs.before()
 
 
 class BackgroundEvaluation:
@@ -189,8 +211,8 @@ class BackgroundEvaluation:
             await self._done(snapshot.step, metrics)
             logger.info("evaluated step %d in %.1f s", snapshot.step, time.monotonic() - started)
             self._waiting.popleft()
-            # The engines hold the weights; one that dies before the next snapshot waits for it.
-            self._weights.folder = None
+            # One that dies before the next snapshot waits for it.
+            await self._weights.forget()
             await in_daemon(partial(shutil.rmtree, snapshot.folder, ignore_errors=True))
 
     def _owed(self, step: int) -> list[Snapshot]:

@@ -69,7 +69,8 @@ class RolloutOnly(RunStages):
         """Do nothing: the weights are those of --hf-checkpoint."""
 
     async def weights_hash(self) -> str:
-        """Return an empty hash: there is no trainer."""
+        """Return an empty hash: there is no trainer. The engines of fleets may leave."""
+        self.groups.end()
         return ""
 
 

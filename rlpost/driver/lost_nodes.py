@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from common.bounded import await_unless, cancel_all
 from common.cluster import Cluster, Node
+from common.fleet_name import POLICY
 from common.lost_nodes import LostNode, read_lost_nodes, write_replaceable
-from rlpost.config.groups.engines import POLICY
 from rlpost.driver.decision import Death
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.placement import Offer, Placement, Slot, replaced

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.counting import counted
+from common.fleet_name import POLICY
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place, group_config
 from rlpost.config.engine_nodes import part_sizes, take_nodes
-from rlpost.config.groups.engines import POLICY
 from rlpost.config.tree import Config
 from rlpost.errors import PlacementError
 
@@ -141,7 +141,7 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     engines = tuple(groups.pop(POLICY, ()))
     if config.cluster.colocate:
         engines = tuple(_beside(actors, config.cluster.rollout_num_gpus_per_engine))
-    of_groups = {name: tuple(groups[name]) for name in config.engines.started}
+    of_groups = {name: tuple(groups.get(name, ())) for name in config.engines.started}
     return Placement(actors, engines, critics, of_groups)
 
 

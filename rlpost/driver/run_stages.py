@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from common.cluster import Cluster
+from common.fleet_name import POLICY
 from common.local_gpus import read_local_gpus
 from rlpost.config.checks.prefix import with_prefix_sharing
 from rlpost.config.engine_groups import group_config
-from rlpost.config.groups.engines import POLICY
 from rlpost.config.tree import Config
 from rlpost.driver.batches import model_break_even
 from rlpost.driver.checkpoints import Checkpoints, wait_until_written
@@ -114,8 +114,17 @@ class RunStages(Stages):
     def create_groups(self, placement: Placement, ports: Ports) -> None:
         """Create the groups of engines beside the policy's; ``groups.start`` starts them."""
         clients = self.generation.engines
-        self.groups = EngineGroups(self.config, self.cluster, placement, ports, clients)
-        self.closing.callback(self.groups.close)
+        self.groups = EngineGroups(
+            self.config,
+            self.cluster,
+            placement,
+            ports,
+            clients,
+            hf=self.hf,
+            check=self.checkpoints.check_owner,
+            record=self.record,
+        )
+        self.closing.push_async_callback(self.groups.close)
 
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""

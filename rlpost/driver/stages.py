@@ -19,7 +19,7 @@ from rlpost.driver.background_evaluation import BackgroundEvaluation, SnapshotWe
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth
 from rlpost.driver.engines.engines import Fleet
-from rlpost.driver.fleet.fleet_sync import FleetSync, fleet_rules
+from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.loop import Rollouts
 from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.offload import Offload
@@ -35,8 +35,6 @@ from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.durable.trained_batches import RecordedBatches, TrainedBatches
 from rlpost.engines.engine_side_weights import PauseMode
-from rlpost.engines.fleet.fleet_folder import FleetFolder, settings_digest
-from rlpost.engines.fleet.records import Lease
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -90,7 +88,15 @@ class ClusterStages(RunStages):
             self.cluster, offer=offer_of, joined=startup.add_node, record=self.record
         )
         await startup.within_deadline(weights.connect())
-        self._fleet_sync = self._make_fleet_sync()
+        self._fleet_sync = FleetSync.of(
+            config,
+            self.cluster,
+            self._fleet.serving.places,
+            hf=self.hf,
+            export=self._actors.write_engine_folder,
+            check=self.checkpoints.check_owner,
+            record=self.record,
+        )
         self._engine_health = EngineHealth(
             config,
             self._fleet,
@@ -148,10 +154,11 @@ class ClusterStages(RunStages):
         if name is not None:
             weights[name] = SnapshotWeights(
                 self.groups.fleets[name],
+                self.groups.jobs.get(name),
                 load_adapters=self.config.sends_adapters,
                 timeout_s=60.0 * self.config.cluster.distributed_timeout_minutes,
             )
-        self.groups.watch(stop=self.stop, nodes=self._nodes, weights=weights, record=self.record)
+        self.groups.watch(stop=self.stop, nodes=self._nodes, weights=weights)
         if name is not None:
             serving = self.groups.fleets[name].serving
             self._evaluations = BackgroundEvaluation(
@@ -161,26 +168,6 @@ class ClusterStages(RunStages):
                 lambda step: self.generation.evaluate(step=step, engines=serving),
             )
             self.closing.push_async_callback(self._evaluations.close)
-
-    def _make_fleet_sync(self) -> FleetSync:
-        """Create the sync with engines on other jobs, which ``rlpost fleet`` starts."""
-        head = self.cluster.nodes[0]
-        lease = Lease(
-            self.cluster.driver_name,
-            beat=0,
-            settings=settings_digest(self.config.model_dump(mode="json")),
-            host=head.host,
-            address=head.ip,
-        )
-        return FleetSync(
-            FleetFolder(self.run_folder),
-            lease,
-            self._fleet.serving.places,
-            export=self._actors.write_engine_folder,
-            rules=fleet_rules(self.config, self.hf),
-            check=self.checkpoints.check_owner,
-            record=self.record,
-        )
 
     async def _start_engines(self, num_ranks: int) -> None:
         gpus = [""] * num_ranks
@@ -331,11 +318,12 @@ class ClusterStages(RunStages):
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names.
 
-        The run is done then: evaluations beside training are awaited, and the engines of its fleet
+        The run is done then: evaluations beside training are awaited, and the engines of its fleets
         may leave.
         """
         await self._finish_evaluations()
         self._fleet_sync.end()
+        self.groups.end()
 
         async def weights_hash() -> str:
             async with self._offload.save(is_last=True):

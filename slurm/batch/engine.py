@@ -3,7 +3,7 @@
 - The engine's name is that of its task, ``ARRAY_TASK``, also after a requeue. SLURM_JOB_ID is
   another number for each task, so containers of two tasks on a node have different names.
 - USR2 (the time limit, or a preemption where the site sends it) reaches this process alone, which
-  announces the end in RUN/fleet/stop/NAME; TERM to the step reaches the agent itself.
+  announces the end in FLEET/stop/NAME (``common.fleet_name``); TERM to the step reaches the agent itself.
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
   ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
   retry makes the image available. Anything else is a failure; ``max_failures`` bounds the restarts.
@@ -14,6 +14,7 @@ from typing import List, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import discard, text_or_empty, write_atomic
+from common.fleet_name import fleet_name, group_of
 from common.stop_file import stop_text
 from slurm.batch.attempt import stop_message
 from slurm.batch.host import End, Host
@@ -38,7 +39,7 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
     """
     name = host.job.name
     place = host.find_place(options, agent, options.run_folder)
-    fleet = Path(place.run_folder) / "fleet"
+    fleet = Path(place.run_folder) / fleet_name(group_of(agent))
     logs, state, stop_file = fleet / "logs", fleet / f"logs/{name}.d", fleet / "stop" / name
     state.mkdir(parents=True, exist_ok=True)
     discard(stop_file)  # of an earlier start

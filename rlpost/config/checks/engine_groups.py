@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlpost.config.engine_groups import NamedGroup, short_forms
+from rlpost.config.engine_groups import NamedGroup, group_config, short_forms
 from rlpost.config.flags import flag
 from rlpost.config.keys import KEYS, SUFFIX, is_key
 from rlpost.config.tree import Config
-from rlpost.config.wording import listed, value_of
+from rlpost.config.wording import listed, spelled, value_of
 from rlpost.errors import suggestion
 from rlpost.models.model_types import HfConfig
 
@@ -32,7 +32,7 @@ SIZES = (
 )
 """Keys of config.json in which engines that receive the policy's weights agree with it."""
 _OF_URL = ("served_model", "api_key_env", "api_key_file")
-_OF_STARTED = ("model", "engines", "gpus", "nodes", "follows_policy")
+_OF_STARTED = ("model", "engines", "gpus", "nodes", "follows_policy", "fleet")
 
 
 def engine_group_problems(config: Config) -> list[str]:
@@ -99,7 +99,7 @@ def _url_problems(named: NamedGroup) -> Iterator[str]:
     if given:
         yield (
             f"{label}: url names servers that exist, and {listed(given, 'and')} "
-            f"{'is' if len(given) == 1 else 'are'} for engines that the job starts; leave "
+            f"{'is' if len(given) == 1 else 'are'} for engines that the run starts; leave "
             "one of them out"
         )
     variable = group.api_key_env
@@ -117,7 +117,7 @@ def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
     group, label = named.settings, named.label
     if given := [key for key in _OF_URL if getattr(group, key) is not None]:
         yield (
-            f"{label}: {listed(given, 'and')} without url; engines that the job starts have a key of "
+            f"{label}: {listed(given, 'and')} without url; engines that the run starts have a key of "
             "their own; leave it out, or add url"
         )
     if group.model is None and not group.follows_policy:
@@ -130,9 +130,33 @@ def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
             f"{label} gpus = {group.gpus} and nodes = {group.nodes}: both are the size of an engine; "
             "leave one of them out"
         )
+    if not (group.engines or group.fleet):
+        yield (
+            f"{label} engines = 0: the group has no engine; use 1 or more, or fleet = true for engines "
+            "that join from other jobs"
+        )
+    if group.fleet:
+        yield from _fleet_problems(config, named)
     if config.grpo.loss_type == "sft_loss" or config.debug.debug_train_only:
         why = "--debug-train-only" if config.debug.debug_train_only else "--loss-type sft_loss"
         yield f"{label}: {why} generates nothing, so nothing uses these engines; leave the table out"
+
+
+def _fleet_problems(config: Config, named: NamedGroup) -> Iterator[str]:
+    """Engines on jobs of their own, which have one node each."""
+    group, a_node = named.settings, config.cluster.num_gpus_per_node
+    size = group.gpus_per_engine(a_node)
+    if size > a_node:
+        key = f"gpus = {group.gpus}" if group.nodes is None else f"nodes = {group.nodes}"
+        yield (
+            f"{named.label} fleet = true and {key}: an engine of a fleet has one node, of "
+            f"{spelled(config, 'num_gpus_per_node')}; use gpus = {a_node} or less"
+        )
+    elif group_config(config, named.name).sglang.shares_attention:
+        yield (
+            f"{named.label} fleet = true and sglang_enable_dp_attention: an engine of a fleet cannot "
+            "share attention between replicas; leave one of them out"
+        )
 
 
 def _name_problems(config: Config) -> Iterator[str]:

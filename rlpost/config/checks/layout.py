@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.counting import counted
+from common.fleet_name import POLICY
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place
 from rlpost.config.engine_nodes import nodes_for, num_that_fit
 from rlpost.config.flags import flag
-from rlpost.config.groups.engines import POLICY
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
 from rlpost.models.model_types import HfConfig
@@ -274,7 +274,11 @@ def _without(uneven: Sequence[str]) -> str:
 def group_room_problems(config: Config) -> list[str]:
     """Groups of engines that are no whole nodes, or without free GPUs next to the others."""
     a_node = config.cluster.num_gpus_per_node
-    sizes = {name: group.gpus_per_engine(a_node) for name, group in config.engines.started.items()}
+    sizes = {
+        name: group.gpus_per_engine(a_node)
+        for name, group in config.engines.started.items()
+        if group.num_placed
+    }
     for name, size in sizes.items():
         if size > a_node and size % a_node:
             lower = size // a_node

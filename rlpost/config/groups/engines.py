@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from common.fleet_name import POLICY
 from rlpost.config.groups.base import (
     FilePath,
     Group,
@@ -18,8 +19,6 @@ from rlpost.config.groups.base import (
 )
 from rlpost.config.groups.sglang import ServerArgs
 
-POLICY = "policy"
-"""The group of the engines that generate answers; its settings are those of [cluster] and [sglang]."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -30,13 +29,17 @@ def _url(given: str) -> str:
 
 
 class EngineGroup(ServerArgs):
-    """One group: SGLang engines that the job starts, or servers that exist (url). Further keys
-    sglang_X are passed to SGLang's ServerArgs as X."""
+    """One group: SGLang engines that the job or the fleet's jobs start, or servers that exist (url).
+    Further keys sglang_X are passed to SGLang's ServerArgs as X."""
 
     model: FilePath | None = None
     """Hugging Face folder of the model. Default with follows_policy: --hf-checkpoint."""
-    engines: Positive = 1
-    """Engines of the group."""
+    engines: Annotated[int, Field(ge=0)] = 1
+    """Engines of the group. With fleet: the jobs that `rlpost submit` submits together with the
+    run, which may be 0."""
+    fleet: bool = False
+    """Let the engines join from jobs of their own, which may be preempted and start again at any
+    time (docs/fleet.md). `rlpost fleet RUN --group NAME` adds and removes them."""
     gpus: Positive | None = None
     """GPUs of each engine, its tensor-parallel size. Default: 1, or those of its nodes."""
     nodes: Positive | None = None
@@ -64,8 +67,13 @@ class EngineGroup(ServerArgs):
 
     @property
     def is_started(self) -> bool:
-        """Whether the job starts the engines."""
+        """Whether the engines are started for the run: by its job, or by jobs of its fleet."""
         return not self.url
+
+    @property
+    def num_placed(self) -> int:
+        """Engines of the group in the run's own job."""
+        return 0 if self.url or self.fleet else self.engines
 
     def gpus_per_engine(self, per_node: int) -> int:
         """GPUs of each engine, on nodes of ``per_node``."""
@@ -98,7 +106,7 @@ class EnginesConfig(Group):
 
     @property
     def started(self) -> dict[str, EngineGroup]:
-        """The groups whose engines the job starts."""
+        """The groups whose engines are started for the run."""
         return {name: group for name, group in self.groups.items() if group.is_started}
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from rlpost.config.groups.engines import POLICY
+from common.fleet_name import POLICY
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 
 Phase = Literal["generate", "sync"]

@@ -1,14 +1,15 @@
 """The groups of engines of a run beside the policy's: start, health, metrics.
 
 Input: settings, the placement, the clients of the groups. Output: engines that serve under their
-names. Each group is a ``Fleet`` with an ``EngineHealth``, as the policy's engines are; only its
-settings differ (``config.engine_groups.group_config``), and where its weights come from.
+names. Each group is a ``Fleet`` with an ``EngineHealth``, as the policy's engines are, and with
+``fleet = true`` a ``FleetSync`` for those on other jobs. Only its settings differ
+(``config.engine_groups.group_config``), and where its weights come from.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from common.cluster import Cluster
@@ -17,6 +18,7 @@ from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth, EngineWeights, OwnWeights
 from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.placement import Placement, Ports
@@ -37,8 +39,18 @@ class EngineGroups:
         placement: Placement,
         ports: Ports,
         clients: EngineClients,
+        *,
+        hf: Mapping[str, object],
+        check: Callable[[], None],
+        record: RecordEvent = not_recorded,
     ) -> None:
-        """``clients`` send requests to the engines as soon as these serve."""
+        """
+        Args:
+            clients: send requests to the engines as soon as these serve.
+            hf: the policy's config.json.
+            check: raises Fenced when another attempt owns the run.
+        """
+        self._record = record
         self._in_background = {config.eval.eval_engines}
         self._configs = {name: group_config(config, name) for name in config.engines.started}
         self.fleets: Mapping[str, Fleet] = {
@@ -52,11 +64,30 @@ class EngineGroups:
             )
             for name, own in self._configs.items()
         }
+        self.jobs: Mapping[str, FleetSync] = {
+            name: FleetSync.of(
+                config,
+                cluster,
+                self.fleets[name].serving.places,
+                group=name,
+                hf=hf,
+                check=check,
+                record=record,
+            )
+            for name in self.fleets
+            if config.engines.groups[name].fleet
+        }
+        self._keep_weights = {
+            name for name in self.jobs if not config.engines.groups[name].follows_policy
+        }
         self.health: Mapping[str, EngineHealth] = {}
 
     async def start(self) -> None:
-        """Start all engines. Raises what ``Fleet.start`` raises."""
-        await asyncio.gather(*(fleet.start(()) for fleet in self.fleets.values()))
+        """Start all engines of this job, and let others join. Raises what ``Fleet.start`` raises."""
+        await asyncio.gather(
+            *(fleet.start(()) for fleet in self.fleets.values()),
+            *(self.jobs[name].serve(0) for name in self._keep_weights),
+        )
 
     def watch(
         self,
@@ -64,7 +95,6 @@ class EngineGroups:
         stop: StopRequest,
         nodes: LostNodes | None = None,
         weights: Mapping[str, EngineWeights] | None = None,
-        record: RecordEvent = not_recorded,
     ) -> None:
         """Let ``over`` restart engines that die.
 
@@ -78,8 +108,9 @@ class EngineGroups:
                 fleet,
                 weights.get(name) or OwnWeights(),
                 stop=stop,
+                check_others=self.jobs[name].check_any if name in self.jobs else lambda _: None,
                 nodes=nodes.of_group(name),
-                events=EngineEvents(record, group=name),
+                events=EngineEvents(self._record, group=name),
             )
             for name, fleet in self.fleets.items()
         }
@@ -99,7 +130,13 @@ class EngineGroups:
         for health in self.health.values():
             health.forget_restarts()
 
-    def close(self) -> None:
-        """Stop starts in progress; engines end with Ray."""
+    def end(self) -> None:
+        """Record that the run is done: engines on other jobs leave."""
+        for jobs in self.jobs.values():
+            jobs.end()
+
+    async def close(self) -> None:
+        """Stop starts in progress; engines end with Ray, those on other jobs see ``FleetSync``."""
         for fleet in self.fleets.values():
             fleet.close()
+        await asyncio.gather(*(jobs.close() for jobs in self.jobs.values()))

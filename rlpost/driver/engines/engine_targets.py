@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.files import write_atomic
+from common.fleet_name import POLICY
 from common.scrape_targets import ENGINE_TARGETS, NONE, targets_text
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engines import Fleet
@@ -41,7 +42,8 @@ def engine_targets(fleets: Sequence[Fleet], run: str) -> str:
             for index, address in enumerate(fleet.addresses)
             if index not in fleet.dismissed
         ]
-        urls += [(place.url, OF_FLEET) for place in fleet.serving.places.fleet]
+        label = OF_FLEET if fleet.group == POLICY else f"{fleet.group}-{OF_FLEET}"
+        urls += [(place.url, label) for place in fleet.serving.places.fleet]
     return targets_text(
         [(urlsplit(url).netloc, {"run": run, "engine": engine}) for url, engine in urls]
     )

@@ -22,7 +22,7 @@ from typing import Any
 from common.addresses import http_url
 from common.bounded import for_each
 from common.cluster import Cluster
-from rlpost.config.groups.engines import POLICY
+from common.fleet_name import POLICY
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.driver.engines.adoption import ANSWER_S, is_adopted

@@ -75,7 +75,7 @@ class FleetMembers:
         self._lease, self._changed, self._lost = lease, changed, lost
         self._deadlines, self._check = deadlines, check
         self._poll_s, self._load_adapters = poll_s, load_adapters
-        self._weights = Path()
+        self._weights: Path | None = None
         self._records: list[EngineRecord] = []
         self._orders = Orders()
         self._acting: set[asyncio.Task[None]] = set()
@@ -107,10 +107,13 @@ class FleetMembers:
         async with self._notified:
             await self._notified.wait_for(lambda: self._membership.is_settled)
 
-    async def publish(self, version: int, weights: Path, *, num_bytes: int = 0) -> None:
-        """Let engines read the complete folder ``weights``, and serve with them afterwards."""
+    async def publish(self, version: int, weights: Path | None, *, num_bytes: int = 0) -> None:
+        """Let engines read the complete folder ``weights``, and serve with them afterwards.
+
+        None: they serve with the weights of their model.
+        """
         self._weights = weights
-        self._lease = replace(self._lease, version=version, weights=str(weights))
+        self._lease = replace(self._lease, version=version, weights=str(weights or ""))
         self._membership.set_version(version, num_bytes=num_bytes)
         await self._step()
         await self._write_lease()

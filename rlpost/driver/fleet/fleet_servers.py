@@ -59,11 +59,16 @@ class FleetServers:
         self._load_adapters = load_adapters
         self._lives: dict[str, tuple[str, EngineLife]] = {}  # by engine, of its newest incarnation
 
-    async def update(self, record: EngineRecord, weights: Path, version: int) -> None:
-        """Bring a server to a version; it stays paused. Raises RolloutError, TimeoutError."""
+    async def update(self, record: EngineRecord, weights: Path | None, version: int) -> None:
+        """Bring a server to a version; it stays paused. Raises RolloutError, TimeoutError.
+
+        ``weights``: None for those of the server's model, which get the number of the version.
+        """
         async with self._client(record, self._deadlines.update_s) as client:
             await client.pause("abort")
-            if self._load_adapters:
+            if weights is None:
+                await client.rename_weights(version)
+            elif self._load_adapters:
                 await client.replace_adapter(str(weights), version=version)
             else:
                 await client.update_weights_from_disk(str(weights), version=version)

@@ -1,11 +1,13 @@
-"""Fleet sync: the fleet's part of a weight update, in the order that keeps versions apart.
+"""Fleet sync: the fleet of one group of engines, and its part of a weight update.
 
-Input: the run folder, the actors, the places of requests. Output: engines of the fleet that serve the
-version of the trainer, once it has been written to a folder that they read; lines of the ledger that
-account for their time.
+Input: the run folder, the actors, the places of requests. Output: engines of the fleet that serve
+their version, once it is in a folder that they read; lines of the ledger that account for their time.
 
     before: no engine of the fleet generates -> the run's own engines are updated -> written: the
     weights are in a folder -> publish
+
+That is the policy's fleet. Engines of a group [engines.NAME] ``serve`` the weights of their model, or
+those of a folder.
 
 ``in_background`` does the last two while the run's own engines already generate; ``wait_for_write`` waits
 for them, because the weights must not change before. A run without a fleet only checks at each
@@ -20,10 +22,14 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common.bounded import cancel_all
+from common.cluster import Cluster
+from common.fleet_name import POLICY
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
+from rlpost.config.engine_groups import group_config
 from rlpost.config.tree import Config
 from rlpost.driver.checkpoints import folder_bytes
 from rlpost.driver.fleet.fleet_members import FleetMembers
@@ -31,8 +37,8 @@ from rlpost.driver.fleet.fleet_servers import DEADLINES, Deadlines
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.run_files import LAST_S
-from rlpost.engines.fleet.fleet_folder import FleetFolder
-from rlpost.engines.fleet.membership import FleetLimits, Membership
+from rlpost.engines.fleet.fleet_folder import FleetFolder, settings_digest
+from rlpost.engines.fleet.membership import STEP_WAITS, FleetLimits, Membership
 from rlpost.engines.fleet.records import EngineRecord, Lease
 from rlpost.engines.places import Place, Places
 from rlpost.errors import (
@@ -77,19 +83,30 @@ class FleetRules:
     limits: FleetLimits = LIMITS
     deadlines: Deadlines = DEADLINES
     load_adapters: bool = False
+    waits: str = STEP_WAITS
 
 
-def fleet_rules(config: Config, hf: Mapping[str, object]) -> FleetRules:
-    """Return the rules of a run's fleet; ``hf``: the content of the model's config.json."""
-    fleet, sglang = config.fleet, config.sglang
-    rate = fleet.pull_gb_per_s
+def fleet_rules(
+    config: Config, hf: Mapping[str, object], group: str = POLICY, *, command: str = ""
+) -> FleetRules:
+    """Return the rules of the fleet of a group.
+
+    Args:
+        hf: the content of the policy's config.json.
+        command: what starts engine jobs of the group.
+    """
+    own, fleet = group_config(config, group), config.fleet
+    sglang, rate, is_policy = own.sglang, fleet.pull_gb_per_s, group == POLICY
+    reads_weights = is_policy or config.engines.groups[group].follows_policy
+    waits = f"[engines.{group}] needs {{}}: its requests wait, and {command} starts engine jobs"
     return FleetRules(
         concurrency=sglang.sglang_server_concurrency,
-        is_wanted=bool(fleet.engines) or fleet.min_engines > config.num_engines,
-        min_engines=fleet.min_engines,
+        is_wanted=not is_policy or bool(fleet.engines) or fleet.min_engines > config.num_engines,
+        min_engines=fleet.min_engines if is_policy else 1,
         wait_s=fleet.engine_wait_s,
-        load_adapters=config.sends_adapters,
-        refusal=quantised_problem(hf) or engine_size_problem(config),
+        load_adapters=own.sends_adapters,
+        refusal=(quantised_problem(hf) if reads_weights else None) or engine_size_problem(own),
+        waits=STEP_WAITS if is_policy else waits,
         limits=FleetLimits(
             lost_after_s=fleet.engine_lost_after_s,
             pulls_at_once=fleet.pulls_at_once,
@@ -112,21 +129,22 @@ class FleetSync:
         lease: Lease,
         places: Places,
         *,
-        export: Export,
         rules: FleetRules,
         check: Callable[[], None],
+        export: Export | None = None,
         record: RecordEvent = not_recorded,
     ) -> None:
         """
         Args:
             lease: with the attempt, the settings and the address of this driver.
             export: writes the weights of a version, as engines read them, to a folder; collective
-                over the actors.
+                over the actors. None for a group that does not get each version.
             check: raises Fenced when another attempt owns the run.
         """
         self._folder, self._lease, self._places = folder, lease, places
         self._export, self._rules = export, rules
-        self._check, self._record = check, record
+        self._check = check
+        self._record = record if folder.group == POLICY else partial(record, group=folder.group)
         self._members: FleetMembers | None = None
         self._has_ended = False
         self._written: int | None = None
@@ -138,6 +156,38 @@ class FleetSync:
         self._none_since: float | None = None
         self._said_at = -SAY_AGAIN_S
         self._is_refused = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        cluster: Cluster,
+        places: Places,
+        *,
+        hf: Mapping[str, object],
+        check: Callable[[], None],
+        group: str = POLICY,
+        export: Export | None = None,
+        record: RecordEvent = not_recorded,
+    ) -> FleetSync:
+        """Return the fleet of a group in this attempt; ``hf`` is the policy's config.json."""
+        folder = FleetFolder(Path(cluster.attempt_dir).parents[1], group)
+        head, own = cluster.nodes[0], group_config(config, group)
+        settings = settings_digest(own.model_dump(mode="json"))
+        lease = Lease(
+            cluster.driver_name, beat=0, settings=settings, host=head.host, address=head.ip
+        )
+        rules = fleet_rules(config, hf, group, command=folder.command)
+        return cls(folder, lease, places, rules=rules, check=check, export=export, record=record)
+
+    async def serve(self, version: int, weights: Path | None = None) -> None:
+        """Let engines serve ``version`` with the weights in a folder; None: those of their model.
+
+        Raises ConfigError, FleetError, Fenced, OSError.
+        """
+        await self.before()
+        assert self._members is not None, "a group's fleet is wanted"
+        await self._members.publish(version, weights)
 
     async def before(self) -> None:
         """Return when no engine of the fleet generates. Raises FleetError, Fenced."""
@@ -151,6 +201,7 @@ class FleetSync:
         """Write the weights of ``version`` for the fleet. Call while the actors hold them."""
         if self._members is None:
             return
+        assert self._export is not None
         folder = self._version_folder(version)
         if version == self._written:
             return  # an update that is repeated after an engine died sends the same weights
@@ -269,7 +320,7 @@ class FleetSync:
         await in_daemon(self._remove_all)
         members = FleetMembers(
             self._folder,
-            Membership(rules.limits, settings=self._lease.settings),
+            Membership(rules.limits, settings=self._lease.settings, waits=rules.waits),
             self._lease,
             changed=self._set_places,
             lost=self._places.give_up,

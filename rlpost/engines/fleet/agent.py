@@ -32,11 +32,13 @@ from pathlib import Path
 from common.addresses import ANYWHERE, local_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there
+from common.fleet_name import GROUP, POLICY
 from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
 from rlpost.config.engine_args import engine_args
+from rlpost.config.engine_groups import group_config
 from rlpost.config.load import parse_dump
 from rlpost.config.tree import Config
 from rlpost.durable.daemon_threads import start_in_daemon
@@ -75,6 +77,7 @@ class EngineJobOptions:
     engine: str
     stop_file: Path
     num_gpus: int
+    group: str = POLICY
 
 
 class StopNotice:
@@ -148,7 +151,8 @@ class Agent:
     def _serve(self) -> EngineVerdict:
         """Run one server; return why it was stopped."""
         run_json = (self._options.run_folder / "run.json").read_text()
-        config, incarnation = parse_dump(run_json), secrets.token_hex(8)
+        config = group_config(parse_dump(run_json), self._options.group)
+        incarnation = secrets.token_hex(8)
         digest = settings_digest(config.model_dump(mode="json"))
         self._record = self._record.next(incarnation=incarnation, url="", settings=digest)
         rules = AgentRules(
@@ -310,10 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--num-gpus", type=int, default=1)
+    parser.add_argument(GROUP, default=POLICY)
     options = EngineJobOptions(**vars(parser.parse_args(argv)))
     configure_logging()
     os.environ.update(jit_cache_environment(os.environ))
-    folder = FleetFolder(options.run_folder)
+    folder = FleetFolder(options.run_folder, options.group)
     notice = StopNotice(options.stop_file)
     if folder.orders().says_leave(options.engine):
         logger.info("ordered to leave")

@@ -1,6 +1,6 @@
 """The files of the fleet in the run folder; ``rlpost.engines.fleet.records`` describes their contents.
 
-    RUN/fleet/            0700, on the shared file system
+    RUN/fleet/            0700, on the shared file system; fleet-NAME for a group [engines.NAME]
       secret              API key of the fleet's servers, made once; not that of an attempt
       lease.json          written by the driver
       orders.json         written by ``rlpost fleet``
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.files import write_atomic, write_first
+from common.fleet_name import GROUP, POLICY, fleet_name
 from rlpost.engines.fleet.records import (
     EngineRecord,
     Lease,
@@ -70,15 +71,16 @@ class FleetError(RlpostError):
 
 @dataclass(frozen=True, slots=True)
 class FleetFolder:
-    """The fleet's files of one run. Construction does not access the file system."""
+    """The files of a group's fleet. Construction does not access the file system."""
 
     run: Path
+    group: str = POLICY
     _reported: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def root(self) -> Path:
         """The folder of all files."""
-        return self.run / "fleet"
+        return self.run / fleet_name(self.group)
 
     @property
     def weights(self) -> Path:
@@ -89,6 +91,12 @@ class FleetFolder:
     def logs(self) -> Path:
         """Output of the engine jobs."""
         return self.root / "logs"
+
+    @property
+    def command(self) -> str:
+        """The command that starts engine jobs of the group."""
+        words = "" if self.group == POLICY else f"{GROUP} {self.group} "
+        return f"rlpost fleet {self.run} {words}--engines N"
 
     def engine_path(self, engine: str) -> Path:
         """The file of an engine."""
@@ -120,9 +128,7 @@ class FleetFolder:
             mode = stat.S_IMODE(path.stat().st_mode)
             text = path.read_text().strip()
         except OSError as error:
-            raise FleetError(
-                f"{path}: {error.strerror}; rlpost fleet RUN --engines N creates it"
-            ) from None
+            raise FleetError(f"{path}: {error.strerror}; {self.command} creates it") from None
         if mode & 0o077:
             raise FleetError(f"{path}: others can read it (mode {mode:04o}); chmod 600 it")
         if len(text) < 32:

@@ -29,6 +29,7 @@ from common.counting import counted
 from rlpost.engines.fleet.records import EngineRecord, EngineState, Orders
 
 NEW_WEIGHTS = "new weights"
+STEP_WAITS = "--min-engines is {}: the step waits"
 DISMISS_AGAIN_S = 1.0
 NO_ORDERS = Orders()
 
@@ -132,9 +133,15 @@ class Membership:
     Call ``step`` at every poll and after every ``finished``.
     """
 
-    def __init__(self, limits: FleetLimits, *, settings: str = "") -> None:
-        """``settings``: digest that an engine's server must have been started with."""
+    def __init__(self, limits: FleetLimits, *, settings: str = "", waits: str = STEP_WAITS) -> None:
+        """
+        Args:
+            settings: digest that an engine's server must have been started with.
+            waits: for the user: what asks for engines, with ``{}`` for their number, and what waits
+                while fewer serve.
+        """
         self._limits = limits
+        self._waits = waits
         self._settings = settings
         self._version: int | None = None
         self._orders = NO_ORDERS
@@ -256,8 +263,7 @@ class Membership:
         rest = ", ".join(f"{count} {phase}" for phase, count in sorted(counts.items()))
         return (
             f"{counted(number, 'engine')} {'serves' if number == 1 else 'serve'}, but "
-            f"--min-engines is {needed}: the step waits; "
-            f"of the fleet: {rest or 'no further engine has joined'}"
+            f"{self._waits.format(needed)}; of the fleet: {rest or 'no further engine has joined'}"
         )
 
     def descriptions(self, now: float) -> dict[str, str]:
@@ -399,9 +405,11 @@ class Membership:
 
     def _end_update(self, member: _Member, version: int, now: float, problem: str | None) -> None:
         member.phase = Phase.IDLE
+        if version != self._version:
+            return  # its weights may have been removed while it read them
         if problem is not None:
             self._count_failure(member, now, problem)
-        elif version == self._version:
+        else:
             member.holds = version
 
     def _end_admission(self, member: _Member, now: float, problem: str | None) -> None:

@@ -3,7 +3,7 @@
 Input: the ledger's entries, of which the ``fleet`` lines count. Output: seconds in which each
 engine served, and GPU-seconds of all of them: allocated, and serving.
 
-Each line of an attempt replaces the one before for what served in that attempt. The allocated time
+Each line of an attempt and a group replaces the one before for what served in that attempt. The allocated time
 of a job is a counter of its agent over all attempts. It only grows, but restarts from zero if the
 file of an engine was removed.
 """
@@ -58,7 +58,7 @@ def _metered(readings: Sequence[float]) -> float:
 
 def _last_of_attempts(ledger: Sequence[Entry]) -> list[Entry]:
     last = {
-        str(entry.get("attempt")): entry
+        (str(entry.get("attempt")), entry.get("group")): entry
         for entry in ledger
         if entry.get("event") == "fleet" and "used" in entry
     }

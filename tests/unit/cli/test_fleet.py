@@ -7,9 +7,10 @@ import pytest
 
 from common.run_folder import create_run_folder
 from rlpost.cli.fleet import fleet_spec, main
+from rlpost.cli.fleet_jobs import stop_engines
 from rlpost.cli.fleet_view import arrays_of, surplus, table, views
 from rlpost.config.groups.cluster import ClusterConfig
-from rlpost.config.load import dump
+from rlpost.config.load import dump, load
 from rlpost.config.tree import Config
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.engines.fleet.records import EngineRecord, EngineState, Lease, Orders
@@ -102,6 +103,44 @@ def test_a_run_that_is_done_gets_no_engines(run, slurm):
     with pytest.raises(ConfigError, match="is done"):
         call(run, "--engines", "2")
     assert not slurm[0].exists()
+
+
+@pytest.fixture
+def with_judge(run):
+    judge = {"model": "/judge", "fleet": True, "gpus": 2, "engines": 0}
+    config = load(
+        [], {"cluster": {**CLUSTER, "job_name": "rl"}, "engines": {"judge": judge}}
+    ).config
+    run.run_json.write_text(dump(config))
+    return run
+
+
+def test_engines_join_the_group_that_is_named(with_judge, slurm, capsys):
+    run = with_judge
+    call(run, "--group", "judge", "--engines", "2", "--dry-run")
+    script = capsys.readouterr().out
+    assert "--job-name=rl-fleet-judge" in script and "--gres=gpu:2" in script
+    assert "--num-gpus 2 --group judge" in script and f"{run.root}/fleet-judge/logs/" in script
+    call(run, "--group", "judge", "--engines", "2")
+    assert (run.root / "fleet-judge/job.sbatch").exists() and not (run.root / "fleet").exists()
+    assert arrays_of(run.ledger.read()) == {}
+    assert arrays_of(run.ledger.read(), "judge") == {"70": 2}
+    slurm[1].write_text("70_0|RUNNING|1:00|N/A|n1|None\n70_1|PENDING|1:00|N/A||Priority\n")
+    capsys.readouterr()
+    call(run)
+    assert capsys.readouterr().out.splitlines()[0] == "[engines.judge]"
+    call(run, "--group", "judge", "--scale", "1")
+    assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_1",))
+    assert stop_engines(run) == 1 and FleetFolder(run.root, "judge").orders().stop
+
+
+def test_a_group_without_a_fleet_is_named(with_judge):
+    with pytest.raises(ConfigError, match=r"--group jugde: no such group.*did you mean 'judge'"):
+        call(with_judge, "--group", "jugde", "--engines", "1")
+    table = {"judge": {"model": "/judge"}}
+    with_judge.run_json.write_text(dump(load([], {"engines": table}).config))
+    with pytest.raises(ConfigError, match="has no engines on other jobs; add fleet = true"):
+        call(with_judge, "--group", "judge", "--engines", "1")
 
 
 def test_scaling_submits_what_is_missing_and_drains_what_is_too_much(run, slurm):

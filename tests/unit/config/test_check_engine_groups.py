@@ -26,6 +26,7 @@ from rlpost.errors import ConfigError
 
 JUDGE = {"model": "/m", "engines": 2, "gpus": 2}
 BOX = {"num_gpus_per_node": 8, "actor_num_gpus_per_node": 4, "colocate": True, "nodes": 1}
+FLEET = {**JUDGE, "fleet": True}
 URL_GROUP = {"url": "http://h:1"}
 
 
@@ -62,6 +63,9 @@ def test_nodes_of_the_run_include_those_of_groups() -> None:
     assert config_of(JUDGE, cluster=two).num_nodes == 2
     assert config_of({**JUDGE, "gpus": None, "nodes": 2}, cluster=two).num_nodes == 5
     assert config_of(URL_GROUP, cluster=two).num_nodes == 1
+    assert config_of(FLEET, cluster=two).num_nodes == 1, "its engines are on other jobs"
+    assert config_of(FLEET, cluster=two).num_group_gpus == 0
+    assert group_config(config_of(FLEET, cluster=two), "judge").num_engines == 0
     assert config_of({**JUDGE, "nodes": 2}, cluster=two).engines.started["judge"].gpus_per_engine(8)
 
 
@@ -71,6 +75,8 @@ def test_nodes_of_the_run_include_those_of_groups() -> None:
         (JUDGE, BOX),
         ({**JUDGE, "gpus": None, "nodes": 1}, {**BOX, "nodes": 3, "actor_num_nodes": 1}),
         (URL_GROUP, {**BOX, "actor_num_gpus_per_node": 8}),
+        (FLEET, {**BOX, "actor_num_gpus_per_node": 8}),
+        ({**FLEET, "engines": 0}, {**BOX, "actor_num_gpus_per_node": 8}),
     ],
 )
 def test_what_can_run(judge: dict[str, Any], cluster: dict[str, Any]) -> None:
@@ -120,6 +126,28 @@ def test_gpus_that_do_not_add_up_are_summed(
         ({**JUDGE, "nodes": 1}, {}, "gpus = 2 and nodes = 1: both are the size of an engine"),
         ({**JUDGE, "api_key_env": "K"}, {}, "api_key_env without url"),
         (
+            {**JUDGE, "engines": 0},
+            {},
+            "engines = 0: the group has no engine; use 1 or more, or fleet",
+        ),
+        (
+            {**URL_GROUP, "fleet": True},
+            {},
+            "and fleet is for engines that the run starts; leave one",
+        ),
+        (
+            {**FLEET, "gpus": 12},
+            {},
+            "[engines.judge] fleet = true and gpus = 12: an engine of a fleet has one node, of "
+            "--num-gpus-per-node 8; use gpus = 8 or less",
+        ),
+        ({**FLEET, "gpus": None, "nodes": 2}, {}, "fleet = true and nodes = 2: an engine of a"),
+        (
+            {**FLEET, "sglang_enable_dp_attention": True, "sglang_dp_size": 2},
+            {},
+            "fleet = true and sglang_enable_dp_attention: an engine of a fleet cannot",
+        ),
+        (
             {**URL_GROUP, "api_key_env": "JUDGE"},
             {},
             "api_key_env = 'JUDGE': the name must end in _ENGINES_KEY",
@@ -163,7 +191,7 @@ def test_a_table_with_the_name_of_a_short_form_is_a_contradiction() -> None:
             "unknown key 'modle' in [engines.judge]; did you mean 'model'?",
         ),
         ({"judge": 3}, "engines.judge = 3: must be a table"),
-        ({"judge": {"engines": 0}}, "engines 0 in [engines.judge]: must be 1 or more"),
+        ({"judge": {"engines": -1}}, "engines -1 in [engines.judge]: must be 0 or more"),
         ({"judge": {"url": "h:1"}}, "url h:1 in [engines.judge]: 'h:1' must start with http://"),
     ],
 )

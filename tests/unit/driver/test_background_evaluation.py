@@ -24,7 +24,7 @@ class Engines:
 
     def __init__(self, root: Path, *, error: Exception | None = None) -> None:
         self.root, self.error = root, error
-        self.weights = SimpleNamespace(folder=None)
+        self.weights = SimpleNamespace(folder=None, forget=self.forget)
         self.go_on = asyncio.Event()
         self.log: list[str] = []
         self.results: dict[int, float] = {}
@@ -34,6 +34,10 @@ class Engines:
         folder = self.weights.folder
         assert (folder / "weights").read_text() == str(version), "of the version that is evaluated"
         self.log.append(f"load {version}")
+
+    async def forget(self) -> None:
+        self.log.append(f"forget {self.weights.folder.name[5:12].lstrip('0')}")
+        assert self.weights.folder.is_dir(), "no engine reads a folder that is removed"
 
     async def over(self, work: Awaitable[Any]) -> Any:
         return await work
@@ -75,7 +79,10 @@ def test_steps_are_evaluated_in_order_while_the_loop_goes_on(tmp_path: Path) -> 
         assert engines.results == {} and engines.log == ["load 101", "evaluate 1"]
         engines.go_on.set()
         await engines.evaluation.finish()
-        assert engines.log == ["load 101", "evaluate 1", "load 102", "evaluate 2"]
+        assert engines.log == [
+            *("load 101", "evaluate 1", "forget 1"),
+            *("load 102", "evaluate 2", "forget 2"),
+        ]
         assert engines.results == {1: 0.1, 2: 0.2} and engines.folders() == []
 
     run(scene)

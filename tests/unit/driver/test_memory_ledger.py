@@ -101,7 +101,7 @@ def run_of(tmp_path, monkeypatch):
             "failure": Client.failure,
         },
         engine_side_weights: {"EngineClient": Client},
-        stages: {"FleetSync": lambda *_, **__: FleetOfJobs([])},
+        stages: {"FleetSync": SimpleNamespace(of=lambda *_, **__: FleetOfJobs([]))},
         generation: {
             "PromptTokenizer": lambda *_, **__: None,
             "PromptSet": lambda *_, **__: SimpleNamespace(all=list),

@@ -190,7 +190,7 @@ def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
     log: list[str] = []
     jobs = FleetOfJobs(log)
     made_stages, _ = made(mode, tmp_path, monkeypatch, fails=(), nodes=nodes)
-    monkeypatch.setattr(stages, "FleetSync", lambda *_, **__: jobs)
+    monkeypatch.setattr(stages, "FleetSync", SimpleNamespace(of=lambda *_, **__: jobs))
     monkeypatch.setattr(
         stages,
         "EngineHealth",

@@ -67,15 +67,19 @@ def requeued(tmp_path):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_the_agent_gets_the_name_of_its_task_and_the_file_of_its_end(job, tmp_path):
-    job = replace(job, agent_args=("--num-gpus", "2"))
+@pytest.mark.parametrize(
+    ("group", "folder"), [((), "fleet"), (("--group", "judge"), "fleet-judge")]
+)
+def test_the_agent_gets_the_name_of_its_task_and_the_file_of_its_end(job, tmp_path, group, folder):
+    (tmp_path / "run" / folder / "logs").mkdir(parents=True, exist_ok=True)
+    job = replace(job, agent_args=("--num-gpus", "2", *group))
     with start(job, tmp_path, f'printf "%s\\n" "$@" >{tmp_path}/words') as script:
         assert script.wait() == 0
     words = (tmp_path / "words").read_text().splitlines()
     run = tmp_path / "run"
     assert words[words.index("rlpost.engines.fleet.agent") + 1 :] == [
         *("--run-folder", str(run), "--engine", "11_1"),
-        *("--stop-file", str(run / "fleet/stop/11_1"), "--num-gpus", "2"),
+        *("--stop-file", str(run / folder / "stop/11_1"), "--num-gpus", "2", *group),
     ]
 
 

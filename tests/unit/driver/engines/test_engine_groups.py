@@ -14,8 +14,11 @@ from rlpost.driver.engines import engines
 from rlpost.driver.engines.engine_groups import EngineGroups
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.preemption import StopRequest
+from rlpost.engines.fleet.fleet_folder import FleetFolder
+from rlpost.engines.fleet.records import EngineRecord, EngineState, LeaseState
 from rlpost.engines.group_client import EngineClients
 from tests.unit.driver.engines.test_engines import FakeGroup
+from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 SETTINGS = {
     "engines": {"judge": {"model": "/judge", "engines": 2, "concurrency": 3}},
@@ -58,12 +61,18 @@ def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated
         placement = Placement((), (), groups={"judge": (slot, slot)})
         ports = Ports((), (), 0, (), groups={"judge": Ports(numbers, (1, 2), 0, ())})
         clients = EngineClients.of(config)
-        groups = EngineGroups(config, cluster, placement, ports, clients)
-        await groups.start()
-        groups.watch(
-            stop=StopRequest(tmp_path / "STOP"),
+        groups = EngineGroups(
+            config,
+            cluster,
+            placement,
+            ports,
+            clients,
+            hf={},
+            check=lambda: None,
             record=lambda event, **details: events.append((event, details)),
         )
+        await groups.start()
+        groups.watch(stop=StopRequest(tmp_path / "STOP"))
         judge = clients["judge"]
         assert [(place.url, place.capacity) for place in judge.places.all()] == [
             (f"http://127.0.0.1:{number}", 3) for number in numbers
@@ -86,7 +95,7 @@ def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated
             return "answers"
 
         assert await groups.over(generating()) == "answers"
-        groups.close()
+        await groups.close()
         await clients.close()
         for runner in runners:
             await runner.cleanup()
@@ -96,6 +105,64 @@ def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated
     lost, recovered = events
     assert lost[0] == "engine_lost" and recovered[0] == "recovered"
     assert lost[1]["group"] == recovered[1]["group"] == "judge" and lost[1]["engines"] == [1]
+
+
+def test_the_death_of_a_fleet_engine_loses_no_answer_of_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait while none has joined; one in flight to a lost engine goes to the next."""
+    monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
+    settings = {"engines": {"judge": {"model": "/judge", "fleet": True, "engines": 0}}}
+
+    async def run() -> None:
+        node = Node("n0", "127.0.0.1", "lo", 2)
+        attempt = tmp_path / "run/attempts/0"
+        attempt.mkdir(parents=True)
+        (attempt / "secret").write_text("key")
+        cluster = Cluster("127.0.0.1:1", str(attempt), (node,), 20000, 100)
+        config = load([], settings).config
+        clients = EngineClients.of(config)
+        none = Ports((), (), 0, ())
+        groups = EngineGroups(
+            config,
+            cluster,
+            Placement((), (), groups={"judge": ()}),
+            Ports((), (), 0, (), groups={"judge": none}),
+            clients,
+            hf={},
+            check=lambda: None,
+        )
+        await groups.start()
+        groups.watch(stop=StopRequest(tmp_path / "STOP"))
+        folder = FleetFolder(tmp_path / "run", "judge")
+        settings_of = folder.lease().settings
+        asked = asyncio.create_task(groups.over(clients["judge"].generate([5, 6])))
+        await asyncio.sleep(0.05)
+        assert not asked.done() and not FakeGroup.made, "the job starts no engine"
+        first, second = FakeEngine(holds=asyncio.Event()), FakeEngine()
+        async with serving(second):
+            async with serving(first):
+                folder.write_engine(joined("7_0", first, settings_of))
+                while not first.under_way:
+                    await asyncio.sleep(0.01)
+                gone = joined("7_0", first, settings_of).next(state=EngineState.GONE)
+                folder.write_engine(gone)
+                folder.write_engine(joined("7_1", second, settings_of))
+                assert (await asked)["output_ids"]
+                first.holds.set()
+            assert [place.url for place in clients["judge"].places.all()] == [second.url]
+            groups.end()
+            await groups.close()
+        await clients.close()
+        assert folder.lease().state is LeaseState.ENDED
+
+    monkeypatch.setattr(FakeGroup, "made", [])
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def joined(name: str, engine: FakeEngine, settings: str) -> EngineRecord:
+    """Return the record of an engine that is ready."""
+    return EngineRecord(name, f"of {name}", EngineState.READY, 1, url=engine.url, settings=settings)
 
 
 async def engine_on(port: int) -> web.AppRunner:

@@ -1,5 +1,7 @@
 """Rules of the fleet that follow from the settings."""
 
+import pytest
+
 from rlpost.config.load import load
 from rlpost.driver.fleet.fleet_sync import fleet_rules
 
@@ -36,3 +38,14 @@ def test_limits_and_deadlines_are_those_of_the_settings():
 
 def test_a_quantised_model_has_no_fleet():
     assert "fp8" in rules({}, FP8).refusal
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_group_has_its_own_concurrency_and_needs_its_fleet(follows):
+    judge = {"fleet": True, "model": "/m", "concurrency": 3, "follows_policy": follows}
+    config = load([], {"engines": {"judge": judge}}).config
+    made = fleet_rules(config, FP8, "judge", command="rlpost fleet R --group judge --engines N")
+    assert made.is_wanted and made.min_engines == 1 and made.concurrency == 3
+    assert "[engines.judge] needs 1" in made.waits.format(1)
+    assert "--group judge --engines N starts" in made.waits
+    assert (made.refusal is not None) == follows, "a judge reads no weights of the policy"

@@ -19,8 +19,8 @@ RULES = FleetRules(concurrency=8, limits=FleetLimits(lost_after_s=30))
 
 
 class World:
-    def __init__(self, root, engine, rules):
-        self.folder, self.places, self.engine = FleetFolder(root), Places(), engine
+    def __init__(self, root, engine, rules, group="policy"):
+        self.folder, self.places, self.engine = FleetFolder(root, group), Places(), engine
         self.exported, self.owner, self.ledger = [], True, []
         self.exporting = self.export
         self.sync = FleetSync(
@@ -60,13 +60,13 @@ class World:
                 await asyncio.sleep(0.02)
 
 
-def scenario(tmp_path, monkeypatch, play, **rules):
+def scenario(tmp_path, monkeypatch, play, group="policy", **rules):
     monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
 
     async def run():
         engine = FakeEngine()
         async with serving(engine):
-            world = World(tmp_path, engine, rules)
+            world = World(tmp_path, engine, rules, group)
             try:
                 await play(world)
             finally:
@@ -274,3 +274,40 @@ def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatc
     last = world.ledger[-1]
     assert (last["event"], last["attempt"], last["allocated"]) == ("fleet", "2", {"7_0": 480.0})
     assert last["used"]["7_0"] > 0
+
+
+JUDGE = {"is_wanted": True, "min_engines": 1, "waits": "[engines.judge] needs {}: requests wait"}
+
+
+def test_engines_of_a_group_serve_the_weights_of_their_model(tmp_path, monkeypatch, caplog):
+    async def play(world):
+        await world.sync.serve(0)
+        world.sync.check_any(others=0)
+        assert "0 engines serve, but [engines.judge] needs 1: requests wait; of the" in caplog.text
+        world.ask_for_a_fleet()
+        await world.until(world.engine.url)
+        world.sync.check_any(others=0)
+
+    world = scenario(tmp_path, monkeypatch, play, "judge", **JUDGE)
+    assert world.folder.root.name == "fleet-judge" and not world.exported
+    assert "update_weights_from_disk" not in world.engine.log and world.engine.version == "0"
+    last = world.ledger[-1]
+    assert (last["event"], last["group"]) == ("fleet", "judge") and "7_0" in last["used"]
+
+
+def test_engines_that_evaluate_read_a_folder_and_no_longer_once_it_may_be_removed(
+    tmp_path, monkeypatch
+):
+    async def play(world):
+        world.ask_for_a_fleet()
+        for version in (4, 9):
+            await world.sync.serve(version, tmp_path / f"step-{version}")
+            await world.until(world.engine.url)
+            assert world.engine.version == str(version)
+            await world.sync.before()
+            assert not world.places.fleet
+            await asyncio.sleep(0.05)
+
+    world = scenario(tmp_path, monkeypatch, play, "evaluator", **JUDGE)
+    read = [Path(body["model_path"]).name for body in world.engine.bodies if "model_path" in body]
+    assert read == ["step-4", "step-9"]

@@ -12,7 +12,8 @@ import pytest
 from common.addresses import ANYWHERE
 from common.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.run_folder import RunFolder
-from rlpost.config.load import dump
+from rlpost.config.engine_groups import group_config
+from rlpost.config.load import dump, load
 from rlpost.config.tree import Config
 from rlpost.engines.fleet import agent as agent_module
 from rlpost.engines.fleet.agent import (
@@ -210,6 +211,31 @@ def test_new_settings_of_the_run_start_another_server(world):
     )
     assert second.settings == digest and FakeEngine.made[0].stopped
     assert FakeEngine.made[1].arguments["model_path"] == "/other"
+
+
+def test_an_engine_of_a_group_has_the_model_of_the_group(tmp_path):
+    FakeEngine.made, FakeEngine.problem = [], ""
+    config = load(
+        [], {"engines": {"judge": {"model": "/judge", "fleet": True, "sglang_tp_size": 2}}}
+    )
+    (tmp_path / "run.json").write_text(dump(config.config))
+    folder = FleetFolder(tmp_path, "judge")
+    folder.create()
+    own = group_config(config.config, "judge").model_dump(mode="json")
+    lease = Lease("0", 1, settings=settings_digest(own), address="127.0.0.1")
+    folder.write_lease(lease)
+    options = EngineJobOptions(tmp_path, "7_0", tmp_path / "none", 2, "judge")
+    notice = Notice()
+    agent = Agent(options, folder, notice, make_engine=FakeEngine, patience=PATIENCE, poll_s=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(agent.run)
+        while not (record := folder.engine("7_0")) or record.state is not EngineState.READY:
+            time.sleep(0.01)
+        folder.write_lease(replace(lease, beat=2, state=LeaseState.ENDED))
+        assert running.result(10) == EXIT_DONE
+    (engine,) = FakeEngine.made
+    assert engine.arguments["model_path"] == "/judge" and record.settings == lease.settings
+    assert engine.arguments["server_args"]["tp_size"] == 2
 
 
 def test_without_a_driver_it_pauses_its_server_and_finally_leaves(world):

@@ -59,8 +59,16 @@ def test_a_secret_that_others_can_read_is_refused(folder):
 
 
 def test_without_a_secret_the_message_names_the_command_that_makes_it(tmp_path):
-    with pytest.raises(FleetError, match="rlpost fleet RUN --engines N"):
-        FleetFolder(tmp_path).secret()
+    for group, words in (("policy", ""), ("judge", "--group judge ")):
+        with pytest.raises(FleetError, match=f"rlpost fleet {tmp_path} {words}--engines N"):
+            FleetFolder(tmp_path, group).secret()
+
+
+def test_a_group_has_a_folder_of_its_own(folder):
+    judge = FleetFolder(folder.run, "judge")
+    assert judge.root.name == "fleet-judge" and not judge.exists()
+    judge.create()
+    assert judge.secret() != folder.secret() and not judge.engines()
 
 
 def test_records_survive_a_round_trip(folder):
