@@ -60,8 +60,9 @@ from bootstrap.network.here import (
     ip_of,
     local_addresses,
     log_network_here,
-    reachable_addresses,
 )
+from bootstrap.network.host import read_host
+from bootstrap.network.sockets import published_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
 from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
@@ -273,9 +274,8 @@ class HeadAgent:
             return
         assert self._claim is not None
         await self._reception.open(self._claim)
-        published = reachable_addresses(local_addresses())
-        if ifname := self._options.socket_ifname:
-            published = tuple(address for address in published if address.ifname == ifname)
+        ifname = self._options.socket_ifname
+        published = published_addresses(read_host(), local_addresses(), ifname)
         path = self._options.attempt_dir / HEAD_FILE
         await asyncio.to_thread(write_atomic, path, head_document(ports.rendezvous, published))
 

@@ -31,7 +31,7 @@ from typing import Any
 from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.links.link import Link, LinkLost
-from bootstrap.network.here import Address
+from bootstrap.network.sockets import Address
 from common.cluster import Node
 from common.files import tail
 from common.message_codec import MessageCodec, hello_key, new_nonce, session_key

@@ -36,7 +36,9 @@ from bootstrap.check_result import Check
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link, LinkLost
 from bootstrap.links.ports import candidate_blocks, claim_block, ephemeral_floor
-from bootstrap.network.here import ifname_of, local_addresses, network_here, reachable_addresses
+from bootstrap.network.here import ifname_of, local_addresses, network_here
+from bootstrap.network.host import read_host
+from bootstrap.network.sockets import published_addresses
 from bootstrap.preflight.comparison import comparison_table, network_row
 from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
@@ -102,7 +104,7 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
         with claim:
             gathering.begin()
             await reception.open(claim)
-            published = reachable_addresses(local_addresses())
+            published = published_addresses(read_host(), local_addresses(), options.socket_ifname)
             write_atomic(folder / HEAD_FILE, head_document(ports.rendezvous, published))
             try:
                 await asyncio.wait_for(reception.complete.wait(), wait_s)

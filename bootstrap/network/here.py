@@ -16,8 +16,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import netifaces
@@ -27,6 +26,7 @@ from bootstrap.links.link import plain_ip
 from bootstrap.network.detect import Detection, detect, socket_settings
 from bootstrap.network.host import addresses_of, read_document, read_host
 from bootstrap.network.network_facts import FactsFileError, NetworkFacts, load_facts, parse_facts
+from bootstrap.network.sockets import Address
 from common.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,6 @@ class NetworkError(Exception):
     """An address or an interface is missing or unusable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """One address of this machine, IPv4 or IPv6 (without a zone)."""
-
-    ifname: str
-    ip: str
-
-
 def local_addresses() -> tuple[Address, ...]:
     """Addresses of all interfaces that are up, IPv4 first because it is preferred.
 
@@ -63,16 +55,6 @@ def local_addresses() -> tuple[Address, ...]:
             texts = addresses_of(label, family)
             found += [Address(label, plain_ip(text.partition("/")[0])) for text in texts]
     return tuple(found)
-
-
-def reachable_addresses(addresses: Iterable[Address]) -> tuple[Address, ...]:
-    """Addresses that another machine might reach: neither loopback nor link-local."""
-
-    def may_be_reached(address: Address) -> bool:
-        ip = ipaddress.ip_address(address.ip)
-        return not ip.is_loopback and not ip.is_link_local
-
-    return tuple(address for address in addresses if may_be_reached(address))
 
 
 def ifname_of(ip: str, addresses: Sequence[Address]) -> str:

@@ -1,15 +1,20 @@
 """Select the interface for sockets: the one over which the nodes of the job reach each other.
 
+In a job the choice is made in ``published_addresses``: each node connects to the first address of
+the head that answers (``bootstrap.agent.rendezvous``), and both ends of this connection have their
+interface. ``choose_socket`` then only names it.
+
 Input: facts, the user's setting, the connection that reached the head. Output: interface, address,
-reasons, warnings. Criteria in order of precedence: the user's setting, the connection, the address
-under which Slurm knows the node, the route to a peer, the default route, then heuristics
-(addresses, medium, rate). Names only break the last tie, so that the result does not depend on the
-order of a listing.
+reasons, warnings. Criteria in order of precedence: the user's setting, the connection; outside a job
+(``python -m bootstrap.network``) the address under which Slurm knows the node, the route to a peer,
+the default route, then heuristics (addresses, medium, rate). Names only break the last tie, so that
+the result does not depend on the order of a listing.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from bootstrap.network.narrowing import Narrowing
@@ -22,6 +27,40 @@ _PRIVATE_BLOCKS = tuple(
     ipaddress.ip_network(block)
     for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One address of this machine, IPv4 or IPv6 (without a zone)."""
+
+    ifname: str
+    ip: str
+
+
+def published_addresses(
+    facts: NetworkFacts, addresses: Iterable[Address], ifname: str | None = None
+) -> tuple[Address, ...]:
+    """Addresses of this node to which the others may try to connect.
+
+    Those of ``ifname``, if the user names one. Otherwise neither loopback nor link-local, and not of
+    a bridge for containers or virtual machines of this node alone (``docker0`` has the same address
+    everywhere), unless there are no others.
+    """
+    reachable = [address for address in addresses if _may_be_reached(address)]
+    if ifname:
+        return tuple(address for address in reachable if address.ifname == ifname)
+    within_node = {
+        one.name
+        for one in facts.interfaces
+        if one.type == "bridge" and not facts.is_wired(one) and one.name != facts.default_route
+    }
+    outside = [one for one in reachable if one.ifname.partition(":")[0] not in within_node]
+    return tuple(outside or reachable)
+
+
+def _may_be_reached(address: Address) -> bool:
+    ip = ipaddress.ip_address(address.ip)
+    return not ip.is_loopback and not ip.is_link_local
 
 
 @dataclass(slots=True)

@@ -46,8 +46,8 @@ VERBS = {
         "rlpost.cli.convert_job:main",
         "submit the job that converts a recipe's weights to torch_dist (--dry-run)",
     ),
-    "status": ("rlpost.cli.status:status_main", "status of a run (--watch: live)"),
-    "list": ("rlpost.cli.status:list_main", "all runs, the newest first"),
+    "status": ("rlpost.cli.status:main", "status of a run (--watch: live)"),
+    "list": ("rlpost.cli.list:main", "all runs, the newest first"),
     "logs": (
         "rlpost.cli.logs:main",
         "the log of the driver, or of any other process (-f, --of NAME, --level, --grep, --since)",

@@ -1,4 +1,4 @@
-"""``rlpost status`` and ``rlpost list``: the status of runs, as a table or as JSON."""
+"""``rlpost status``: the status of a run, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from common.error_lines import error_line, with_remedy
-from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline
-from rlpost.cli.run_table import GAP, reasons, table, total_cost
-from rlpost.cli.runs import add_run_options, add_runs_dir, all_runs, find_run
-from rlpost.cli.statuses import statuses
+from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline, statuses
+from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.errors import ConfigError, suggestion
 from rlpost.observe.train_progress import duration
 from slurm.states import JobState, parse_state
 
@@ -99,23 +96,6 @@ def show(status: Status) -> None:
     console().print(table)
 
 
-def show_list(found: Sequence[Status]) -> None:
-    """Print the table of several runs, and below it the reasons for their states."""
-    from rich.text import Text
-
-    out = console()
-    header, *lines = table(found, out.width)
-    out.print(Text((" " * GAP).join(header).rstrip(), style="bold"), soft_wrap=True)
-    for cells in lines:
-        line = Text((" " * GAP).join(cells).rstrip())
-        for state, style in STATE_COLOURS.items():
-            line.highlight_regex(rf"(?<= ){state}\b", style)
-        out.print(line, soft_wrap=True)
-    below = [*reasons(found), *total_cost(found)]
-    for number, why in enumerate(below):
-        out.print(Text(why if number else f"\n{why}"), soft_wrap=True)
-
-
 def console() -> Console:
     """Return the console; for a pipe it is so wide that no path is wrapped."""
     from rich.console import Console
@@ -131,7 +111,7 @@ def exit_code(status: Status) -> int:
     return int(state.is_over and state is not JobState.COMPLETED)
 
 
-def status_main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """``rlpost status [RUN] [--json | --watch]``; the exit code is that of ``exit_code``."""
     parser = Parser(prog="rlpost status", description=STATUS_HELP)
     add_run_options(parser)
@@ -150,42 +130,3 @@ def status_main(arguments: Sequence[str]) -> int:
     else:
         show(status)
     return exit_code(status)
-
-
-def list_main(arguments: Sequence[str]) -> int:
-    """``rlpost list [--state STATE,...] [--num N] [--json]``."""
-    parser = Parser(prog="rlpost list", description="The runs of a folder, the newest first.")
-    add_runs_dir(parser)
-    parser.add_argument(
-        "--num", type=int, default=20, metavar="N", help="how many at most (default: 20)"
-    )
-    parser.add_argument(
-        "--state",
-        metavar="STATE[,STATE]",
-        help="only runs in these states of Slurm, such as RUNNING,FAILED",
-    )
-    add_switch(parser, "--json", "print JSON")
-    options = parser.parse_args(arguments)
-    states = None if options.state is None else _states(options.state)
-    runs = all_runs(options.runs_dir)
-    if states is None:
-        runs = runs[: options.num]
-    shown = [one for one in statuses(runs) if states is None or one.state in states]
-    shown = shown[: options.num]
-    if options.json:
-        print(json.dumps([asdict(status) for status in shown], indent=2))
-    else:
-        show_list(shown)
-    return 0
-
-
-def _states(text: str) -> list[str]:
-    """The states of ``--state``. Raises ConfigError for an unknown one."""
-    states = text.upper().split(",")
-    for state in states:
-        if state not in JobState.__members__:
-            raise ConfigError(
-                f"--state {state}: no state of Slurm{suggestion(state, JobState.__members__)}; "
-                f"use {', '.join(JobState.__members__)}"
-            )
-    return states

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.models.model_types import HfConfig, MegatronFields
-from rlpost.models.names import Rule
+from rlpost.models.model_types import HfConfig, MegatronFields, ModelArguments
+from rlpost.models.names import MTP_LAYER, Rule
 
 
 def _no_fields(hf: HfConfig) -> MegatronFields:
     return {}
+
+
+def _same(arguments: ModelArguments, hf: HfConfig) -> HfConfig:
+    return hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,18 @@ class Family:
     rules: tuple[Rule, ...]
     fields: Callable[[HfConfig], MegatronFields] = _no_fields
     """Fields of Megatron's TransformerConfig, from a config.json that is ``resolved``."""
+    hf_config: Callable[[ModelArguments, HfConfig], HfConfig] = _same
+    """The inverse: config.json, from the arguments of [model] and the keys that all families share
+    (``rlpost.trainer.hf_config``)."""
+    describes: Callable[[ModelArguments], bool] = lambda arguments: False
+    """Whether the arguments of [model] have the features of this family. Those of a family that
+    follows in ``families.FAMILIES`` may have them too, and then describe that one."""
+    model_type: str = ""
+    """transformers' ``model_type``."""
+    page: str = ""
+    """Its page in docs/models."""
+    models: str = ""
+    """Published models that have it, for that page."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that config.json may leave out: those of transformers' class, sizes excepted."""
     refused: tuple[str, ...] = ()
@@ -42,13 +58,31 @@ class Family:
     """Whether embeddings are multiplied with the square root of the hidden size."""
     tied_by_default: bool = False
     """Whether the output layer is the embedding where config.json lacks ``tie_word_embeddings``."""
+    adapters: bool = False
+    """Whether adapters are made and tested for its attention and experts (--lora-rank)."""
     engines_lack_windows: bool = False
     """Whether SGLang's model of the family ignores a sliding window in config.json."""
+    engines_lack_dense_layers: bool = False
+    """Whether SGLang gives experts to every layer.
+
+    It sets ``is_layer_sparse = True`` in ``models/qwen2_moe.py``, ``qwen3_moe.py`` and
+    ``qwen3_next.py`` (0.5.21).
+    """
+    engines_lack_fp8_scales: bool = False
+    """Whether SGLang loads FP8 blocks without their scales.
+
+    ``models/llama.py`` (0.5.21) renames ``weight_scale_inv`` to ``weight_scale``, which no module has.
+    """
     carries_extra_layers: bool = False
     """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
 
-    They are trained with ``--enable-mtp-training``. Otherwise they are exported unchanged.
+    Without ``trains_extra_layer``, or without ``--enable-mtp-training``, they are exported unchanged.
     """
+
+    @property
+    def trains_extra_layer(self) -> bool:
+        """Whether ``--enable-mtp-training`` can train the layer for multi-token prediction."""
+        return set(MTP_LAYER) <= set(self.rules)
 
     def resolved(self, hf: HfConfig) -> dict[str, Any]:
         """Return config.json with the values of keys that it leaves out or sets to null.
@@ -76,6 +110,23 @@ def window_fields(hf: HfConfig, layer_types: Sequence[str]) -> dict[str, object]
     if not any(windowed):
         return {}
     return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": windowed}
+
+
+def window_keys(arguments: ModelArguments, default: Sequence[int]) -> dict[str, object]:
+    """Keys of config.json for the windows; ``default``: 1 for each layer that has one."""
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "sliding_window": arguments.get("sliding_window") or 128,
+        "layer_types": [kinds[one] for one in arguments.get("window_attn_skip_freq") or default],
+    }
+
+
+def expert_keys(arguments: ModelArguments) -> dict[str, object]:
+    """Keys of config.json that mixtures of experts of several families have."""
+    return {
+        "num_experts_per_tok": arguments["moe_router_topk"],
+        "moe_intermediate_size": arguments["moe_ffn_hidden_size"],
+    }
 
 
 def expert_fields(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from rlpost.models.families import family
 from rlpost.rehearsal.rank_facts import Shape
-from rlpost.trainer.hf_config import MODEL_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def published(
 
     name = hf["architectures"][0]
     given = {key: value for key, value in hf.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(hf.get("model_type") or MODEL_TYPES[name], **given)
+    config = AutoConfig.for_model(hf.get("model_type") or family(name).model_type, **given)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     num_parameters = model.num_parameters()

@@ -32,12 +32,12 @@ pytestmark = pytest.mark.timeout(300)
 ALL = (*FAMILIES, *VARIANTS, *SERVED, MTP, LATENT_MTP)
 DENSE_LAYER = "qwen3-moe"
 """Its second layer has no experts in the folder; SGLang builds experts, and ``rlpost check`` refuses
-the model (``engine_model.ALL_SPARSE``)."""
+the model (``Family.engines_lack_dense_layers``)."""
 WITHOUT_INTERVAL = {"qwen3-next-moe", "qwen3.5", "qwen3.5-moe"}
 """SGLang cannot build them; the variants with ``-even`` are those it serves."""
 WITHOUT_SCALES = "llama3"
 """SGLang loads no scales of its blocks, and ``rlpost check`` refuses it
-(``engine_model.WITHOUT_FP8_SCALES``)."""
+(``Family.engines_lack_fp8_scales``)."""
 BLOCK = (16, 16)
 IN_FP8 = ("qwen2.5", "qwen3", "qwen3-moe-served", "qwen2-moe", "glm4.5-moe")
 WITH_SCALES = {"qwen2.5", "qwen2-moe"}

@@ -12,12 +12,11 @@ from functools import cache
 
 from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.cli.recipes import description
-from rlpost.config.checks.lora import WITHOUT_ADAPTERS
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.plan.layout_search import FittingLayout
 from rlpost.models.families import FAMILIES
-from rlpost.trainer.hf_config import WITH_MTP, architecture_of
+from rlpost.trainer.hf_config import architecture_of
 
 from .layouts import STARTS, planned
 
@@ -28,10 +27,13 @@ class Series:
 
     name: str
     title: str
-    models: dict[str, str]
-    """For each architecture of config.json, the models that have it."""
     notes: str = ""
     trains_context_parallel: bool = True
+
+    @property
+    def models(self) -> dict[str, str]:
+        """For each architecture of config.json, the models that have it."""
+        return {name: it.models for name, it in FAMILIES.items() if it.page == self.name}
 
 
 _LATENT = """\
@@ -61,26 +63,17 @@ SERIES = (
     Series(
         "llama",
         "Llama 3",
-        {"LlamaForCausalLM": "Llama 3, Llama 3.1 (scaled rotary embedding), SmolLM2"},
         "SmolLM2 is the smallest pretrained model with a recipe: [it learns on two cores]"
         "(../one-box.md#a-pretrained-model).\n",
     ),
     Series(
         "qwen2",
         "Qwen2.5 and Qwen2-MoE",
-        {
-            "Qwen2ForCausalLM": "Qwen2.5",
-            "Qwen2MoeForCausalLM": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: shared expert with a gate",
-        },
         "Longer contexts and windows: [rotary embeddings](../actor.md#long-context-and-windows).\n",
     ),
     Series(
         "qwen3",
         "Qwen3",
-        {
-            "Qwen3ForCausalLM": "Qwen3",
-            "Qwen3MoeForCausalLM": "Qwen3 with experts: 30B-A3B, 235B-A22B",
-        },
         """\
 Longer contexts and windows: [rotary embeddings](../actor.md#long-context-and-windows). Qwen3 leaves the reasoning
 of earlier turns out of its template, so agents begin [a new trajectory](../gateway.md#from-messages-to-tokens) there.
@@ -90,17 +83,12 @@ For the mixtures use [routing replay](../moe.md) (`--use-rollout-routing-replay`
     Series(
         "qwen3-next",
         "Qwen3-Next",
-        {"Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B: gated attention in every fourth layer"},
         _LINEAR,
         trains_context_parallel=False,
     ),
     Series(
         "qwen3.5",
         "Qwen3.5 and Qwen3.6",
-        {
-            "Qwen3_5ForCausalLM": "dense text models",
-            "Qwen3_5MoeForCausalLM": "text models of 35B-A3B and larger ones: the same layers with experts",
-        },
         _LINEAR
         + """
 **Text model.** Published checkpoints include images (`Qwen3_5ForConditionalGeneration`,
@@ -121,9 +109,6 @@ text.save_pretrained("Qwen3.5-35B-A3B-text")  # and the tokenizer's files
     Series(
         "gemma3",
         "Gemma-3",
-        {
-            "Gemma3ForCausalLM": "text models 270M and 1B, and the text part of larger ones saved as such"
-        },
         """\
 Checkpoints with images (`Gemma3ForConditionalGeneration`), `attn_logit_softcapping`, which transformers ignores in
 Gemma-3, and bidirectional attention are refused. Windows with context parallelism:
@@ -133,7 +118,6 @@ Gemma-3, and bidirectional attention are refused. Windows with context paralleli
     Series(
         "gpt-oss",
         "gpt-oss",
-        {"GptOssForCausalLM": "gpt-oss-20b and 120b: attention sinks, windows, biases, YaRN"},
         """\
 **Checkpoint.** The published ones are in MXFP4. The importer reads them exactly;
 `tools/convert_hf_to_torch_dist.py` followed by `tools/convert_torch_dist_to_hf.py` writes the folder in bfloat16. Use
@@ -148,20 +132,15 @@ rows, so that of rlpost computes it.
     Series(
         "minimax-m2",
         "MiniMax-M2",
-        {"MiniMaxM2ForCausalLM": "MiniMax-M2: sigmoid router with a bias, norms over all heads"},
         "The bias of the router is not trained. Use [routing replay](../moe.md).\n",
     ),
     Series(
         "glm4",
         "GLM-4-0414 and GLM-Z1",
-        {
-            "Glm4ForCausalLM": "GLM-4-0414, GLM-Z1: sandwich norms, interleaved partial rotary embedding"
-        },
     ),
     Series(
         "glm4.5",
         "GLM-4.5, GLM-4.6, GLM-4.7",
-        {"Glm4MoeForCausalLM": "sigmoid router with a bias, shared expert, dense first layers"},
         """\
 The bias of the router is not trained. The extra layer is trained with `--enable-mtp-training`
 ([multi-token prediction](../actor.md#multi-token-prediction)) and drafts for the engines
@@ -172,10 +151,6 @@ on every rank without GPUs, in minutes: `rlpost rehearse glm45_355b` ([rehearsal
     Series(
         "deepseek-v3",
         "DeepSeek-V3, Kimi-K2, GLM-4.7-Flash",
-        {
-            "DeepseekV3ForCausalLM": "DeepSeek-V3, V3.1, R1, Kimi-K2: YaRN, sigmoid router with groups",
-            "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash: one group of experts",
-        },
         _LATENT,
     ),
 )
@@ -249,8 +224,8 @@ def _facts(series: Series) -> Iterator[tuple[str, str]]:
     sizes += ["context"] if series.trains_context_parallel else []
     sizes += ["expert"] if is_mixture else []
     yield "parallelism", ", ".join(sizes)
-    without = [name for name in series.models if name in WITHOUT_ADAPTERS]
-    with_adapters = [name for name in series.models if name not in WITHOUT_ADAPTERS]
+    without = [name for name in series.models if not FAMILIES[name].adapters]
+    with_adapters = [name for name in series.models if FAMILIES[name].adapters]
     if not without:
         yield "[LoRA](../lora.md)", "yes"
     elif not with_adapters:
@@ -260,7 +235,7 @@ def _facts(series: Series) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "[LoRA](../lora.md)", f"{', '.join(with_adapters)}; refused for {', '.join(without)}"
-    trains = any(name in WITH_MTP for name in series.models)
+    trains = any(FAMILIES[name].trains_extra_layer for name in series.models)
     yield (
         "[multi-token prediction](../actor.md#multi-token-prediction)",
         "trained with `--enable-mtp-training`" if trains else "not trained",

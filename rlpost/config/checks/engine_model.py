@@ -6,22 +6,11 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 from __future__ import annotations
 
 from rlpost.config.tree import Config
+from rlpost.models.families import family_of
 from rlpost.models.model_types import HfConfig
 
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
-"""
-
-WITHOUT_FP8_SCALES = ("LlamaForCausalLM",)
-"""Architectures whose FP8 blocks SGLang loads without their scales.
-
-``models/llama.py`` (0.5.21) renames ``weight_scale_inv`` to ``weight_scale``, which no module has.
-"""
-ALL_SPARSE = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
-"""Architectures in which SGLang gives experts to every layer.
-
-It sets ``is_layer_sparse = True`` in ``models/qwen2_moe.py``, ``qwen3_moe.py`` and
-``qwen3_next.py`` (0.5.21).
 """
 
 
@@ -61,7 +50,9 @@ def engine_model_problems(
             f"ignores for this model, and a sequence may have {longest} tokens; use a checkpoint "
             f"without use_sliding_window, or --rollout-max-context-len {ignored_window}"
         )
-    if generates and hf.get("architectures", [""])[0] in ALL_SPARSE and _dense_layers(hf):
+    known = family_of(hf)
+    all_sparse = known is not None and known.engines_lack_dense_layers
+    if generates and all_sparse and _dense_layers(hf):
         problems.append(
             f"{key}: layers {_dense_layers(hf)} have no experts (mlp_only_layers, "
             "decoder_sparse_step), and SGLang gives experts to every layer of this model; use a "
@@ -74,7 +65,8 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
     """Return what engines with weights in FP8 blocks would compute wrongly."""
     problems, args = [], config.sglang.server_args
     cache, dtype = "--sglang-kv-cache-dtype", str(args.get("kv_cache_dtype"))
-    if hf.get("architectures", [""])[0] in WITHOUT_FP8_SCALES:
+    known = family_of(hf)
+    if known is not None and known.engines_lack_fp8_scales:
         problems.append(
             f"{key}: SGLang does not load the scales of FP8 blocks for this architecture; use a "
             "checkpoint in bfloat16"

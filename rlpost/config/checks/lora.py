@@ -8,19 +8,11 @@ from __future__ import annotations
 from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
+from rlpost.models.families import family_of
 from rlpost.models.model_types import HfConfig
 
 ATTENTION = ("linear_qkv", "linear_proj")
 """Targets that are projections of attention."""
-WITHOUT_ADAPTERS = frozenset(
-    {
-        *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),  # latent attention
-        # linear attention, a gate on attention
-        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        *("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"),
-    }
-)
-"""Architectures whose layers differ from those that adapters are made and tested for."""
 
 
 def lora_problems(config: Config) -> list[str]:
@@ -94,11 +86,11 @@ def lora_model_problems(config: Config, model: HfConfig) -> list[str]:
     """Architectures without adapters, and targets that the model of this config.json lacks."""
     if config.lora.lora_rank is None:
         return []
-    architecture = next(iter(model.get("architectures") or ()), "")
-    if architecture in WITHOUT_ADAPTERS:
+    known = family_of(model)
+    if known is not None and not known.adapters:
         return [
             f"{spelled(config, 'lora_rank')}: adapters do not exist for the attention or the experts of "
-            f"{architecture}; omit it to train all weights"
+            f"{model['architectures'][0]}; omit it to train all weights"
         ]
     targets = config.lora.lora_targets
     if any(model.get(key) for key in EXPERT_KEYS):

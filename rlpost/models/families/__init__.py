@@ -24,6 +24,7 @@ from rlpost.models.families import (
     qwen_hybrid,
 )
 from rlpost.models.family import Family
+from rlpost.models.model_types import HfConfig
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     **deepseek.FAMILIES,
     **gemma.FAMILIES,
 }
-"""By the first entry of ``architectures`` in config.json."""
+"""By the first entry of ``architectures`` in config.json; those with more features follow."""
 ENTRY_POINTS = "rlpost.families"
 
 
@@ -46,6 +47,14 @@ def family(architecture: str) -> Family:
         WeightError: the architecture is not supported; the message lists those that are.
     """
     return FAMILIES[architecture] if architecture in FAMILIES else _from_entry_point(architecture)
+
+
+def family_of(hf: HfConfig) -> Family | None:
+    """The family of a config.json; None if its architecture is missing or not supported."""
+    try:
+        return family(next(iter(hf.get("architectures") or ()), ""))
+    except WeightError:
+        return None
 
 
 @cache

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from rlpost.models import names
 from rlpost.models.families.qwen import EXPERTS, gated_shared_expert, mixture
+from rlpost.models.families.qwen import hf_config as qwen_config
 from rlpost.models.family import Family
-from rlpost.models.model_types import HfConfig
+from rlpost.models.model_types import HfConfig, ModelArguments
 from rlpost.models.names import Rule, in_layer
 
 
@@ -61,6 +62,19 @@ def _mixture_of_3_5(hf: HfConfig) -> dict[str, object]:
     keys for either (``Qwen3_5MoeDecoderLayer``, ``Qwen3_5MoeTopKRouter``).
     """
     return _next({**hf, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})
+
+
+def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
+    kinds = ("full_attention", "linear_attention")
+    return {
+        **qwen_config(arguments, hf),
+        "layer_types": [kinds[one] for one in arguments["linear_attention_freq"]],
+        **{name: arguments[name] for name in LINEAR_SIZES},
+    }
+
+
+def _is_mixture(arguments: ModelArguments) -> bool:
+    return bool(arguments.get("linear_attention_freq") and arguments.get("num_experts"))
 
 
 def _linear(*projections: Rule) -> tuple[Rule, ...]:
@@ -121,6 +135,12 @@ FAMILIES: dict[str, Family] = {
             *names.GATED_SHARED_EXPERT,
         ),
         fields=_next,
+        hf_config=_hf_config,
+        describes=_is_mixture,
+        model_type="qwen3_next",
+        page="qwen3-next",
+        models="Qwen3-Next-80B-A3B: gated attention in every fourth layer",
+        engines_lack_dense_layers=True,
         defaults=_DEFAULTS | EXPERTS | {"norm_topk_prob": True},
         refused=("attention_bias",),
         carries_extra_layers=True,
@@ -128,6 +148,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family(
         rules=(*_OF_3_5, *names.DENSE_MLP),
         fields=_hybrid,
+        hf_config=_hf_config,
+        describes=lambda arguments: (
+            bool(arguments.get("linear_attention_freq")) and not arguments.get("num_experts")
+        ),
+        model_type="qwen3_5_text",
+        page="qwen3.5",
+        models="dense text models",
         defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,
@@ -135,6 +162,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(
         rules=(*_OF_3_5, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_mixture_of_3_5,
+        hf_config=_hf_config,
+        # its config.json has no size of a dense layer; otherwise only names of weights differ
+        describes=lambda arguments: (
+            _is_mixture(arguments)
+            and arguments.get("ffn_hidden_size") == arguments.get("moe_ffn_hidden_size")
+        ),
+        model_type="qwen3_5_moe_text",
+        page="qwen3.5",
+        models="text models of 35B-A3B and larger ones: the same layers with experts",
         defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,

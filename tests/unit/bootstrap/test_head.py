@@ -28,8 +28,8 @@ from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link
 from bootstrap.links.monitor import StopSignals
 from bootstrap.network.detect import detect
-from bootstrap.network.here import Address
 from bootstrap.network.network_facts import Interface, NetworkFacts
+from bootstrap.network.sockets import Address
 from common.cluster import Cluster, Node
 from common.message_codec import MessageCodec
 

@@ -13,15 +13,14 @@ import pytest
 from bootstrap.network import here as network
 from bootstrap.network import host as network_host
 from bootstrap.network.here import (
-    Address,
     NetworkError,
     ifname_of,
     ip_of,
     local_addresses,
-    reachable_addresses,
     socket_environment,
 )
 from bootstrap.network.network_facts import Interface, NetworkFacts
+from bootstrap.network.sockets import Address, published_addresses
 
 ADDRESSES = (
     Address("lo", "127.0.0.1"),
@@ -46,8 +45,28 @@ def test_an_interface_that_does_not_exist_is_an_error_that_lists_those_there_are
         ip_of("ib7", ADDRESSES)
 
 
-def test_loopback_and_link_local_are_not_published() -> None:
-    assert [address.ifname for address in reachable_addresses(ADDRESSES)] == ["docker0", "eth0"]
+BRIDGE = Interface("docker0", type="bridge")
+OF_CONTAINER = Interface("veth1", type="veth", master="docker0")
+ETH0, ETH1 = Interface("eth0"), Interface("eth1")
+
+
+def published(*interfaces: Interface, ifname: str | None = None, **facts: str) -> list[str]:
+    listed = NetworkFacts((*interfaces, ETH1), **facts)
+    return [address.ifname for address in published_addresses(listed, ADDRESSES, ifname)]
+
+
+def test_loopback_link_local_and_bridges_within_the_node_are_not_published() -> None:
+    assert published(BRIDGE, OF_CONTAINER, ETH0) == published(BRIDGE, ETH0) == ["eth0"]
+
+
+def test_a_bridge_that_leads_out_of_the_node_is_published() -> None:
+    """By a wire, by the default route, by the user's word, or because there is nothing else."""
+    both = ["docker0", "eth0"]
+    assert published(BRIDGE, Interface("eth2", master="docker0"), ETH0) == both
+    assert published(BRIDGE, ETH0, default_route="docker0") == both
+    assert published(BRIDGE, ETH0, ifname="docker0") == ["docker0"]
+    alone = (Address("lo", "127.0.0.1"), Address("docker0:1", "172.17.0.1"))
+    assert published_addresses(NetworkFacts((BRIDGE,)), alone) == alone[1:]
 
 
 def test_this_machine_has_a_loopback_address() -> None:

@@ -20,7 +20,7 @@ from bootstrap.agent.rendezvous import (
     join,
 )
 from bootstrap.links.ports import claim_block, ephemeral_floor
-from bootstrap.network.here import Address
+from bootstrap.network.sockets import Address
 from common.message_codec import MessageCodec, hello_key
 
 SECRET = b"the secret of the attempt"

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from common.run_folder import RunFolder
-from rlpost.cli import statuses as statuses_module
+from rlpost.cli import run_status as statuses_module
+from rlpost.cli.list import reasons, table, total_cost
 from rlpost.cli.main import main
-from rlpost.cli.run_status import Status, status_of
-from rlpost.cli.run_table import reasons, table, total_cost
+from rlpost.cli.run_status import CACHE, Status, status_of, statuses
 from rlpost.cli.status import rows as shown
-from rlpost.cli.statuses import CACHE, statuses
 from rlpost.observe.report.goodput import Goodput
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.states import JobState

@@ -96,6 +96,27 @@ def test_architectures_without_adapters_are_refused(architecture):
     assert lora_model_problems(config(), model) == []
 
 
+def test_a_family_of_another_package_has_adapters_only_if_it_says_so(monkeypatch, tmp_path):
+    (tmp_path / "my_family.py").write_text(
+        "from rlpost.models.families import FAMILIES\n"
+        "from dataclasses import replace\n"
+        'LATENT = FAMILIES["DeepseekV3ForCausalLM"]\n'
+        "TESTED = replace(LATENT, adapters=True)\n"
+    )
+    info = tmp_path / "my_family-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: my-family\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[rlpost.families]\nMyLatentForCausalLM = my_family:LATENT\n"
+        "MyTestedForCausalLM = my_family:TESTED\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = config(lora=LORA)
+    (problem,) = lora_model_problems(given, {"architectures": ["MyLatentForCausalLM"]})
+    assert "adapters do not exist" in problem and "MyLatentForCausalLM" in problem
+    assert lora_model_problems(given, {"architectures": ["MyTestedForCausalLM"]}) == []
+
+
 def test_what_has_no_adapters_beside_the_policy_is_refused():
     """The critic, a teacher in the trainer, and a reference that would change."""
     ppo = config(lora=LORA, grpo={"advantage_estimator": "ppo"})

@@ -1,16 +1,21 @@
-"""The table of ``rlpost list``: as many columns as fit the terminal. Pure.
+"""``rlpost list``: the runs of a folder, as a table of as many columns as fit the terminal, or JSON.
 
-Input: statuses and a width. Output: lines of cells. Names of runs and jobs are never truncated:
-they are arguments of the other commands.
+Names of runs and jobs are never truncated: they are arguments of the other commands.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.counting import counted
-from rlpost.cli.run_status import Status, headline
+from rlpost.cli.run_status import STATE_COLOURS, Status, headline, statuses
+from rlpost.cli.runs import add_runs_dir, all_runs
+from rlpost.cli.status import console
+from rlpost.config.arguments import Parser, add_switch
+from rlpost.errors import ConfigError, suggestion
+from slurm.states import JobState
 
 GAP = 2
 
@@ -48,13 +53,13 @@ COLUMNS = (
 )
 
 
-def table(statuses: Sequence[Status], width: int) -> list[list[str]]:
+def table(runs: Sequence[Status], width: int) -> list[list[str]]:
     """Return the rows of the widest table that fits ``width`` columns, padded; names come first.
 
     A table whose names and states alone are wider is returned whole.
     """
-    columns = [one for one in COLUMNS if one.name != "cost" or any(map(one.value, statuses))]
-    cells = {one.name: [one.name, *map(one.value, statuses)] for one in columns}
+    columns = [one for one in COLUMNS if one.name != "cost" or any(map(one.value, runs))]
+    cells = {one.name: [one.name, *map(one.value, runs)] for one in columns}
     widths = {name: max(map(len, own)) for name, own in cells.items()}
     while True:
         last = max(columns, key=lambda column: column.rank)
@@ -89,3 +94,59 @@ def reasons(found: Sequence[Status]) -> list[str]:
     if len(distinct) == 1 and len(of_run) > 1:
         return [f"{counted(len(of_run), 'run')}: {distinct.pop()}"]
     return [f"{name}: {why}" for name, why in of_run.items()]
+
+
+def show_list(found: Sequence[Status]) -> None:
+    """Print the table of several runs, and below it the reasons for their states."""
+    from rich.text import Text
+
+    out = console()
+    header, *lines = table(found, out.width)
+    out.print(Text((" " * GAP).join(header).rstrip(), style="bold"), soft_wrap=True)
+    for cells in lines:
+        line = Text((" " * GAP).join(cells).rstrip())
+        for state, style in STATE_COLOURS.items():
+            line.highlight_regex(rf"(?<= ){state}\b", style)
+        out.print(line, soft_wrap=True)
+    below = [*reasons(found), *total_cost(found)]
+    for number, why in enumerate(below):
+        out.print(Text(why if number else f"\n{why}"), soft_wrap=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``rlpost list [--state STATE,...] [--num N] [--json]``."""
+    parser = Parser(prog="rlpost list", description="The runs of a folder, the newest first.")
+    add_runs_dir(parser)
+    parser.add_argument(
+        "--num", type=int, default=20, metavar="N", help="how many at most (default: 20)"
+    )
+    parser.add_argument(
+        "--state",
+        metavar="STATE[,STATE]",
+        help="only runs in these states of Slurm, such as RUNNING,FAILED",
+    )
+    add_switch(parser, "--json", "print JSON")
+    options = parser.parse_args(arguments)
+    states = None if options.state is None else _states(options.state)
+    runs = all_runs(options.runs_dir)
+    if states is None:
+        runs = runs[: options.num]
+    shown = [one for one in statuses(runs) if states is None or one.state in states]
+    shown = shown[: options.num]
+    if options.json:
+        print(json.dumps([asdict(status) for status in shown], indent=2))
+    else:
+        show_list(shown)
+    return 0
+
+
+def _states(text: str) -> list[str]:
+    """The states of ``--state``. Raises ConfigError for an unknown one."""
+    states = text.upper().split(",")
+    for state in states:
+        if state not in JobState.__members__:
+            raise ConfigError(
+                f"--state {state}: no state of Slurm{suggestion(state, JobState.__members__)}; "
+                f"use {', '.join(JobState.__members__)}"
+            )
+    return states
