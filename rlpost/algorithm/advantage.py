@@ -69,25 +69,20 @@ def opo_advantages(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[fl
 
 
 def returns_to_go(
-    reward: float, penalties: Sequence[float], mask: Sequence[int] = (), *, gamma: float = 1.0
+    reward: float, penalties: Sequence[float], mask: Sequence[int], *, gamma: float
 ) -> tuple[float, ...]:
     """Return at each token t: the sum of gamma^(s - t) r_s over the trained tokens s from t on.
 
     r_s is - penalty, and at the last trained token also the reward. Powers of gamma count trained
-    tokens alone, those with ``mask`` 1 (default: all). Source: REINFORCE++, arXiv 2501.03262,
-    section 3.
+    tokens alone, those with ``mask`` 1. Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
-    if gamma == 1.0:
-        from_end = itertools.accumulate(reversed(penalties))
-        return tuple(reward - charged for charged in reversed(list(from_end)))
-    found, later, is_last = [], 0.0, True
-    trained = list(mask) or [1] * len(penalties)
-    for penalty, is_trained in zip(reversed(penalties), reversed(trained), strict=True):
+    returns, later = [], 0.0
+    for penalty, is_trained in zip(reversed(penalties), reversed(list(mask)), strict=True):
         if is_trained:
-            later = (reward if is_last else 0.0) - penalty + gamma * later
-            is_last = False
-        found.append(later)
-    return tuple(reversed(found))
+            later = reward - penalty + gamma * later
+            reward = 0.0  # of the tokens before the last one
+        returns.append(later)
+    return tuple(reversed(returns))
 
 
 def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, ...]:
@@ -95,12 +90,10 @@ def whiten(advantages: Sequence[float], weights: Sequence[int]) -> tuple[float, 
 
     ``weights`` are the numbers of tokens. Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
+    weighted = list(zip(advantages, weights, strict=True))
     num_tokens = max(sum(weights), 1)
-    mean = math.fsum(a * n for a, n in zip(advantages, weights, strict=True)) / num_tokens
-    variance = (
-        math.fsum((a - mean) ** 2 * n for a, n in zip(advantages, weights, strict=True))
-        / num_tokens
-    )
+    mean = math.fsum(a * n for a, n in weighted) / num_tokens
+    variance = math.fsum((a - mean) ** 2 * n for a, n in weighted) / num_tokens
     scale = math.sqrt(variance + WHITEN_EPSILON)
     return tuple((a - mean) / scale for a in advantages)
 

@@ -142,8 +142,5 @@ def token_weights(
         mean over samples of the mean over each sample's tokens.
     """
     if per_token:
-        weight = 1.0 / num_tokens
-        return torch.full(
-            sample_lengths.shape, weight, dtype=torch.float32, device=sample_lengths.device
-        )
+        return torch.full_like(sample_lengths, 1.0 / num_tokens, dtype=torch.float32)
     return 1.0 / (sample_lengths.clamp(min=1).float() * num_samples)

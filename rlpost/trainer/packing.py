@@ -16,6 +16,7 @@ as Megatron expects it). T and R then count what this rank holds.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -115,12 +116,13 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         sample.token_ids.array[count:] for sample, count in zip(micro_batch, shared, strict=True)
     ]
     sequences = _padded(list(map(len, own)), layout)
-    firsts = [*shared, *[0] * (len(sequences) - len(shared))]  # first position of each sequence
+    # of each sequence: how many rows are its own, and how many first tokens have rows before them
+    spans = list(itertools.zip_longest(sequences, shared, fillvalue=0))
     starts = [0, *itertools.accumulate(sequences)]
     input_ids = np.zeros(starts[-1], dtype=np.int64)
     for start, ids in zip(starts, own, strict=False):
         input_ids[start : start + len(ids)] = ids
-    paths = _paths(sequences, firsts)
+    paths = _paths(spans)
     rows = torch.cat(
         [_zigzag(length, layout) + start for start, length in zip(starts, sequences, strict=False)]
     )
@@ -143,12 +145,9 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(
         input_ids=torch.from_numpy(input_ids)[rows].unsqueeze(0),
-        positions=torch.cat(
-            [
-                torch.arange(first, first + length)
-                for first, length in zip(firsts, sequences, strict=True)
-            ]
-        )[rows].unsqueeze(0),
+        positions=torch.cat([torch.arange(first, first + length) for length, first in spans])[
+            rows
+        ].unsqueeze(0),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         response_index=response_index[held],
         held=held,
@@ -170,15 +169,15 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
     )
 
 
-def _paths(sequences: Sequence[int], firsts: Sequence[int]) -> list[torch.Tensor]:
+def _paths(spans: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
     """Return the rows of all tokens of each sequence.
 
-    A sequence has ``sequences`` rows of its own; the ``firsts`` tokens before have those of the
+    ``spans`` are the numbers of rows of its own, and of first tokens that have the rows of the
     sequence before it.
     """
     paths: list[torch.Tensor] = []
     start = 0
-    for length, first in zip(sequences, firsts, strict=True):
+    for length, first in spans:
         own = torch.arange(start, start + length)
         paths.append(torch.cat([paths[-1][:first], own]) if first else own)
         start += length
@@ -217,7 +216,7 @@ def held_tokens(micro_batch: MicroBatch, layout: RowLayout) -> torch.Tensor:
     """
     shared = layout.shared(micro_batch)
     lengths = [len(sample.token_ids) for sample in micro_batch]
-    own = [length - count for length, count in zip(lengths, shared, strict=True)]
+    own = list(map(operator.sub, lengths, shared))
     ends = itertools.accumulate(lengths)  # a sample's own tokens are its last ones
     held = []
     for end, length, padded in itertools.zip_longest(ends, own, _padded(own, layout), fillvalue=0):
@@ -229,7 +228,7 @@ def held_tokens(micro_batch: MicroBatch, layout: RowLayout) -> torch.Tensor:
 
 def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
     """Concatenate columns, such as the log-probs of a micro-batch's samples: [R] float32."""
-    return _joined([column.array for column in columns], np.float32)
+    return _joined([column.array for column in columns])
 
 
 def held_values(
@@ -242,16 +241,16 @@ def held_values(
     return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]
 
 
-def _joined(arrays: Sequence[object], dtype: object) -> torch.Tensor:
+def _joined(arrays: Sequence[object], dtype: object = None) -> torch.Tensor:
     # ``concatenate`` always copies, so the tensor does not write into the memory of a column.
     return torch.from_numpy(np.concatenate(arrays, dtype=dtype))
 
 
 def _advantages(sample: TrainSample) -> object:
-    """[response_length] float32."""
+    """[response_length]."""
     if isinstance(sample.advantage, FloatColumn):
         return sample.advantage.array
-    return np.full(sample.response_length, sample.advantage, dtype=np.float32)
+    return np.full(sample.response_length, sample.advantage)
 
 
 def _padded(lengths: Sequence[int], layout: RowLayout) -> list[int]:
@@ -300,8 +299,4 @@ def as_trained(found: list[list[T]], batch: TrainBatch) -> list[list[T]]:
 def unpack(values_R: torch.Tensor, packed: PackedMicroBatch) -> list[FloatColumn]:
     """Split values per response token into one float32 column per sample, in order."""
     array = values_R.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
-    ends = itertools.accumulate(packed.response_lengths)
-    return [
-        FloatColumn.view(array[end - length : end])
-        for end, length in zip(ends, packed.response_lengths, strict=True)
-    ]
+    return list(map(FloatColumn.view, partition(array, packed.response_lengths)))

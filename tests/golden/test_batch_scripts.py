@@ -1,4 +1,4 @@
-"""Batch scripts of runs, compared as whole texts."""
+"""Batch scripts of every kind of job, compared as whole texts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlpost.config.load import JOBS
+from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.container import Container
-from slurm.render import render_sbatch
+from slurm.errors import SpecError
+from slurm.render import (
+    render_conversion,
+    render_fleet,
+    render_look,
+    render_sandbox,
+    render_sbatch,
+)
 from slurm.spec import JobSpec
 
-SPECS = {
+RUNS = {
     "standalone.sbatch": JobSpec(
-        job_name="tiny", nodes=2, gpu_request="none", driver_args=("jobs/recipes/tiny.toml",)
+        job_name="tiny",
+        nodes=2,
+        gpu_request="none",
+        driver_args=("jobs/recipes/tiny.toml",),
+        agent_args=("--requirements", "$RLPOST_ASSETS/tiny"),
     ),
     "submitted.sbatch": JobSpec(
         job_name="glm45_355b",
@@ -38,6 +52,7 @@ SPECS = {
         job_name="rl",
         nodes=4,
         spare_nodes=1,
+        segment=5,
         partition="gpu,backfill",
         account="rl",
         qos="high",
@@ -94,18 +109,147 @@ SPECS = {
     ),
 }
 
+FLEETS = {
+    "fleet.sbatch": FleetSpec(
+        JobSpec(
+            job_name="glm45_355b-fleet",
+            gpu_request="gpus-per-node",
+            num_gpus_per_node=4,
+            exclusive=False,
+            time="08:00:00",
+            partition="preempt",
+            qos="scavenger",
+            agent_args=("--num-gpus", "4"),
+            home="/shared/runs/glm/code",
+            python="/shared/venv/bin/python",
+            run_folder="/shared/runs/glm",
+            output="/shared/runs/glm/fleet/logs/%A_%a.batch",
+        ),
+        num_engines=16,
+        after="4711",
+    ),
+    "fleet-pyxis.sbatch": FleetSpec(
+        JobSpec(
+            job_name="rl-fleet",
+            container=Container("pyxis", "/images/train.sqsh", ("/models",)),
+            environment=(("NCCL_IB_HCA", "=mlx5_0,mlx5_1"),),
+            setup_commands=("ulimit -Sn 65535",),
+            requeue="never",
+            home="/shared/runs/rl/code",
+            python="python3",
+            run_folder="/shared/runs/rl",
+            output="/shared/runs/rl/fleet/logs/%A_%a.batch",
+        ),
+        num_engines=2,
+    ),
+    "fleet-hostile.sbatch": FleetSpec(
+        JobSpec(
+            job_name="hostile",
+            num_gpus_per_node=1,
+            agent_args=("$(touch x)",),
+            home="/home/a; touch x",
+            python="/home/$(touch x)/python",
+            run_folder='/runs/$j "; touch x; #',
+            output="/runs/a'; touch x #/%A_%a.batch",
+        ),
+        num_engines=1,
+    ),
+    "fleet-auto.sbatch": FleetSpec(
+        JobSpec(
+            job_name="auto-fleet",
+            container=Container("auto", "/images/train.sqsh", ()),
+            home="/shared/runs/rl/code",
+            python="python3",
+            run_folder="/shared/runs/rl",
+            output="/shared/runs/rl/fleet/logs/%A_%a.batch",
+        ),
+        num_engines=1,
+    ),
+}
 
-@pytest.mark.parametrize("name", SPECS)
+SERVERS_JOB = JobSpec(
+    job_name="coder-sandboxes",
+    gpu_request="none",
+    exclusive=False,
+    time="1-00:00:00",
+    partition="cpu",
+    home="/shared/runs/coder/code",
+    python="/shared/venv/bin/python",
+    run_folder="/shared/runs/coder",
+    output="/shared/runs/coder/sandboxes/logs/%A_%a.batch",
+)
+HOSTILE = replace(
+    SERVERS_JOB,
+    job_name="hostile",
+    home="/home/a; touch x",
+    python="/home/$(touch x)/python",
+    run_folder='/runs/$j "; touch x; #',
+    output="/runs/a'; touch x #/%A_%a.batch",
+    requeue="never",
+)
+SERVERS = {
+    "sandbox.sbatch": SandboxSpec(
+        SERVERS_JOB,
+        8,
+        places=32,
+        warm=4,
+        cores=32,
+        memory_mib=65536,
+        image="/images/swe bench.sqsh",
+        read_only=("/shared/tools",),
+        after="4711",
+    ),
+    "sandbox-hostile.sbatch": SandboxSpec(HOSTILE, 1, places=1, image="/a'; $(touch x); #"),
+}
+ONCE = JobSpec(
+    job_name="convert",
+    nodes=2,
+    driver_args=("--model", "glm45_355b", "--hf-checkpoint", "$RLPOST_ASSETS/GLM"),
+)
+SCRIPTS: dict[str, Callable[[], str]] = {
+    **{name: partial(render_sbatch, spec) for name, spec in RUNS.items()},
+    **{name: partial(render_fleet, spec) for name, spec in FLEETS.items()},
+    **{name: partial(render_sandbox, spec) for name, spec in SERVERS.items()},
+    "convert.sbatch": partial(render_conversion, ONCE, "$RLPOST_ASSETS/GLM_torch_dist"),
+    "doctor.sbatch": partial(render_look, ONCE),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_batch_script_is_the_one_that_was_reviewed(
     name: str, golden: Callable[[str, str], None]
 ) -> None:
     """The whole text equals the golden file."""
-    golden(name, render_sbatch(SPECS[name]))
+    golden(name, SCRIPTS[name]())
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_batch_script_is_at_most_30_lines_of_bash_that_shellcheck_passes(name: str) -> None:
     check_bash(Path(__file__).with_name(name))
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "hostile" in name])
+def test_a_batch_script_executes_none_of_its_values(name: str, tmp_path: Path) -> None:
+    subprocess.run(["bash"], input=SCRIPTS[name]().encode(), cwd=tmp_path, timeout=20)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_servers": 0}, "num_servers"),
+        ({"places": 0}, "places"),
+        ({"job": replace(SERVERS_JOB, gpu_request="gres")}, "no GPU"),
+        ({"job": replace(SERVERS_JOB, container=Container("pyxis", "/a.sqsh", ()))}, "container"),
+        ({"job": replace(SERVERS_JOB, requeue="chain")}, "chain"),
+        ({"job": replace(SERVERS_JOB, run_folder=None)}, "run_folder"),
+        ({"image": "a\nb"}, "control character"),
+        ({"after": "1;x"}, "not the number"),
+    ],
+)
+def test_an_invalid_server_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        replace(SERVERS["sandbox.sbatch"], **change)
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.sbatch")), ids=lambda path: path.stem)

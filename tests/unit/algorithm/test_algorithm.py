@@ -1,18 +1,17 @@
-"""Advantages, loss and schedule compared with hand-computed numbers, torch's formulas and
-invariants.
-"""
+"""Advantages, losses and divergences compared with formulas of papers and of torch."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlpost.algorithm.advantage import estimate, grpo_advantages, rloo_advantages, whiten
+from rlpost.algorithm.advantage import estimate, grpo_advantages, rloo_advantages
 from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, token_weights
-from rlpost.algorithm.schedule import schedule
 from rlpost.columns import RunColumn
 
 
@@ -23,125 +22,149 @@ def test_grpo_advantages_equal_torch_mean_and_unbiased_std():
     assert grpo_advantages(rewards) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
-def test_without_std_normalization_only_the_mean_is_subtracted():
-    assert grpo_advantages([2.0, 0.0], normalize_std=False) == (1.0, -1.0)
-
-
 @pytest.mark.parametrize("rewards", [[0.5], [1.0, 1.0, 1.0], [0.1] * 8])
 def test_a_group_without_differences_has_zero_advantages(rewards):
-    assert all(abs(value) < 1e-9 for value in grpo_advantages(rewards))
+    for advantages in (grpo_advantages(rewards), rloo_advantages(rewards)):
+        assert all(abs(value) < 1e-9 for value in advantages)
 
 
-def test_policy_loss_equals_numbers_computed_by_hand():
-    new = torch.log(torch.tensor([0.5, 0.9, 0.3, 0.2]))
-    old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
-    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0])
-    loss, stats = policy_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
-    # ratios 1, 1.8 (clipped at 1.28), 0.6 (clipped at 0.8: the worse of 0.6 and 0.8), 0.4 (a fall with A >
-    # 0 is not clipped)
-    assert loss.tolist() == pytest.approx([-1.0, -1.28, 0.8, -0.4], rel=1e-5)
-    assert stats["clip_frac"].tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert stats["ppo_kl"].tolist() == pytest.approx(
-        [0.0, -math.log(1.8), -math.log(0.6), -math.log(0.4)], rel=1e-5
-    )
-
-
-def test_clipped_tokens_get_no_gradient_and_others_get_minus_ratio_times_advantage():
-    new = torch.log(torch.tensor([0.9, 0.5])).requires_grad_()
-    loss, _ = policy_loss(
-        new,
-        torch.log(torch.tensor([0.5, 0.5])),
-        torch.tensor([1.0, 2.0]),
-        eps_clip=0.2,
-        eps_clip_high=0.2,
-    )
-    loss.sum().backward()
-    assert new.grad.tolist() == pytest.approx([0.0, -2.0], rel=1e-6)
-
-
-def test_token_weights_make_the_sum_a_mean_over_samples_or_over_tokens():
-    lengths = torch.tensor([2, 2, 3, 3, 3])
-    per_sample = token_weights(lengths, num_samples=2, num_tokens=5, per_token=False)
-    assert per_sample.tolist() == pytest.approx([0.25, 0.25, 1 / 6, 1 / 6, 1 / 6])
-    assert token_weights(
-        lengths, num_samples=2, num_tokens=5, per_token=True
-    ).tolist() == pytest.approx([0.2] * 5)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60),
-    ranks=st.integers(1, 6),
-    limit=st.one_of(st.none(), st.integers(1, 400)),
-    size=st.integers(1, 5),
-    multiple=st.integers(1, 3),
+LOG_RATIOS = (-30.0, -20.5, -5.0, -0.25, -0.125, 0.0, 0.125, 0.25, 0.625, 5.0, 20.5, 30.0)
+PAIRS = torch.cartesian_prod(
+    torch.tensor(LOG_RATIOS, dtype=torch.float64), torch.tensor([-2.0, -0.5, 0.0, 3.0]).double()
 )
-def test_the_schedule_keeps_its_invariants(lengths, ranks, limit, size, multiple):
-    options = dict(
-        data_parallel_size=ranks, max_tokens=limit, micro_batch_size=size, multiple_of=multiple
+
+
+def loss_and_gradient(loss, **options):
+    """``loss`` over all PAIRS, whose old log-probs are -1: its values, gradient, statistics."""
+    new = (PAIRS[:, 0] - 1).requires_grad_()
+    values, stats = loss(new, torch.full_like(new, -1), PAIRS[:, 1], **options)
+    values.sum().backward()
+    assert not any(value.requires_grad for value in stats.values())
+    return values.tolist(), new.grad.tolist(), {name: of.tolist() for name, of in stats.items()}
+
+
+@pytest.mark.parametrize("eps_clip_c", [None, 3.0, math.exp(5.0)])
+def test_policy_loss_is_the_surrogate_of_ppo_case_by_case(eps_clip_c):
+    """Good answers gain up to 1 + eps_clip_high; bad ones lose from 1 - eps_clip to eps_clip_c."""
+    losses, gradients, stats = loss_and_gradient(
+        policy_loss, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=eps_clip_c
     )
-    if len(lengths) % (ranks * multiple):
-        with pytest.raises(ValueError, match="cannot distribute"):
-            schedule(lengths, **options)
-        return
-    dealt = schedule(lengths, **options)
-    assert all(len(rank) % multiple == 0 for rank in dealt)
-    assert sorted(i for rank in dealt for micro_batch in rank for i in micro_batch) == list(
-        range(len(lengths))
-    )
-    assert len({len(rank) for rank in dealt}) == 1
-    assert all(micro_batch for rank in dealt for micro_batch in rank)
-    for micro_batch in (m for rank in dealt for m in rank):
-        if limit is None:
-            assert len(micro_batch) <= size
-        else:
-            assert len(micro_batch) == 1 or sum(lengths[i] for i in micro_batch) <= limit
-
-
-def test_leave_one_out_compares_each_answer_with_the_others():
-    assert rloo_advantages([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
-    assert rloo_advantages([5.0]) == (0.0,)
-
-
-@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 50)), min_size=2, max_size=20))
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pairs):
-    advantages, lengths = zip(*pairs, strict=True)
-    whitened = torch.tensor(whiten(advantages, lengths), dtype=torch.float64).repeat_interleave(
-        torch.tensor(lengths)
-    )
-    assert whitened.mean().abs() < 1e-6
-    if torch.tensor(advantages).var() > 1e-2:
-        assert whitened.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-4)
-
-
-def test_the_baseline_form_subtracts_the_group_mean_and_reinforce_plus_plus_does_not():
-    groups = [[1.0, 1.0], [0.0, 0.0]]
-    masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
-    assert estimate("reinforce_plus_plus_baseline", groups, masks, normalize_std=True) == [
-        (0.0, 0.0),
-        (0.0, 0.0),
-    ]
-    plain = estimate("reinforce_plus_plus", groups, masks, normalize_std=True)
-    assert [a for group in plain for a in group] == pytest.approx([1.0, 1.0, -1.0, -1.0])
-    for name in ("grpo", "gspo", "cispo"):
-        assert estimate(name, groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
-
-
-def test_the_dual_clip_bounds_the_loss_of_bad_answers_only():
-    new, old = torch.log(torch.tensor([0.9, 0.9])), torch.log(torch.tensor([0.1, 0.1]))
-    loss, stats = policy_loss(
-        new, old, torch.tensor([-1.0, 1.0]), eps_clip=0.2, eps_clip_high=0.2, eps_clip_c=3.0
-    )
-    assert loss.tolist() == pytest.approx([3.0, -1.2])
-    assert stats["clip_frac"].tolist() == [1.0, 1.0]
+    for i, (log_ratio, advantage) in enumerate(PAIRS.tolist()):
+        log_ratio = min(max(log_ratio, -20.0), 20.0)
+        ratio = math.exp(log_ratio)
+        is_high, is_low = advantage > 0 and ratio > 1.28, advantage < 0 and ratio < 0.8
+        is_dual = advantage < 0 and eps_clip_c is not None and ratio > eps_clip_c
+        used = 1.28 if is_high else 0.8 if is_low else eps_clip_c if is_dual else ratio
+        assert losses[i] == pytest.approx(-used * advantage)
+        is_constant = is_high or is_low or is_dual or abs(log_ratio) == 20
+        if ratio != eps_clip_c:  # where the branches meet, torch halves the gradient
+            assert gradients[i] == pytest.approx(0.0 if is_constant else -ratio * advantage)
+        assert {name: values[i] for name, values in stats.items()} == {
+            "ppo_kl": -log_ratio,
+            "ratio": pytest.approx(ratio),
+            "ratio_max": pytest.approx(ratio),
+            "clip_frac": is_high or is_low or is_dual,
+            "clip_frac_low": is_low,
+            "clip_frac_high": is_high,
+            "dual_clip_frac": is_dual,
+        }
 
 
 def test_cispo_gives_every_token_the_gradient_of_its_clipped_weight():
-    new = torch.log(torch.tensor([0.9, 0.5, 0.1])).requires_grad_()
-    old, advantages = torch.log(torch.tensor([0.5, 0.5, 0.5])), torch.tensor([1.0, 2.0, -1.0])
-    loss, stats = cispo_loss(new, old, advantages, eps_clip=0.2, eps_clip_high=0.28)
-    loss.sum().backward()
-    assert new.grad.tolist() == pytest.approx([-1.28, -2.0, 0.8], rel=1e-6)
-    assert stats["clip_frac"].tolist() == [1.0, 0.0, 1.0]
+    losses, gradients, stats = loss_and_gradient(cispo_loss, eps_clip=0.2, eps_clip_high=0.28)
+    for i, (log_ratio, advantage) in enumerate(PAIRS.tolist()):
+        ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
+        weight = sorted((0.8, ratio, 1.28))[1]
+        assert gradients[i] == pytest.approx(-weight * advantage)
+        assert losses[i] == pytest.approx(-weight * advantage * (log_ratio - 1))
+        assert stats["ratio"][i] == pytest.approx(ratio)
+        assert stats["clip_frac"][i] == (weight != ratio) and not stats["dual_clip_frac"][i]
+
+
+def test_token_weights_make_the_sum_a_mean_over_samples_or_over_tokens():
+    lengths = torch.tensor([1, 2, 2, 3, 3, 3])
+    losses = torch.arange(6) + 1.0
+    mean = lambda **option: (  # noqa: E731
+        token_weights(lengths, num_samples=3, num_tokens=6, **option) * losses
+    ).sum()
+    assert mean(per_token=True).item() == pytest.approx(losses.mean().item())
+    means = [part.mean().item() for part in losses.split((1, 2, 3))]
+    assert mean(per_token=False).item() == pytest.approx(sum(means) / 3)
+    assert token_weights(torch.tensor([0]), num_samples=1, num_tokens=1, per_token=False).isfinite()
+
+
+@example([(2.0, 1), (1.0, 0)], 1)
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 50)), min_size=2, max_size=20),
+    st.integers(1, 19),
+)
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pairs, cut):
+    """Over all groups together; an answer without a trained token counts for nothing."""
+    groups = [group for group in (pairs[:cut], pairs[cut:]) if group]
+    rewards = [[reward for reward, _ in group] for group in groups]
+    masks = [[RunColumn([(1, length), (0, 2)]) for _, length in group] for group in groups]
+    options = dict(normalize_std=True, normalize_advantages=True)
+    whitened = itertools.chain(*estimate("reinforce", rewards, masks, **options))
+    plain, lengths = zip(*pairs, strict=True)
+    tokens, plain = np.repeat(list(whitened), lengths), np.repeat(plain, lengths)
+    assert not tokens.size or abs(tokens.mean()) < 1e-6
+    if tokens.size and plain.var() > 1e-2:
+        assert tokens.var() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_estimators_with_a_baseline_give_equal_rewards_no_advantage():
+    groups = [[1.0, 1.0], [0.0, 0.0]]
+    masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
+    for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"):
+        assert estimate(name, groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("has_penalties", [False, True])
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_reinforce_plus_plus_whitens_the_discounted_returns_of_trained_tokens(gamma, has_penalties):
+    """Each is a row of the matrix of powers of gamma, times the rewards of trained tokens."""
+    rewards, masks = [[1.0], [0.5, -2.0]], [[(1, 0, 0, 1, 1, 0)], [(1, 1), (0, 0, 1)]]
+    penalties = [[(0.1, 0.0, 0.0, 0.2, 0.4, 0.0)], [(-0.3, 0.7), (0.0, 0.0, 0.9)]]
+    columns = [[RunColumn.of(mask) for mask in group] for group in masks]
+    options = {"gamma": gamma} if gamma != 1.0 else {}
+    options |= {"penalties": penalties} if has_penalties else {}
+    found = estimate("reinforce_plus_plus", rewards, columns, normalize_std=True, **options)
+    returns, advantages = [], []
+    for of_group in zip(rewards, masks, penalties, found, strict=True):
+        for reward, mask, charged, advantage in zip(*of_group, strict=True):
+            trained = np.flatnonzero(mask)
+            own = -np.array(charged)[trained] * has_penalties
+            own[-1] += reward
+            exponents = np.subtract.outer(-np.arange(len(own)), -np.arange(len(own)))
+            returns += (np.triu(float(gamma) ** np.maximum(exponents, 0)) @ own).tolist()
+            is_one_number = isinstance(advantage, float)
+            assert is_one_number == (gamma == 1.0 and not has_penalties)
+            advantages += [advantage if is_one_number else advantage[t] for t in trained]
+    expected = (np.array(returns) - np.mean(returns)) / np.sqrt(np.var(returns) + 1e-8)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+ONE = RunColumn.of((1,))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rewards", "masks", "penalties"),
+    [
+        ("grpo", [[1.0]], [[ONE], [ONE]], None),
+        ("grpo", [[1.0]], [[ONE]], [[[0.1]], [[0.1]]]),
+        ("grpo", [[1.0, 0.0]], [[ONE, ONE]], [[[0.1]]]),
+        ("opo", [[1.0, 0.0]], [[ONE]], None),
+        ("reinforce_whitened", [[1.0, 0.0]], [[ONE]], None),
+        ("reinforce_plus_plus", [[1.0, 0.0]], [[ONE]], [[[0.1]]]),
+        ("reinforce_plus_plus", [[1.0]], [[ONE]], [[[0.1, 0.2]]]),
+    ],
+)
+def test_rewards_masks_and_penalties_of_other_lengths_are_refused(
+    estimator, rewards, masks, penalties
+):
+    """A sample without its counterpart is never dropped."""
+    with pytest.raises(ValueError):
+        estimate(estimator, rewards, masks, normalize_std=True, penalties=penalties)
 
 
 def test_the_gradient_at_sequence_level_is_that_of_the_paper():

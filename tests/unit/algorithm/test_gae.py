@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlpost.algorithm.advantage import estimate, returns_to_go
 from rlpost.algorithm.gae import (
     Discounts,
     discounted_sums,
@@ -18,7 +17,7 @@ from rlpost.algorithm.gae import (
 )
 from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.turns import TurnReward, turn_record
-from rlpost.columns import FloatColumn, RunColumn
+from rlpost.columns import FloatColumn
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 SOURCE = np.random.default_rng(5)
@@ -163,26 +162,7 @@ def test_the_value_loss_and_its_gradient_are_those_of_trl():
     torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-9)
     frac = (stats["value_clip_frac"] * mask).sum() / mask.sum()
     assert frac.item() == pytest.approx(expected_frac.item()) and 0 < frac < 1
+    assert torch.equal(stats["value_loss"], loss.detach()) and not stats["value_loss"].requires_grad
     plain, stats = value_loss(vpred, values, returns, value_clip=None)
     torch.testing.assert_close(plain, 0.5 * (vpred - returns).square())
     assert not stats["value_clip_frac"].any()
-
-
-def test_discounted_returns_count_trained_tokens_alone():
-    """r = (-0.1, -, -0.2, 1 - 0.3) at the three trained tokens."""
-    found = returns_to_go(1.0, (0.1, 0.0, 0.2, 0.3, 0.0), (1, 0, 1, 1, 0), gamma=0.5)
-    third = 0.7
-    second = -0.2 + 0.5 * third
-    assert found[0] == pytest.approx(-0.1 + 0.5 * second)
-    assert found[2:4] == pytest.approx((second, third))
-    assert returns_to_go(1.0, (0.1, 0.2), gamma=1.0) == pytest.approx((0.7, 0.8))
-
-
-def test_a_discount_gives_reinforce_plus_plus_an_advantage_per_token():
-    masks = [[RunColumn([(1, 3)]), RunColumn([(1, 2)])]]
-    ((first, second),) = estimate(
-        "reinforce_plus_plus", [[1.0, 0.0]], masks, normalize_std=True, gamma=0.5
-    )
-    returns = np.array([0.25, 0.5, 1.0, 0.0, 0.0])
-    expected = (returns - returns.mean()) / np.sqrt(returns.var() + 1e-8)
-    np.testing.assert_allclose([*first, *second], expected, atol=1e-6)

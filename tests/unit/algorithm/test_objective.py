@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.algorithm.advantage import custom_advantages, estimate, returns_to_go
+from rlpost.algorithm.advantage import custom_advantages, estimate
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl, kl_values
 from rlpost.algorithm.loss import token_weights
@@ -179,22 +179,11 @@ def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
     assert {kind: kl_values(difference.numpy(), kind).tolist() for kind in expected} == expected
 
 
-def test_returns_to_go_charge_each_token_with_what_comes_after_it():
-    assert returns_to_go(1.0, [0.1, 0.2, 0.3]) == pytest.approx((0.4, 0.5, 0.7))
-    assert returns_to_go(1.0, []) == ()
-
-
-def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared_and_stays_with_its_token_otherwise():
+def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared():
     groups, masks = [[1.0, 0.0]], [[RunColumn.of((1, 1))] * 2]
     penalties = [[(0.25, 0.25), (0.0, 0.0)]]
     centred = estimate("grpo", groups, masks, normalize_std=False, penalties=penalties)
     assert centred == [pytest.approx((0.25, -0.25))]
-    (group,) = estimate(
-        "reinforce_plus_plus", groups, masks, normalize_std=True, penalties=penalties
-    )
-    returns = torch.tensor([0.5, 0.75, 0.0, 0.0], dtype=torch.float64)
-    expected = (returns - returns.mean()) / (returns.var(unbiased=False) + 1e-8).sqrt()
-    assert [a for sample in group for a in sample] == pytest.approx(expected.tolist())
 
 
 PLUGIN = """
@@ -203,7 +192,11 @@ def loss(tokens, settings):
     return per_token, {"my_mean": tokens.logprobs.detach(), "my_max": tokens.entropy.detach()}
 
 def advantages(groups, penalties):
+    assert penalties is None
     return [[r - max(g.rewards) for r in g.rewards] for g in groups]
+
+def charged(groups, penalties):
+    return [[r - sum(p + (0.5,)) for r, p in zip(g.rewards, of)] for g, of in zip(groups, penalties)]
 
 def by_token(groups, penalties):
     return [[[r] * 7 for r in g.rewards] for g in groups]
@@ -237,9 +230,15 @@ def test_custom_advantages_are_checked(plugin):
         (0.0, -1.0),
         (0.0,),
     ]
-    with pytest.raises(ConfigError, match="got 7 advantages for a response of 2 tokens"):
+    assert custom_advantages(f"{plugin}:charged", [group(1.0)], [[[0.25, 0.0]]]) == [(0.25,)]
+    with pytest.raises(
+        ConfigError,
+        match=r"got 7 advantages for a response of 2 tokens; return one number, or one for each token$",
+    ):
         custom_advantages(f"{plugin}:by_token", [group(1.0)], None)
-    with pytest.raises(ConfigError, match=r"got \[1\] advantages by group for \[2\] samples"):
+    with pytest.raises(
+        ConfigError, match=r"got \[1\] .* for \[2\] samples; return one for each sample$"
+    ):
         custom_advantages(f"{plugin}:too_few", [group(1.0, 0.0)], None)
 
 
@@ -269,7 +268,8 @@ def test_advantages_that_are_not_numbers_are_reported(tmp_path, words):
     file.write_text(f"def advantages(groups, penalties):\n    return {words}\n")
     with pytest.raises(
         ConfigError,
-        match=r"custom_advantage_function_path = .*none.py:advantages: got .*return for",
+        match=r"custom_advantage_function_path = .*none.py:advantages: got .*return for "
+        "each group a list with a number, or a list of numbers, for each sample$",
     ):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
@@ -291,20 +291,23 @@ def test_an_error_in_a_custom_function_is_an_error_of_the_settings(tmp_path):
         loss_function(options)(tokens_of(range(4)), options)
     with pytest.raises(
         ConfigError,
-        match=r"ModuleNotFoundError: No module .*wrong.py, line 5\); correct the function",
+        match=r"custom_advantage_function_path = .*: ModuleNotFoundError: .*wrong.py, line 5\); correct the",
     ):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
 def test_a_missing_function_is_reported_with_the_existing_ones(plugin):
     with pytest.raises(
-        ConfigError, match="has no function lost; it has loss, advantages, by_token, too_few"
+        ConfigError,
+        match="has no function lost; it has loss, advantages, charged, by_token, too_few",
     ):
         load_function(f"{plugin}:lost", key="custom_loss_function_path")
     with pytest.raises(
         ConfigError, match=r"custom_loss_function_path = nowhere\.loss: cannot be imported"
     ):
         load_function("nowhere.loss", key="custom_loss_function_path")
+    with pytest.raises(ConfigError, match=r"^custom_advantage_function_path = "):
+        custom_advantages("nowhere.advantages", [], None)
     assert load_function("math.fsum", key="x") is math.fsum
 
 

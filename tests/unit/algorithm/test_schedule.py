@@ -45,6 +45,15 @@ def test_each_sample_is_scheduled_once_and_ranks_have_equal_numbers_of_micro_bat
 ):
     """The three invariants of the module, with and without balance, by tokens and by number."""
     ranks, multiple = layout
+    if len(lengths) % (ranks * multiple):
+        with pytest.raises(ValueError, match="cannot distribute"):
+            schedule(
+                lengths,
+                data_parallel_size=ranks,
+                max_tokens=None,
+                micro_batch_size=3,
+                multiple_of=multiple,
+            )
     lengths = whole(lengths, ranks, multiple)
     dealt = schedule(
         lengths,

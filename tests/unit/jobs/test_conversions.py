@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +22,6 @@ from tests.unit.jobs.assets import make_assets
 
 SCRIPTS = sorted(JOBS.glob("convert_*.sbatch"))
 RECIPES = sorted(path for path in (JOBS / "recipes").glob("*.toml") if path.stem != "tiny")
-
-
-def options(script: str) -> list[str]:
-    """Words of the #SBATCH lines."""
-    return [
-        word
-        for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
-        for word in shlex.split(line)
-    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -60,16 +50,6 @@ def test_the_largest_conversions_use_two_nodes_and_the_others_one():
         "convert_qwen3_30b_a3b": 1,
         "convert_qwen3_4b": 1,
     }
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_passes_bash_and_shellcheck_and_requests_no_signal(path):
-    """It has no handler of USR2, so the signal would end it."""
-    subprocess.run(["bash", "-n", path], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--exclude=SC2016", path], check=True)
-    assert not [word for word in options(path.read_text()) if word.startswith("--signal")]
-    assert "--requeue" in options(path.read_text())
 
 
 def run(script: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,8 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpost.algorithm.shared_prefix import FEWEST
 from rlpost.errors import DataError
-from rlpost.trainer.packing import RowLayout, as_trained, log_prob_micro_batches, pack, unpack
+from rlpost.trainer.packing import (
+    RowLayout,
+    as_trained,
+    held_tokens,
+    held_values,
+    log_prob_micro_batches,
+    pack,
+    unpack,
+)
 from rlpost.types import TrainBatch, TrainSample
 
 
@@ -85,28 +96,89 @@ def test_each_response_token_has_the_values_of_its_sample(micro_batch, multiple_
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
 
 
-@given(micro_batches)
-def test_unpacking_returns_the_values_of_each_sample(micro_batch):
-    packed = pack(micro_batch)
-    assert unpack(packed.rollout_logprobs, packed) == [
-        sample.rollout_logprobs for sample in micro_batch
-    ]
+@given(st.lists(micro_batches, min_size=1, max_size=3))
+def test_unpacking_returns_the_values_of_each_sample_and_held_values_packs_them(batch):
+    parts = [pack(micro_batch) for micro_batch in batch]
+    columns = []
+    for part, micro_batch in zip(parts, batch, strict=True):
+        values = part.rollout_logprobs.clone()
+        columns.append(unpack(values, part))
+        values.zero_()  # the columns are a copy
+        assert columns[-1] == [sample.rollout_logprobs for sample in micro_batch]
+        assert columns[-1] == unpack(part.rollout_logprobs.double(), part)
+    for found, part in zip(held_values(columns, parts), parts, strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, part.rollout_logprobs)
+    assert held_values(None, parts) == [None] * len(parts)
+    with pytest.raises(ValueError):
+        held_values(columns, parts[:-1])
 
 
-def test_moving_a_micro_batch_moves_all_its_tensors():
-    moved = pack((TrainSample((1, 2), 1, (1,), (-0.5,), 1.0),)).to(torch.device("meta"))
-    assert moved.input_ids.is_meta and moved.rollout_logprobs.is_meta and moved.max_length == 2
+@given(
+    samples.filter(lambda sample: sample.prompt_length > 1), st.integers(1, 4), st.integers(1, 9)
+)
+def test_samples_that_share_rows_have_the_tokens_and_logits_of_separate_ones(one, count, multiple):
+    """The row that predicts each response token is that of the token before it on its path."""
+    answers = [[100 + number] * (number + 1) for number in range(count)]
+    prompt = (*range(FEWEST), *one.token_ids[: one.prompt_length])
+    micro_batch = tuple(
+        replace(
+            one,
+            token_ids=(*prompt, *answer),
+            prompt_length=len(prompt),
+            loss_mask=[1] * len(answer),
+            rollout_logprobs=[-0.5] * len(answer),
+            sampling_mask=None,
+        )
+        for answer in answers
+    )
+    layout = RowLayout(row_multiple=multiple, share_prefix=True)
+    packed, token = pack(micro_batch, layout), held_tokens(micro_batch, layout)
+    num_rows = len(prompt) + sum(map(len, answers))
+    assert packed.input_ids.size(1) == num_rows + -num_rows % multiple
+    whole = torch.tensor([id for sample in micro_batch for id in sample.token_ids] + [0])
+    assert torch.equal(whole[token], packed.input_ids[0])
+    assert (token == -1).sum() == -num_rows % multiple
+    rows = range(packed.input_ids.size(1)) if count == 1 else packed.key_rows.tolist()
+    bounds = (packed.cu_seqlens if count == 1 else packed.cu_keys).tolist()
+    paths = [rows[start:end] for start, end in itertools.pairwise(bounds)]
+    predicting = packed.response_index.tolist()
+    assert packed.max_length == max(map(len, paths))
+    for sample, path in zip(micro_batch, paths, strict=False):
+        assert tuple(packed.input_ids[0, list(path)].tolist()) == sample.token_ids
+        assert packed.positions[0, list(path)].tolist() == list(range(len(path)))
+        of_response = path[sample.prompt_length - 1 : -1]
+        assert predicting[: len(of_response)] == list(of_response)
+        del predicting[: len(of_response)]
+    assert not predicting
+
+
+def test_tensors_have_the_types_of_their_fields_and_move_together():
+    packed = pack((sample_of(2, 3, random.Random(1)),))
+    moved = packed.to(torch.device("meta"))
+    for field in dataclasses.fields(packed):
+        tensor, there = getattr(packed, field.name), getattr(moved, field.name)
+        if not isinstance(tensor, torch.Tensor):
+            assert there == tensor
+            continue
+        floats = ("sample_weights", "loss_mask", "advantages", "rollout_logprobs")
+        whole = torch.int32 if field.name == "cu_seqlens" else torch.int64
+        assert there.is_meta and tensor.dtype == (torch.float32 if field.name in floats else whole)
 
 
 def test_sampling_masks_of_some_samples_alone_are_refused():
     one = sample_of(2, 3, random.Random(1))
     assert pack((replace(one, sampling_mask=None),)).mask_sizes is None
-    with pytest.raises(DataError, match="1 of 2 samples of a micro-batch have a sampling mask"):
+    with pytest.raises(
+        DataError, match=r"1 of 2 .* have a sampling mask; generate all with --use-"
+    ):
         pack((one, replace(one, sampling_mask=None)))
 
 
 def test_a_micro_batch_without_samples_is_refused():
-    with pytest.raises(DataError, match="empty micro-batch"):
+    with pytest.raises(
+        DataError,
+        match=r"^cannot pack an empty micro-batch; give every rank at least one sample$",
+    ):
         pack(())
 
 
@@ -139,10 +211,12 @@ def test_context_parallel_ranks_hold_every_position_once_and_equal_work(micro_ba
 
 @given(micro_batches, st.integers(2, 4))
 def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_batch, size):
-    whole = pack(micro_batch)
-    seen = []
+    whole, seen = pack(micro_batch), []
+    ids = torch.tensor([token for sample in micro_batch for token in sample.token_ids] + [0])
     for rank in range(size):
-        part = pack(micro_batch, RowLayout(2 * size, 2 * size, rank, size))
+        layout = RowLayout(2 * size, 2 * size, rank, size)
+        part = pack(micro_batch, layout)
+        assert torch.equal(ids[held_tokens(micro_batch, layout)], part.input_ids[0])
         seen += part.held.tolist()
         names = (
             "targets",
@@ -183,6 +257,8 @@ def test_log_probs_of_other_groups_are_returned_by_sample(micro_batches_, source
     assert all(len(one) <= 2 for one in found)
     assert as_trained(found, batch) == [list(micro_batch) for micro_batch in micro_batches_]
     assert as_trained([], batch) == []
+    with pytest.raises(ValueError):
+        as_trained([*found, found[0]], batch)
 
 
 def test_without_groups_log_probs_use_the_micro_batches_of_training():
