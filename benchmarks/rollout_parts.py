@@ -1,4 +1,4 @@
-"""Parts of the rollout's benchmarks: an engine, prompts, and prescribed lengths.
+"""Parts of the rollout's benchmarks: an engine, prompts, prescribed lengths, a loop without a trainer.
 
 The lengths of answers are log-normal, like those of reasoning models: most are short, and a few are
 very long. A length depends on prompt and index only, so that all methods have the same work.
@@ -15,10 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.tree import Config
+from rlpost.driver.checkpoints import Checkpoints
+from rlpost.driver.generation import rules
+from rlpost.driver.loop import Loop
+from rlpost.driver.preemption import StopRequest
+from rlpost.durable.journal import Journal
+from rlpost.durable.state import RunState
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.engines.engine import Engine
-from rlpost.types import EngineAddress, Prompt
+from rlpost.observe.writer import MetricsWriter
+from rlpost.rollout.buffer import RolloutBuffer
+from rlpost.rollout.collector import Choices, Collector
+from rlpost.rollout.generate import GroupWriter
+from rlpost.rollout.policy_versions import PolicyVersions
+from rlpost.rollout.sampling import SamplingParams
+from rlpost.tasks.reward.grader import InlineGrader
+from rlpost.types import Backlog, EngineAddress, Prompt, SampleGroup
 from tests.ports import free_ports
 
 KEY = "bench"
@@ -117,3 +131,65 @@ class Forced(Connection):
         length = self._remaining(what, input_ids)
         forced = {"max_new_tokens": length, "ignore_eos": True, "stop_token_ids": None}
         return await super().generate(what, input_ids, {**sampling_params, **forced}, **more)
+
+
+def writer_over(connection: Connection, sampling: SamplingParams, *, n: int) -> GroupWriter:
+    """Return a writer of groups of ``n`` answers whose reward costs almost nothing."""
+    grader = InlineGrader(lambda text, label, metadata: float(len(text) % 2))
+    return GroupWriter(connection, sampling, n=n, grader=grader)
+
+
+class WaitingStages:
+    """Stages of the loop with a trainer that only waits; nothing is sent, evaluated or saved."""
+
+    def __init__(self, train_s: float) -> None:
+        self._train_s = train_s
+
+    async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
+        """Wait instead of training."""
+        await asyncio.sleep(self._train_s)
+        return {"train/loss": 0.0, "train/grad_norm": 0.0}
+
+    async def sync(self, policy_version: int) -> None:
+        """Nothing."""
+
+    async def evaluate(self) -> Mapping[str, float] | None:
+        """Return no metrics."""
+        return {}
+
+    async def measure(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return no further metrics."""
+        return {}
+
+    async def save(self, state: RunState, *, wait: bool) -> None:
+        """Nothing."""
+
+
+async def run_loop(
+    stages: WaitingStages,
+    config: Config,
+    writer: GroupWriter,
+    *,
+    folder: Path,
+    metrics: MetricsWriter,
+    journal: Journal | None = None,
+) -> None:
+    """Run the loop over an endless supply of prompts."""
+    collector = Collector(
+        RolloutBuffer(rules(config, PolicyVersions()), Backlog(), step=0),
+        Prompts(),
+        writer,
+        choices=Choices(ahead=config.rollout.rollout_mode == "one_step_off"),
+        stop_requested=lambda: False,
+    )
+    loop = Loop(
+        stages,
+        config,
+        checkpoints=Checkpoints(config.checkpoint, folder, committed=lambda *_: None),
+        rollouts=collector,
+        journal=journal or Journal.off(),
+        metrics=metrics,
+        stop=StopRequest(folder / "STOP"),
+        versions=PolicyVersions(),
+    )
+    await loop.run(RunState(), saved=False)

@@ -6,14 +6,15 @@
 
 ``prepared`` answers every request with one of VARIANTS prepared texts, so that it spends its time on
 sockets alone. Several processes may share its port (SO_REUSEPORT): the kernel spreads the connections.
-``--delay``: seconds until a request is answered, drawn uniformly between the two.
+``--delay``: seconds until a request is answered, drawn uniformly between the two. ``--chat``: the
+answers are chat completions.
 
 ``control`` is ``--num`` engines, each with its own port, that accept every control request.
 Requests take ANSWER_S, so that many are in flight; ``GET /most`` returns the largest number
 of requests in flight since it was last called.
 
 ``external`` is an engine for ``--rollout-external-engine-addrs``: it accepts new weights, and answers
-with random tokens and the version of the newest weights.
+with random tokens and the version of the newest weights, after ``--delay`` seconds.
 
 Each process prints ``ready`` and ends with its standard input.
 """
@@ -74,6 +75,12 @@ def prepared_answer(length: int, seed: int, largest_id: int = LARGEST_ID) -> Pre
     }
 
 
+def chat_completion(answer: PreparedAnswer) -> dict[str, object]:
+    """Return an answer as a response of /v1/chat/completions."""
+    message = {"role": "assistant", "content": answer["text"]}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
 class Answering(asyncio.Protocol):
     """One connection with requests one after another."""
 
@@ -110,16 +117,19 @@ def _response(content: bytes) -> bytes:
     return head.encode() + content
 
 
-async def serve_prepared(
-    port: int, length: int, delay: tuple[float, float], largest_id: int
-) -> None:
-    """Answer every request on ``port`` with prepared texts."""
-    answers = [
-        _response(json.dumps(prepared_answer(length, seed, largest_id)).encode())
-        for seed in range(VARIANTS)
+async def serve_prepared(options: argparse.Namespace) -> None:
+    """Answer every request on a port with prepared texts."""
+    prepared = [
+        prepared_answer(options.length, seed, options.largest_id) for seed in range(VARIANTS)
     ]
+    bodies = [chat_completion(answer) if options.chat else answer for answer in prepared]
+    answers = [_response(json.dumps(body).encode()) for body in bodies]
     server = await asyncio.get_running_loop().create_server(
-        lambda: Answering(answers, delay), "127.0.0.1", port, reuse_port=True, backlog=16384
+        lambda: Answering(answers, tuple(options.delay)),
+        "127.0.0.1",
+        options.port,
+        reuse_port=True,
+        backlog=16384,
     )
     async with server:
         await _ready_until_stdin_ends()
@@ -149,8 +159,8 @@ class ControlEngines:
 class ExternalEngine:
     """The control requests of a run, and its generations."""
 
-    def __init__(self, key: str) -> None:
-        self._key, self._version = key, "0"
+    def __init__(self, key: str, delay: tuple[float, float]) -> None:
+        self._key, self._delay, self._version = key, delay, "0"
         self._seeds = random.Random(0)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -161,6 +171,7 @@ class ExternalEngine:
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json() if request.can_read_body else {}
         if request.path == "/generate":
+            await asyncio.sleep(self._seeds.uniform(*self._delay))
             return web.json_response(self._answer(body["sampling_params"]["max_new_tokens"]))
         if body.get("weight_version"):
             self._version = body["weight_version"]
@@ -221,12 +232,17 @@ def started(*commands: Sequence[object], key: str = "") -> Iterator[None]:
 
 @contextmanager
 def prepared_engines(
-    length: int, *, delay: tuple[float, float] = (0.0, 0.0), largest_id: int = LARGEST_ID
+    length: int,
+    *,
+    delay: tuple[float, float] = (0.0, 0.0),
+    largest_id: int = LARGEST_ID,
+    chat: bool = False,
 ) -> Iterator[str]:
     """Run NUM_PROCESSES processes of prepared answers behind one address; yield its URL."""
     port = free_port()
     words = ["prepared", "--port", port, "--length", length, "--delay", *delay]
-    with started(*[[*words, "--largest-id", largest_id]] * NUM_PROCESSES):
+    words += ["--largest-id", largest_id, *(["--chat"] if chat else [])]
+    with started(*[words] * NUM_PROCESSES):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -235,23 +251,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     prepared, control = kinds.add_parser("prepared"), kinds.add_parser("control")
-    for each in (prepared, control, kinds.add_parser("external")):
+    external = kinds.add_parser("external")
+    for each in (prepared, control, external):
         each.add_argument("--port", type=int, required=True)
+    for each in (prepared, external):
+        each.add_argument(
+            "--delay", type=float, nargs=2, default=(0.0, 0.0), metavar=("LEAST", "MOST")
+        )
     control.add_argument("--num", type=int, required=True, help="engines")
     prepared.add_argument("--length", type=int, required=True, help="tokens of an answer")
-    prepared.add_argument(
-        "--delay", type=float, nargs=2, default=(0.0, 0.0), metavar=("LEAST", "MOST")
-    )
     prepared.add_argument("--largest-id", type=int, default=LARGEST_ID, help="of a token")
+    prepared.add_argument("--chat", action="store_true", help="answer with chat completions")
     options = parser.parse_args()
     port: int = options.port
     if options.kind == "prepared":
-        delay = tuple(options.delay)
-        asyncio.run(serve_prepared(port, options.length, delay, options.largest_id))
+        asyncio.run(serve_prepared(options))
     elif options.kind == "control":
         asyncio.run(serve(ControlEngines(), range(port, port + options.num)))
     else:
-        asyncio.run(serve(ExternalEngine(os.environ[EXTERNAL_ENGINES]), [port]))
+        engine = ExternalEngine(os.environ[EXTERNAL_ENGINES], tuple(options.delay))
+        asyncio.run(serve(engine, [port]))
     return 0
 
 

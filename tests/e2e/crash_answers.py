@@ -7,8 +7,7 @@ FILE is a copy of this module. Input: a prompt. Output: tokens, log-probs and te
 prompt and index only, so that two runs can be compared bit for bit, independent of the engines'
 batches. Files beside FILE set how long an answer takes, and record what was finished:
 
-- with ``LENGTH`` an answer is exactly this number of tokens of an engine, whose work can be counted;
-- without it an answer is a short request and a random pause (``SECONDS`` x ``SLOWNESS``);
+- an answer is a short request and a random pause (``SECONDS`` x ``SLOWNESS``);
 - ``FINISHED`` has a line for each finished group.
 """
 
@@ -18,7 +17,6 @@ import asyncio
 import os
 import random
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -27,8 +25,6 @@ from rlpost.types import Prompt, Sample, SampleGroup
 
 FINISHED = Path(__file__).with_suffix(".finished")
 """Prompt, process id and time of each finished group."""
-LENGTH = Path(__file__).with_suffix(".length")
-"""Tokens that an engine writes for an answer; may change while engines run."""
 SLOWNESS = Path(__file__).with_suffix(".slowness")
 """A factor of the pauses; 1 without this file."""
 SECONDS = (0.1, 0.8)  # engines write so few tokens faster than any process could be killed
@@ -38,21 +34,10 @@ SHARE_RIGHT = 0.5  # of the answers
 DROPPED = 5  # every fifth group is not wanted
 
 
-class WithoutEnd(SamplingParams):
-    """Sampling that continues after the token that ends an answer."""
-
-    def to_sglang(self) -> dict[str, object]:
-        """See SamplingParams."""
-        return {**SamplingParams.to_sglang(self), "ignore_eos": True}
-
-
 async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Sample:
     """Request an answer, and replace its tokens, log-probs and text."""
     rng = random.Random(f"{prompt.prompt_id}/{builder.index}")
-    if LENGTH.exists():
-        await _write_exactly(builder, int(LENGTH.read_text()), sampling)
-    else:
-        await _write_and_pause(builder, rng.uniform(*SECONDS))
+    await _write_and_pause(builder, rng.uniform(*SECONDS))
     length = rng.randint(1, LONGEST)
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -65,16 +50,6 @@ async def answer(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingPar
         policy_version=builder.sample().policy_version,
         label=prompt.label,
     )
-
-
-async def _write_exactly(builder: ResponseBuilder, length: int, sampling: SamplingParams) -> None:
-    builder.sampling = WithoutEnd(
-        **{one.name: getattr(sampling, one.name) for one in fields(sampling)}
-    )
-    wanted = max(length, builder.num_tokens)  # more were written if the length was reduced later
-    while builder.num_tokens < wanted:
-        await builder.write(max_new_tokens=wanted - builder.num_tokens)
-    assert builder.num_tokens == wanted, f"{builder.num_tokens} tokens instead of {wanted}"
 
 
 async def _write_and_pause(builder: ResponseBuilder, seconds: float) -> None:

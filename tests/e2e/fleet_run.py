@@ -1,7 +1,6 @@
 """A run of the tiny model on the tests' Slurm with engines of a fleet, and what happens to them.
 
-``FleetRun`` submits the run and its engine jobs, and drains, preempts and kills them; ``Watch``
-records from the files of the fleet which engine was admitted when.
+``FleetRun`` submits the run and its engine jobs, and drains, preempts and kills them.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ import contextlib
 import re
 import signal
 import sys
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,30 +17,14 @@ import psutil
 
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.engines.fleet.records import EngineRecord, EngineState
-from tests.cluster.jobs import job_info, sbatch
+from tests.cluster.jobs import sbatch
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.e2e import crash_answers
-from tests.e2e.crashed_run import CrashedRun, command_lines, output_of, wait_for
+from tests.e2e.crashed_run import CrashedRun, output_of, wait_for
 
-BATCH, SAMPLES, SLOTS = 12, 4, 8
-SETTINGS = (
-    *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(SAMPLES)),
-    *("--global-batch-size", str(BATCH * SAMPLES), "--rollout-max-response-len", "256"),
-    *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false"),
-    *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--nodes", "1"),
-    *("--num-gpus-per-node", "2"),
-    *("--sglang-server-concurrency", str(SLOTS), "--rollout-health-check-interval", "1"),
-    *("--save-interval", "10", "--async-save", "--skip-eval-before-train"),
-    *("--eval-interval", "100000", "--partition", "low", "--guard-rollout-logprob-diff", "1000"),
-    *("--max-failures", "100000", "--max-preemptions", "100000"),
-    *("--max-stalled-attempts", "100000"),
-)
 URGENT = "#!/bin/bash\n#SBATCH --partition=high --gres=gpu:{gpus} -w {node}\nsrun sleep 1\n"
-GAP_S = 3.0  # an engine that reads new weights counts as admitted
-POLL_S = 0.1
 STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\].*POST /generate HTTP/1.1. 200"
-Seconds = dict[str, dict[int, float]]
 
 
 @contextlib.contextmanager
@@ -58,8 +38,6 @@ def fleet_lab(num_nodes: int = 5) -> Iterator[Lab]:
 class FleetRun(CrashedRun):
     """A run and its fleet."""
 
-    paced_by = crash_answers.SLOWNESS
-
     def __init__(
         self,
         lab: Lab,
@@ -70,7 +48,7 @@ class FleetRun(CrashedRun):
         pace: float = 1.0,
     ) -> None:
         """``settings``: as of ``CrashedRun``; ``pace``: see ``set_pace``."""
-        self.pace_file = lab.shared / f"{name}_answers{self.paced_by.suffix}"
+        self.pace_file = lab.shared / f"{name}_answers{crash_answers.SLOWNESS.suffix}"
         self.set_pace(pace)
         # a line for each request, see ``answers_at``
         logged = ("--sglang-log-level-http", "info")
@@ -79,10 +57,7 @@ class FleetRun(CrashedRun):
         self.num_urgent = 0
 
     def set_pace(self, number: float) -> None:
-        """Set how long answers take from now on; what is trained does not change.
-
-        ``number``: factor of the pauses, or tokens of an answer, according to ``paced_by``.
-        """
+        """Set the factor of the answers' pauses from now on; what is trained does not change."""
         new = self.pace_file.with_suffix(".new")
         new.write_text(f"{number:g}")
         new.replace(self.pace_file)
@@ -117,22 +92,10 @@ class FleetRun(CrashedRun):
         log = str(self.fleet_folder.logs / f"{engine}-server.log")
         return [one for one in psutil.process_iter() if output_of(one) == log]
 
-    def agents(self, engine: str) -> list[psutil.Process]:
-        """The agent of an engine, not the srun that started it."""
-        needed = {"rlpost.engines.fleet.agent", engine, str(self.folder)}
-        return [
-            process
-            for process, line in command_lines()
-            if needed <= set(line) and "srun" not in line[0]
-        ]
-
     # -- disturbances
 
     def kill_server(self, engine: str) -> bool:
         return _send(self.servers(engine), signal.SIGKILL)
-
-    def kill_agent(self, engine: str) -> bool:
-        return _send(self.agents(engine), signal.SIGKILL)
 
     def drain(self, engine: str) -> bool:
         """As the user: it leaves and does not come back."""
@@ -144,14 +107,6 @@ class FleetRun(CrashedRun):
         if record is None or record.state is EngineState.GONE:
             return False
         self.take_node(record.host, gpus=gpus)
-        return True
-
-    def preempt_driver(self) -> bool:
-        """Let a job of a higher partition take the node of the run."""
-        node = job_info(self.lab, self.job).nodelist
-        if not node or not self.is_ready:
-            return False
-        self.take_node(node)
         return True
 
     def take_node(self, node: str, *, gpus: int = 0) -> str:
@@ -177,67 +132,6 @@ class FleetRun(CrashedRun):
         """When each of its jobs began; whole seconds since 1970."""
         log = self.fleet_folder.logs / f"{engine}.batch"
         return _stamps(log, r"^(\S+ \S+) engine .*: job \d+, start ") if log.exists() else []
-
-    def job_seconds(self, engine: str, end: float) -> float:
-        """Seconds of all starts of an engine's job up to ``end``, in seconds since 1970."""
-        log = self.fleet_folder.logs / f"{engine}.batch"
-        if not log.exists():
-            return 0.0
-        ends = _stamps(log, r"^(\S+ \S+) engine .*: the agent ended")
-        starts = self.starts_at(engine)
-        total = 0.0
-        for start, following in zip(starts, [*starts[1:], end], strict=True):
-            own = [at for at in ends if start <= at < following]
-            total += max(0.0, (own[0] if own else following) - start)
-        return total
-
-
-class BusyRun(FleetRun):
-    """A run whose engines generate without pauses; ``pace`` is the number of tokens of an answer."""
-
-    paced_by, defaults = crash_answers.LENGTH, SETTINGS
-
-
-class Watch:
-    """Polls the files of the fleet in a thread: which engines were admitted in each second."""
-
-    def __init__(self, run: FleetRun) -> None:
-        self._run = run
-        self.admitted: Seconds = defaultdict(lambda: defaultdict(float))
-        """By engine: share of each second since 1970 in which it was admitted."""
-        self.first_at: dict[tuple[str, str], float] = {}
-        """By engine and incarnation: when it was first admitted, in seconds since 1970."""
-        self._last: dict[str, float] = {}
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-    def _poll(self) -> None:
-        while not self._ends.wait(POLL_S):
-            lease = self._run.fleet_folder.lease()
-            if lease is None:
-                continue
-            now = time.time()
-            for record in self._run.fleet_folder.engines():
-                if record.incarnation in lease.in_use:
-                    self._note(record, now)
-
-    def _note(self, record: EngineRecord, now: float) -> None:
-        self.first_at.setdefault((record.engine, record.incarnation), now)
-        last = self._last.get(record.incarnation, now)
-        self._last[record.incarnation] = now
-        at = last if now - last <= GAP_S else now
-        while at < now:
-            end = min(now, int(at) + 1.0)
-            self.admitted[record.engine][int(at)] += end - at
-            at = end
 
 
 def until_admitted(run: FleetRun, engines: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 real Slurm, Ray, Megatron and SGLang. Both train the same LoRA adapters and end with equal weights,
 although the first sends merged weights and the second adapters alone.
 
-``--kills 100`` kills the run as often, and ``benchmarks.fleet`` disturbs a fleet as often as requested.
+``--kills 100`` kills the run as often.
 """
 
 import random

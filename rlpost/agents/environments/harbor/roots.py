@@ -187,6 +187,18 @@ def command_env(env: Mapping[str, str], *, offline: bool) -> dict[str, str]:
     return {**complete, "PATH": f"{FOLDER}:{complete['PATH']}"} if offline else complete
 
 
+async def read_plan(sandbox: Sandbox, root: TaskRoot) -> RootPlan:
+    """Return the steps of a root, for the image of a fresh sandbox. Raises BuildFailed."""
+    defaults = ImageDefaults()
+    if root.image is not None:
+        texts = [await _text(sandbox, path) for path in ("/etc/environment", "/etc/rc")]
+        defaults = image_defaults(*texts)
+    try:
+        return root.plan(defaults)
+    except NotSupported as error:
+        raise BuildFailed(f"{root.folder}/Dockerfile: {error}") from error
+
+
 async def build(
     sandbox: Sandbox, root: TaskRoot, task: Path, *, seconds: float, offline: bool
 ) -> RootPlan:
@@ -199,12 +211,8 @@ async def build(
         SandboxLost: the sandbox is gone.
     """
     deadline, where = time.monotonic() + seconds, f"{root.folder}/Dockerfile"
+    plan = await read_plan(sandbox, root)
     try:
-        defaults = ImageDefaults()
-        if root.image is not None:
-            texts = [await _text(sandbox, path) for path in ("/etc/environment", "/etc/rc")]
-            defaults = image_defaults(*texts)
-        plan = root.plan(defaults)
         if offline:
             programs = [SnapshotEntry(name, "file", data, True) for name, data in PROGRAMS.items()]
             await sandbox.restore(Snapshot(tuple(programs)), FOLDER)
@@ -217,7 +225,7 @@ async def build(
             files = BuildContext(task / root.folder, line)
             await _perform(sandbox, step, files, seconds=remaining, offline=offline)
         return plan
-    except (SandboxFileError, SnapshotRefused, OSError, NotSupported) as error:
+    except (SandboxFileError, SnapshotRefused, OSError) as error:
         raise BuildFailed(f"{where}: {error}") from error
 
 

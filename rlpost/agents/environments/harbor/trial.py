@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rlpost.agents.environments.harbor.root_cache import cache_beside
 from rlpost.agents.environments.harbor.roots import (
     RootPlan,
     TaskRoot,
     TaskSkipped,
-    build,
     choose_root,
     command_env,
     files_below,
@@ -80,6 +80,7 @@ class TrialOptions:
         verifier_network: let the verifier use the node's network.
         max_memory_mib: of one task; those that ask for more are skipped.
         command_seconds: of one command of the agent.
+        root_cache_gib: of roots that are kept in the run's folder once they are built.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class TrialOptions:
     verifier_network: bool = False
     max_memory_mib: int = 16384
     command_seconds: float = 60.0
+    root_cache_gib: float = 16.0
 
 
 @dataclass(frozen=True)
@@ -183,18 +185,21 @@ class Trial:
 
     async def begin(self) -> None:
         """Start the sandbox and build its root. Raises BuildFailed, SandboxLost."""
-        task = self.runnable.task
         limits = self.runnable.limits(self.pool.limits)
         self._sandbox = await self.pool.acquire(limits, self.runnable.root.image)
-        self._plan = await build(
-            self._sandbox,
-            self.runnable.root,
-            task.folder,
-            seconds=task.build_seconds,
-            offline=self._is_offline(limits),
-        )
+        self._plan = await self._build(self._sandbox, self.runnable.root)
         if (await self.sandbox.run(["test", "-x", "/bin/bash"], cwd="/")).ok:
             self._shell = ("/bin/bash", "-c")
+
+    async def _build(self, sandbox: Sandbox, root: TaskRoot) -> RootPlan:
+        task, max_gib = self.runnable.task, self.runnable.options.root_cache_gib
+        return await cache_beside(self.archives, max_gib=max_gib).build(
+            sandbox,
+            root,
+            task.folder,
+            seconds=task.build_seconds,
+            offline=self._is_offline(sandbox.limits),
+        )
 
     def _is_offline(self, limits: Limits) -> bool:
         return self.runnable.options.offline and not limits.network
@@ -280,7 +285,7 @@ class Trial:
     async def _score(self, sandbox: Sandbox, handed: HandedOver) -> Verdict:
         task, root = self.runnable.task, self.runnable.verifier_root
         offline = self._is_offline(sandbox.limits)
-        plan = await build(sandbox, root, task.folder, seconds=task.build_seconds, offline=offline)
+        plan = await self._build(sandbox, root)
         await self.archives.restore(sandbox, handed.manifest)
         for path, data in handed.files.items():
             await sandbox.write(path, data)
