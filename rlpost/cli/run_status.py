@@ -25,7 +25,8 @@ from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, settings_of
 from rlpost.observe.pace import PACE_STEPS, STEP_S, recent, throughput
-from rlpost.observe.report.goodput import Goodput, GpuLayout, end_of, goodput
+from rlpost.observe.report.goodput import Goodput, end_of, goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.panels import mean_phases
 from rlpost.observe.report.timeline import kept_words
 from rlpost.observe.train_progress import duration
