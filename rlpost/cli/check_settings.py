@@ -29,7 +29,7 @@ from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.checks.engine_groups import engine_group_problems
+from rlpost.config.checks.engine_groups import engine_group_problems, spare_model_problems
 from rlpost.config.checks.engine_model import engine_model_problems
 from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.export_folder import export_problems
@@ -340,6 +340,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
+        problems += spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)

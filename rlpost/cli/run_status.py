@@ -31,7 +31,8 @@ from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of
 from rlpost.observe.pace import PACE_STEPS, STEP_S, recent, throughput
-from rlpost.observe.report.goodput import Goodput, GpuLayout, end_of, goodput
+from rlpost.observe.report.goodput import Goodput, end_of, goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.panels import mean_phases
 from rlpost.observe.report.timeline import kept_words
 from rlpost.observe.train_progress import duration

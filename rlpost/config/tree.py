@@ -88,11 +88,18 @@ class Config(Group):
         return sorted(sizes, reverse=True)
 
     @property
+    def gpus_by_group(self) -> dict[str, int]:
+        """GPUs of the engines of each table [engines.NAME] in the run's own job."""
+        a_node = self.cluster.num_gpus_per_node
+        return {
+            name: group.num_placed * group.gpus_per_engine(a_node)
+            for name, group in self.engines.started.items()
+        }
+
+    @property
     def num_group_gpus(self) -> int:
         """GPUs of the engines of all tables [engines.NAME] in the run's own job."""
-        a_node = self.cluster.num_gpus_per_node
-        groups = self.engines.started.values()
-        return sum(group.num_placed * group.gpus_per_engine(a_node) for group in groups)
+        return sum(self.gpus_by_group.values())
 
     @property
     def actor_world_size(self) -> int:

@@ -1,6 +1,6 @@
-"""Evaluation beside training: a version of the policy on separate engines (--eval-engines).
+"""Evaluation beside training: a version of the policy on engines of --eval-engines.
 
-Input: the steps to evaluate, a folder, the health of a group of engines. Output: the metrics of each
+Input: the steps to evaluate, a folder, the health of a group of engines or of spare ones. Output: the metrics of each
 step, later, while the next steps train.
 
     begin: the trainer writes the weights of the version to a folder -> the engines read it ->
@@ -24,14 +24,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from rlpost.driver.engines.engine_health import EngineHealth, Hook
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.engine_health import Hook
 from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.placement import Placement
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import AdapterMover, DiskMover, PauseMode, WeightUpdate
 from rlpost.errors import CheckpointError, Fenced, Preempted
+from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ MAX_WAITING = 4
 _FOLDER = re.compile(r"step-(\d+)-version-(\d+)")
 
 Metrics = Mapping[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class Snapshot:
         return cls(step, version, root / f"step-{step:07d}-version-{version}")
 
 
+class Receivers(Protocol):
+    """The engines that read a snapshot."""
+
+    @property
+    def addresses(self) -> tuple[EngineAddress, ...]:
+        """Their addresses now."""
+
+    @property
+    def api_key(self) -> str:
+        """Their key."""
+
+
 class SnapshotWeights:
     """Gives a group of engines the weights of a folder (``EngineWeights``)."""
 
@@ -63,7 +77,7 @@ class SnapshotWeights:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Receivers,
         jobs: FleetSync | None = None,
         *,
         load_adapters: bool,
@@ -112,13 +126,23 @@ class SnapshotWeights:
             await self._jobs.before()
 
 
+class EvaluatingEngines(Protocol):
+    """The health of the engines that evaluate: ``EngineHealth`` or ``SpareEngines``."""
+
+    async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
+        """Bring the engines to ``version``. Raises SyncError."""
+
+    async def over(self, generating: Awaitable[T], /) -> T:
+        """Return the result of ``generating``; replace engines that die before it ends."""
+
+
 class BackgroundEvaluation:
     """Evaluates snapshots in order, one at a time. Call ``resume`` first, ``close`` last."""
 
     def __init__(
         self,
         root: Path,
-        health: EngineHealth,
+        health: EvaluatingEngines,
         weights: SnapshotWeights,
         evaluate: Callable[[int], Awaitable[Metrics]],
     ) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.cluster import Cluster
 from common.ledger import Ledger
@@ -145,10 +145,11 @@ class StartLines:
         )
 
 
-def gpus_by_role(config: Config) -> dict[str, int]:
+def gpus_by_role(config: Config) -> dict[str, Any]:
     """The GPUs of an attempt by role: run.json changes when a run is resumed with other GPUs."""
     return {
         "per_node": config.cluster.num_gpus_per_node,
         "trainer": config.num_training_gpus,
         "engines": config.rollout_num_gpus,
+        "groups": config.gpus_by_group,
     }

@@ -15,7 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rlpost.driver.background_evaluation import BackgroundEvaluation, SnapshotWeights
+from common.fleet_name import POLICY
+from rlpost.driver.background_evaluation import (
+    BackgroundEvaluation,
+    EvaluatingEngines,
+    SnapshotWeights,
+)
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth
 from rlpost.driver.engines.engines import Fleet
@@ -25,6 +30,7 @@ from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.offload import Offload
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.run_stages import RunStages
+from rlpost.driver.spare_engines import SpareEngines
 from rlpost.driver.standby import Standby
 from rlpost.driver.trainer_ranks import TrainerRanks
 from rlpost.driver.trainer_recovery import TrainerRecovery
@@ -149,25 +155,39 @@ class ClusterStages(RunStages):
 
     def _watch_groups(self) -> None:
         """Watch the groups of engines; prepare the evaluations beside training."""
-        name = self.config.eval.eval_engines
+        config, name = self.config, self.config.eval.eval_engines
+        load_adapters = config.sends_adapters
+        timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
         weights: dict[str, SnapshotWeights] = {}
-        if name is not None:
+        if name is not None and name != POLICY:
             weights[name] = SnapshotWeights(
                 self.groups.fleets[name],
                 self.groups.jobs.get(name),
-                load_adapters=self.config.sends_adapters,
-                timeout_s=60.0 * self.config.cluster.distributed_timeout_minutes,
+                load_adapters=load_adapters,
+                timeout_s=timeout_s,
             )
         self.groups.watch(stop=self.stop, nodes=self._nodes, weights=weights)
-        if name is not None:
-            serving = self.groups.fleets[name].serving
-            self._evaluations = BackgroundEvaluation(
-                self.run_folder / "eval_weights",
-                self.groups.health[name],
-                weights[name],
-                lambda step: self.generation.evaluate(step=step, engines=serving),
+        if name is None:
+            return
+        health: EvaluatingEngines
+        if name == POLICY:
+            health = spare = SpareEngines(
+                self._fleet,
+                self._engine_health,
+                config.eval.eval_policy_engines,
+                load_adapters=load_adapters,
+                timeout_s=timeout_s,
             )
-            self.closing.push_async_callback(self._evaluations.close)
+            serving, weights[name] = spare.serving, spare.weights
+        else:
+            health, serving = self.groups.health[name], self.groups.fleets[name].serving
+        self._evaluations = BackgroundEvaluation(
+            self.run_folder / "eval_weights",
+            health,
+            weights[name],
+            lambda step: self.generation.evaluate(step=step, engines=serving),
+        )
+        self.closing.push_async_callback(self._evaluations.close)
 
     async def _start_engines(self, num_ranks: int) -> None:
         gpus = [""] * num_ranks
@@ -283,8 +303,12 @@ class ClusterStages(RunStages):
 
     async def _finish_evaluations(self) -> None:
         """Wait for evaluations beside training. Raises Preempted."""
-        if self._evaluations is not None:
-            await self.stop.unless_requested(self._evaluations.finish())
+        if self._evaluations is None:
+            return
+        finishing: Awaitable[None] = self._evaluations.finish()
+        if self.config.eval.eval_engines == POLICY:
+            finishing = self._engine_health.over(finishing)
+        await self.stop.unless_requested(finishing)
 
     async def save(self, state: RunState, *, wait: bool) -> None:
         """Commit with weights and optimizer on the trainer's devices."""

@@ -103,14 +103,18 @@ class WeightCoordinator:
         """Bytes of all weights as they are sent."""
 
     async def connect(self) -> None:
-        """Plan the buckets and connect to the engines; call it again after a restart of an engine.
+        """Plan the buckets and connect to the engines that get weights.
+
+        Call it again after a restart of an engine.
 
         Raises SyncError with the name of an engine that did not connect.
         """
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
+        await self._leave()
+        self._connected = self._fleet.receivers
         self._update = WeightUpdate(
-            self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=timeout_s
+            self._connected, api_key=self._fleet.api_key, timeout_s=timeout_s
         )
         buckets = await self._actors.bucket_plan()
         self.num_bytes = sum(map(num_bytes, buckets))
@@ -130,7 +134,6 @@ class WeightCoordinator:
                 buckets, self._share, ranks_of=self._placement.ranks_of_engines
             )
         else:
-            await self._leave()
             self._num_connections += 1
             self._group_name = connection_name(self._incarnation, self._num_connections)
             mover = BroadcastMover(buckets, self._send, group_name=self._group_name)
@@ -148,7 +151,12 @@ class WeightCoordinator:
         pause: PauseMode = "abort",
         ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Bring all engines to ``version``; see ``WeightUpdate.update``. Leaves no files behind."""
+        """Bring all engines that get weights to ``version``; see ``WeightUpdate.update``.
+
+        Leaves no files behind.
+        """
+        if self._connected != self._fleet.receivers:  # some were lent, or are back
+            await self.connect()
         try:
             with span("update weights"):
                 mover = VersionMover(self._mover, self._actors)

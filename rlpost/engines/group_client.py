@@ -242,17 +242,17 @@ class GroupClient:
     def counters(self) -> dict[str, float]:
         """Return metrics of the requests since the last call, as ``engines/NAME/...``.
 
-        Empty until the first request: evaluation uses its engines without a client.
+        Before the first request only the share of busy time: evaluation uses no client.
         """
+        prefix, busy = f"engines/{self.name}", self.places.take_busy()
+        metrics = {} if busy is None else {f"{prefix}/busy_frac": busy}
         self._is_used = self._is_used or bool(self._counts)
         if not self._is_used:
-            return {}
+            return metrics
         counts, self._counts = self._counts, Counter()
-        prefix, num_sent = f"engines/{self.name}", counts["answered"]
-        metrics = {
-            f"{prefix}/num_requests": float(counts["requests"]),
-            f"{prefix}/num_retries": float(counts["retries"]),
-        }
+        num_sent = counts["answered"]
+        metrics[f"{prefix}/num_requests"] = float(counts["requests"])
+        metrics[f"{prefix}/num_retries"] = float(counts["retries"])
         if self._cache is not None and counts["requests"]:
             metrics[f"{prefix}/cache_hit_frac"] = counts["cached"] / counts["requests"]
         if num_sent:

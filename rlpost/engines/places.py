@@ -130,6 +130,7 @@ class Places:
         self._use: dict[str, Use] = {}
         self._num_moved = 0
         self._total_load = self._peak_load = 0.0  # tokens to come of all requests
+        self._counted_at, self._engine_s, self._busy_s = clock(), 0.0, 0.0  # since ``take_busy``
         self._listener: Callable[[str, str], None] = lambda _url, _problem: None
 
     # -- engines -----------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ class Places:
         self._replace()
 
     def _replace(self) -> None:
+        self._count_time()
         before = {place.url for place in self._all}
         self._all = (*self._own, *self._fleet)
         self._by_url = {place.url: place for place in self._all}
@@ -234,6 +236,23 @@ class Places:
         peak, self._peak_load = self._peak_load, self._total_load
         return peak
 
+    def take_busy(self) -> float | None:
+        """Return the share of the engines' time in which they had a request, since the last call.
+
+        None if there was no engine.
+        """
+        self._count_time()
+        busy_s, engine_s = self._busy_s, self._engine_s
+        self._busy_s = self._engine_s = 0.0
+        return busy_s / engine_s if engine_s else None
+
+    def _count_time(self) -> None:
+        """Add the time since the last change of engines or requests."""
+        now = self._clock()
+        elapsed, self._counted_at = now - self._counted_at, now
+        self._engine_s += elapsed * len(self._all)
+        self._busy_s += elapsed * min(len(self._in_flight), len(self._all))
+
     def tokens_within(self, place: Place, seconds: float) -> int:
         """Return the tokens that a request generates in some seconds, at least 1.
 
@@ -281,6 +300,7 @@ class Places:
         return place
 
     def _take(self, place: Place, request: Request) -> None:
+        self._count_time()
         request.cost = self._cost(request)
         self._in_flight[place.url] += 1
         self._load[place.url] += request.cost
@@ -305,6 +325,7 @@ class Places:
             self._homes.popitem(last=False)
 
     def _release(self, place: Place, request: Request) -> None:
+        self._count_time()
         self._in_flight[place.url] -= 1
         self._load[place.url] -= request.cost
         self._total_load -= request.cost

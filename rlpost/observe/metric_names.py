@@ -178,6 +178,8 @@ _ROWS = (
      "resident memory of all processes of an engine; shared pages count in each"),
     ("memory/gpu_used_frac", "share", "used memory of a GPU, all processes"),
     ("memory/host_used_frac", "share", "used memory of a host, all processes"),
+    ("engines/GROUP/busy_frac", "share",
+     "time in which an engine of [engines.GROUP] had a request, mean of its engines"),
     ("engines/GROUP/num_requests", "requests",
      "to a group of [engines.GROUP], a teacher or a reward model, in the step; replies of the cache included"),
     ("engines/GROUP/num_retries", "requests",

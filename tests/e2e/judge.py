@@ -10,9 +10,10 @@ from rlpost.types import Prompt, Sample
 
 
 async def reward(prompt: Prompt, sample: Sample, engines: Mapping[str, GroupClient]) -> float:
-    """Return 1 for the label, after the judge has answered the question itself."""
-    reply = await engines["judge"].generate(prompt.text, max_new_tokens=4)
-    assert reply["meta_info"]["completion_tokens"]
+    """Return 1 for the label, after the judges have answered the question themselves."""
+    for name in {"judge", "second"} & {*engines}:
+        reply = await engines[name].generate(prompt.text, max_new_tokens=4)
+        assert reply["meta_info"]["completion_tokens"]
     return float(sample.text.strip() == prompt.label)
 
 

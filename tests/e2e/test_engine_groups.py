@@ -1,21 +1,29 @@
-"""A run with a judge and with evaluation beside training, on engines of their own.
+"""A run with two judges and with evaluation beside training, on engines of their own.
 
-An engine of the judge dies, then the driver; answers are judged again, and every evaluation is in
-the line of its step.
+An engine of the first judge dies, then that of the second, which joins from another job, then the
+driver; answers are judged again, and every evaluation is in the line of its step.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from common.exit_codes import EXIT_DONE
+from rlpost.engines.fleet.fleet_folder import FleetFolder
+from rlpost.observe.report.fleet_use import used_of
 from rlpost.observe.writer import read_metrics
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT, process_of
 
 NUM_STEPS, EVALUATED_EVERY = 8, 2
+ASKS = "[engines.second] needs 1: its requests wait, and rlpost fleet "
 EVALUATED = "eval/heldout/reward_mean"
 
 
@@ -46,18 +54,46 @@ rollout_health_check_interval = 1.0
 [engines.judge]
 model = "{assets}"
 sglang_max_total_tokens = 4096
+[engines.second]
+model = "{assets}"
+fleet = true
+engines = 0
+sglang_max_total_tokens = 4096
 [engines.evaluator]
 follows_policy = true
 sglang_max_total_tokens = 4096
 """
     )
-    with LocalRun(folder, (), recipe=str(folder / "recipe.toml")) as local:
+    with LocalRun(folder, (), recipe=str(folder / "recipe.toml")) as local, ExitStack() as agents:
+        fleet = FleetFolder(local.folder, "second")
+        local.until(lambda: fleet.lease() is not None, "a lease of the second judge")
+        local.until(lambda: ASKS in local.log.read_text(), "answers that wait for the second judge")
+        agents.enter_context(agent_of(fleet, "one"))
+        local.until(lambda: local.step >= 1, "step 1")
+        process_of(fleet.logs / "one-server.log").kill()
+        later = agents.enter_context(agent_of(fleet, "two"))
         local.until(lambda: local.step >= 2, "step 2")
         process_of(local.folder / "attempts/0/engine-judge-0-server.log").kill()
         local.until(lambda: bool(local.recovered), "a new judge")
         local.driver().kill()
         local.done()
+        assert later.wait(60) == EXIT_DONE, "engines leave when the run is done"
     return local.folder
+
+
+@contextmanager
+def agent_of(fleet: FleetFolder, engine: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the agent of an engine, as its job does."""
+    command = [sys.executable, "-m", "rlpost.engines.fleet.agent", "--engine", engine]
+    command += ["--run-folder", str(fleet.run), "--group", fleet.group]
+    command += ["--stop-file", str(fleet.stop_path(engine))]
+    with (fleet.logs / f"{engine}.log").open("w") as log:
+        agent = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield agent
+    finally:
+        agent.terminate()
+        agent.wait()
 
 
 def test_the_death_of_a_judge_loses_no_answer(run: Path) -> None:
@@ -70,12 +106,21 @@ def test_the_death_of_a_judge_loses_no_answer(run: Path) -> None:
     )
     asked = sum(line["engines/judge/num_requests"] for line in trained)
     assert asked >= NUM_STEPS * 64
+    again = sum(line["engines/second/num_requests"] for line in trained)
+    assert again >= NUM_STEPS * 64
     hits = [line["engines/judge/cache_hit_frac"] for line in trained]
     assert max(hits) >= 7 / 8, "8 answers share a question, in a step without an evaluation"
     events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     lost = [event for event in events if event["event"] == "engine_lost"]
     assert [event["group"] for event in lost] == ["judge"]
     assert any(event["event"] == "recovered" and event.get("group") == "judge" for event in events)
+
+
+def test_both_engines_that_joined_the_second_judge_served(run: Path) -> None:
+    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert {entry["group"] for entry in ledger if entry["event"] == "fleet"} == {"second"}
+    used = used_of(ledger)
+    assert used["one"] > 0 and used["two"] > 0
 
 
 def test_each_evaluation_beside_training_is_in_the_line_of_its_step(run: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.counting import counted
+from common.fleet_name import POLICY
 from rlpost.config.engine_groups import NamedGroup, group_config, short_forms
 from rlpost.config.flags import flag
 from rlpost.config.keys import KEYS, SUFFIX, is_key
@@ -69,9 +71,19 @@ def group_model_problems(config: Config, name: str, hf: HfConfig, policy: HfConf
     return []
 
 
+def spare_model_problems(config: Config, hf: HfConfig) -> list[str]:
+    """Problems of evaluation on the policy's engines with this model; ``hf``: its config.json."""
+    if config.eval.eval_engines != POLICY or not hf.get("quantization_config"):
+        return []
+    return [
+        "--eval-engines policy: --hf-checkpoint has quantised weights, and the files of an evaluation "
+        "have the trainer's precision; use a checkpoint in bf16, or --eval-engines none"
+    ]
+
+
 def _eval_problems(config: Config) -> Iterator[str]:
     """Evaluation beside training: engines that follow the policy, and something to evaluate."""
-    name = config.eval.eval_engines
+    name, known = config.eval.eval_engines, config.engines.groups
     if config.debug.debug_rollout_only:
         return  # no weights are sent, and the policy's engines evaluate
     for other, group in config.engines.started.items():
@@ -80,16 +92,36 @@ def _eval_problems(config: Config) -> Iterator[str]:
                 f"[engines.{other}] follows_policy: only the engines of --eval-engines get weights of the "
                 f"policy; add --eval-engines {other}, or give it a model of its own"
             )
-    if name is None or name not in config.engines.groups:
+    if name == POLICY:
+        yield from _spare_problems(config)
+    if name is not None and config.eval.eval_interval is None and name in (POLICY, *known):
+        yield f"--eval-engines {name} without --eval-interval evaluates nothing; add --eval-interval"
+    if name is None or name not in known:
         return
-    group = config.engines.groups[name]
+    group = known[name]
     if not group.follows_policy:
         yield (
             f"--eval-engines {name}: [engines.{name}] keeps weights of its own; add follows_policy = "
             "true to it"
         )
-    if config.eval.eval_interval is None:
-        yield f"--eval-engines {name} without --eval-interval evaluates nothing; add --eval-interval"
+
+
+def _spare_problems(config: Config) -> Iterator[str]:
+    """Engines of the policy that evaluate: on GPUs of their own, and one that generates is left."""
+    number = config.eval.eval_policy_engines
+    if config.cluster.colocate or config.offload_rollout:
+        why = "--colocate" if config.cluster.colocate else "--offload-rollout"
+        yield (
+            f"--eval-engines policy with {why}: no engine has its memory while the trainer works; use a "
+            "group [engines.NAME] with follows_policy = true, or --eval-engines none"
+        )
+    elif number >= config.num_engines:
+        a_group = config.cluster.rollout_num_gpus_per_engine
+        yield (
+            f"--eval-engines policy with {spelled(config, 'eval_policy_engines')} of "
+            f"{counted(config.num_engines, 'engine')} of the run's own job leaves none that generates; "
+            f"use --rollout-num-gpus {(number + 1) * a_group} or more"
+        )
 
 
 def _url_problems(named: NamedGroup) -> Iterator[str]:
@@ -164,7 +196,7 @@ def _name_problems(config: Config) -> Iterator[str]:
     groups = config.engines.groups
     for key in NAMING:
         name = value_of(config, key)
-        if name is None or name in groups:
+        if name is None or name in groups or (name, key) == (POLICY, "eval_engines"):
             continue
         known = f"; there is {listed(groups, 'and')}" if groups else "; add a table [engines.NAME]"
         yield f"{flag(key)} {name}: no such group of engines{suggestion(name, groups) or known}"

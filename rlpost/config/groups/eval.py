@@ -16,8 +16,11 @@ class EvalConfig(Group):
     """Steps between evaluations; none is run if unset."""
     eval_engines: str | None = None
     """Name of the table [engines.NAME] whose engines evaluate while the next steps train
-    (docs/which-engines.md); it has follows_policy = true. Default: the policy's engines, and the
-    next step waits."""
+    (docs/which-engines.md); it has follows_policy = true. policy: some of the policy's engines
+    (--eval-policy-engines). Default: the policy's engines, and the next step waits."""
+    eval_policy_engines: Positive = 1
+    """Engines of the policy that evaluate with --eval-engines policy; meanwhile they neither generate
+    nor get new weights."""
     eval_prompt_data: tuple[str, ...] = ()
     """Pairs NAME PATH of JSONL files, or one PATH, whose stem is the NAME."""
     eval_config: FilePath | None = None

@@ -122,7 +122,7 @@ class EngineHealth:
     @property
     def num_serving(self) -> int:
         """Engines of this job that get requests."""
-        return len(self._fleet.addresses) - len(self._fleet.dismissed)
+        return len(self._fleet.serves)
 
     def note_version(self, version: int) -> None:
         """Record the version that the trainer has for the engines; later repairs send it to all."""
@@ -152,6 +152,7 @@ class EngineHealth:
                     await self._nodes.unless_lost(
                         self._weights.update(version, pause=pause, ready=ready)
                     )
+                    self._fleet.catch_up()
                     return
                 except SyncError as error:
                     sick = await self._sick(generating=False)
@@ -172,6 +173,16 @@ class EngineHealth:
                 before=before,
                 ready=ready,
             )
+
+    async def lend(self, most: int) -> list[int]:
+        """Lend engines for an evaluation; not during an update or a repair. See ``Fleet.lend``."""
+        async with self._busy:
+            return self._fleet.lend(most)
+
+    async def give_back(self, indices: Sequence[int], version: int | None) -> None:
+        """Take engines back that have ``version``; if it is not current they wait for the next."""
+        async with self._busy:
+            self._fleet.give_back(indices, are_current=version == self._version)
 
     def paused(self) -> AbstractAsyncContextManager[object]:
         """Return a context without updates and repairs, which need a trainer that answers."""
@@ -341,6 +352,7 @@ class EngineHealth:
             await before()
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
+        self._fleet.catch_up()
         await self._fleet.admit(sick)
         self._events.back(sick, version=version)
         logger.info("%s restarted, at policy version %d", counted(len(sick), "engine"), version)

@@ -1,4 +1,4 @@
-"""Settings of the server processes of one engine. Pure.
+"""Settings of the server processes of one engine, and the requests that it gets at once. Pure.
 
 Input: the settings of the run, the nodes of the engine, the port of their rendezvous. Output: the
 arguments of ``rollout.engine.Engine`` for each node.
@@ -6,7 +6,7 @@ arguments of ``rollout.engine.Engine`` for each node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.addresses import host_port
@@ -34,3 +34,14 @@ def settings_of_engine(config: Config, parts: Sequence[Slot], meeting: int) -> l
         }
         for rank in range(len(parts))
     ]
+
+
+def num_slots(info: Mapping[str, Any], most: int) -> int:
+    """Return how many requests an engine gets at once, from its /server_info; at most ``most``.
+
+    They are those that it runs together and an eighth more: others wait in the driver, where any
+    engine may take them.
+    """
+    states = info.get("internal_states") or ()
+    running = sum(int(state.get("effective_max_running_requests_per_dp") or 0) for state in states)
+    return min(most, running + running // 8 + 1) if running > 0 else most

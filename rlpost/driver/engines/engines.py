@@ -27,7 +27,7 @@ from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.driver.engines.adoption import ANSWER_S, is_adopted
 from rlpost.driver.engines.engine_life import EngineLife, check_engine, failure
-from rlpost.driver.engines.engine_settings import settings_of_engine
+from rlpost.driver.engines.engine_settings import num_slots, settings_of_engine
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.role_environment import engine_environment
 from rlpost.driver.worker_groups import EngineWorkers
@@ -89,6 +89,10 @@ class Fleet:
         """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
         self._restarted: set[int] = set()
         """Those of them whose new process has started."""
+        self.lent: set[int] = set()
+        """Engines that evaluate a version: no requests of the policy, no weights."""
+        self._behind: set[int] = set()
+        """Engines that have done so: no requests before the next weights."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start the engines and admit them. ``visible_gpus`` becomes the attribute.
@@ -112,14 +116,50 @@ class Fleet:
         self._place()
 
     def _place(self) -> None:
-        """Let requests go to the engines that are not dismissed."""
+        """Let requests go to the engines that serve."""
+        self.serving.places.set_own(self.places_of(self.serves))
+
+    def places_of(self, indices: Sequence[int]) -> list[Place]:
+        """Return the places of requests of engines."""
         places = []
-        for index in self._present():
+        for index in indices:
             most = self._config.sglang.sglang_server_concurrency
             slots = self._slots.get(index, most)
             url, ranks = self.addresses[index].url, self._num_ranks.get(index, 1)
             places.append(Place(url, self.api_key, slots, num_ranks=ranks))
-        self.serving.places.set_own(places)
+        return places
+
+    @property
+    def serves(self) -> list[int]:
+        """The engines that get requests: neither dismissed nor lent, nor behind."""
+        return [index for index in self._present() if index not in self.lent | self._behind]
+
+    @property
+    def receivers(self) -> tuple[EngineAddress, ...]:
+        """The engines that get weights: all that are not lent."""
+        every = enumerate(self.addresses)
+        return tuple(address for index, address in every if index not in self.lent)
+
+    def lend(self, most: int) -> list[int]:
+        """Lend up to ``most`` engines, but not the last one that serves; return them."""
+        chosen = self.serves[1:][-most:]
+        self.lent.update(chosen)
+        self._place()
+        return chosen
+
+    def give_back(self, indices: Sequence[int], *, are_current: bool) -> None:
+        """Take engines back that were lent; ``are_current``: they have the weights of the others."""
+        back = self.lent.intersection(indices)
+        self.lent -= back
+        if not are_current:
+            self._behind |= back
+        self._place()
+
+    def catch_up(self) -> None:
+        """Let engines serve that were behind: new weights have arrived."""
+        if self._behind:
+            self._behind.clear()
+            self._place()
 
     async def _adopt(self) -> dict[int, EngineWorkers]:
         """Take over engines of an earlier driver of this attempt; return them by index.
@@ -277,7 +317,8 @@ class Fleet:
 
     def _forget_memory(self, index: int) -> None:
         """Record that the process of an engine has ended; a new one has all its memory."""
-        self._restarted.discard(index)
+        for state in (self._restarted, self.lent, self._behind):
+            state.discard(index)
         self._released.pop(index, None)
 
     def _forget_start(self, index: int) -> None:
@@ -447,17 +488,6 @@ class Fleet:
         await self._workers[index].start(
             places, deadline_s=self._deadline_s, gpus_per_node=gpus_per_node
         )
-
-
-def num_slots(info: Mapping[str, Any], most: int) -> int:
-    """Return how many requests an engine gets at once, from its /server_info; at most ``most``.
-
-    They are those that it runs together and an eighth more: others wait in the driver, where any
-    engine may take them.
-    """
-    states = info.get("internal_states") or ()
-    running = sum(int(state.get("effective_max_running_requests_per_dp") or 0) for state in states)
-    return min(most, running + running // 8 + 1) if running > 0 else most
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:

@@ -1,7 +1,7 @@
-"""GPU time of a fleet's engine jobs: allocated, and spent serving. Pure.
+"""GPU time of engine jobs of fleets: allocated, and spent serving. Pure.
 
 Input: the ledger's entries, of which the ``fleet`` lines count. Output: seconds in which each
-engine served, and GPU-seconds of all of them: allocated, and serving.
+engine served, and GPU-seconds of those of each group: allocated, and serving.
 
 Each line of an attempt and a group replaces the one before for what served in that attempt. The allocated time
 of a job is a counter of its agent over all attempts. It only grows, but restarts from zero if the
@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.fleet_name import POLICY
 from common.ledger import Entry
 
 
 @dataclass(frozen=True, slots=True)
 class FleetUse:
-    """GPU-seconds of all engine jobs."""
+    """GPU-seconds of the engine jobs of a group."""
 
     allocated_gpu_s: float = 0.0
     served_gpu_s: float = 0.0
@@ -34,13 +35,20 @@ def used_of(ledger: Sequence[Entry]) -> dict[str, float]:
     return dict(total)
 
 
-def fleet_use(ledger: Sequence[Entry]) -> FleetUse:
-    """Return the GPU-seconds of all engine jobs."""
-    meters: dict[str, list[float]] = defaultdict(list)
+def fleet_use(ledger: Sequence[Entry]) -> dict[str, FleetUse]:
+    """Return the GPU-seconds of engine jobs by the group that they serve."""
+    by_group: dict[str, list[Entry]] = defaultdict(list)
     for entry in ledger:
         if entry.get("event") == "fleet":
-            for engine, gpu_s in (entry.get("allocated") or {}).items():
-                meters[engine].append(float(gpu_s))
+            by_group[entry.get("group", POLICY)].append(entry)
+    return {group: _use(entries) for group, entries in by_group.items()}
+
+
+def _use(ledger: Sequence[Entry]) -> FleetUse:
+    meters: dict[str, list[float]] = defaultdict(list)
+    for entry in ledger:
+        for engine, gpu_s in (entry.get("allocated") or {}).items():
+            meters[engine].append(float(gpu_s))
     served_s = sum(float(entry.get("served_gpu_s") or 0.0) for entry in _last_of_attempts(ledger))
     allocated_s = sum(map(_metered, meters.values()))
     # The last heartbeat of an agent may be older than the end of its service.

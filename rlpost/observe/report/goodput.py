@@ -17,20 +17,20 @@ Every second of an attempt has one use.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from common.fleet_name import POLICY
 from common.ledger import Entry
 from common.units import duration_text
 from rlpost.observe.pace import finite, is_timed
 from rlpost.observe.report.clock import without_jumps_back
 from rlpost.observe.report.fleet_use import FleetUse, fleet_use
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.timeline import COMES_BACK
-
-if TYPE_CHECKING:  # a list of ended runs does without the settings
-    from rlpost.config.tree import Config
 
 Use = Literal[
     "trained",
@@ -47,49 +47,7 @@ Use = Literal[
 USES: tuple[Use, ...] = get_args(Use)
 SHOWN_FROM = 0.005  # least share of the allocated time that the line names
 HOUR = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLayout:
-    """GPUs of a run. ``trainer`` and ``engines`` are the same GPUs with ``is_colocated``.
-
-    ``num_nodes`` includes spare nodes. In synchronous runs engines are idle while the trainer
-    works.
-    """
-
-    gpus_per_node: int
-    num_nodes: int
-    trainer: int
-    engines: int
-    is_colocated: bool = False
-    is_synchronous: bool = True
-    gpu_hour_price: float | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> GpuLayout:
-        """The layout that settings request."""
-        cluster = config.cluster
-        return cls(
-            gpus_per_node=cluster.num_gpus_per_node,
-            num_nodes=config.num_nodes + cluster.spare_nodes,
-            trainer=config.num_training_gpus,
-            engines=config.rollout_num_gpus,
-            is_colocated=cluster.colocate,
-            is_synchronous=config.rollout.rollout_mode == "sync",
-            gpu_hour_price=cluster.gpu_hour_price,
-        )
-
-    @classmethod
-    def of_settings(cls, settings: Mapping[str, object]) -> GpuLayout | None:
-        """The layout of a run.json; None when it is missing or of another version."""
-        if not settings:
-            return None
-        from rlpost.config.tree import Config
-
-        try:
-            return cls.of(Config.model_validate(settings))
-        except ValueError:  # pydantic's ValidationError is one
-            return None
+BUSY = re.compile("engines/[^/]+/busy_frac")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +143,9 @@ def goodput(
     for attempt in attempts:
         for use, gpu_seconds in _gpu_seconds(attempt, layout).items():
             hours[use] += gpu_seconds / HOUR
-    fleet = fleet_use(events)
-    _add_fleet(hours, fleet, attempts, layout)
+    fleets = fleet_use(events)
+    for group, fleet in fleets.items():
+        _add_fleet(hours, group, fleet, attempts, layout)
     total = sum(hours.values())
     if total <= 0:
         return None
@@ -198,8 +157,8 @@ def goodput(
         queue_s=_queue_s(entries, attempts, until),
         gpu_hour_price=price,
         cost=None if price is None else price * total,
-        fleet_gpu_hours=fleet.allocated_gpu_s / HOUR,
-        fleet_served_gpu_hours=fleet.served_gpu_s / HOUR,
+        fleet_gpu_hours=sum(fleet.allocated_gpu_s for fleet in fleets.values()) / HOUR,
+        fleet_served_gpu_hours=sum(fleet.served_gpu_s for fleet in fleets.values()) / HOUR,
     )
 
 
@@ -214,12 +173,16 @@ def end_of(events: Sequence[Entry]) -> datetime | None:
 
 @dataclass(slots=True)
 class _Step:
-    """A trained step: its number, its seconds, and those in which trainer and engines were idle."""
+    """A trained step: its number, its seconds, and those in which trainer and engines were idle.
+
+    ``busy``: share of it in which the engines of each group worked.
+    """
 
     number: float
     seconds: float
     trainer_idle_s: float
     engines_idle_s: float
+    busy: Mapping[str, float] = field(default_factory=dict)
 
     def shorten(self, recovery_s: float) -> float:
         """Take out the seconds of a recovery, without work of the trainer; return how many."""
@@ -335,8 +298,13 @@ def _add_steps(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]
             waits = finite(line, "time/trainer_waits_frac")
             engines_wait = max(0.0, 1.0 - finite(line, "time/generation_waited_frac", 1.0))
             owner.steps.append(
-                _Step(line["step"], seconds, waits * seconds, engines_wait * seconds)
+                _Step(line["step"], seconds, waits * seconds, engines_wait * seconds, _busy(line))
             )
+
+
+def _busy(line: Mapping[str, float]) -> dict[str, float]:
+    """Return ``engines/GROUP/busy_frac`` by group."""
+    return {key.split("/")[1]: finite(line, key) for key in line if BUSY.fullmatch(key)}
 
 
 def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
@@ -409,6 +377,7 @@ def _gpu_seconds(attempt: _Attempt, layout: GpuLayout) -> dict[Use, float]:
     a_node = attempt.gpus.get("per_node", layout.gpus_per_node)
     trainer = attempt.gpus.get("trainer", layout.trainer)
     engines = attempt.gpus.get("engines", layout.engines)
+    groups = attempt.gpus.get("groups", layout.groups)
     gpus = a_node * (attempt.num_nodes or layout.num_nodes)
     lasted_s = (attempt.ended - attempt.began).total_seconds()
     startup_s = lasted_s if attempt.startup_s is None else attempt.startup_s
@@ -424,28 +393,40 @@ def _gpu_seconds(attempt: _Attempt, layout: GpuLayout) -> dict[Use, float]:
     spent["recovery"] += (gpus - generating) * attempt.recovered_s
     spent["trained"] += generating * attempt.recovered_s
     for step in attempt.steps:
-        waiting = 0.0
+        waiting, gpus_left = 0.0, gpus
         if not layout.is_colocated:
             waiting = trainer * step.trainer_idle_s
             waiting += engines * step.engines_idle_s if layout.is_synchronous else 0.0
         with_role = trainer if layout.is_colocated else trainer + engines
+        for name, busy in step.busy.items():
+            of_group = groups.get(name, 0)
+            spent[layout.use_of(name)] += of_group * busy * step.seconds
+            spent["waiting"] += of_group * (1.0 - busy) * step.seconds
+            gpus_left -= of_group
         spent["waiting"] += waiting
-        spent["trained"] += min(gpus, with_role) * step.seconds - waiting
-        spent["unassigned"] += max(0, gpus - with_role) * step.seconds
+        spent["trained"] += min(gpus_left, with_role) * step.seconds - waiting
+        spent["unassigned"] += max(0, gpus_left - with_role) * step.seconds
     return spent
 
 
 def _add_fleet(
-    hours: dict[str, float], fleet: FleetUse, attempts: Sequence[_Attempt], layout: GpuLayout
+    hours: dict[str, float],
+    group: str,
+    fleet: FleetUse,
+    attempts: Sequence[_Attempt],
+    layout: GpuLayout,
 ) -> None:
-    """Add the GPU hours of engine jobs, which idle as the run's own engines do."""
+    """Add the GPU hours of engine jobs, which idle as the engines of the run's job do."""
     steps = [step for attempt in attempts for step in attempt.steps]
     stepped_s = sum(step.seconds for step in steps)
-    idle = 0.0
-    if layout.is_synchronous and stepped_s:
-        idle = sum(step.engines_idle_s for step in steps) / stepped_s
+    idle_s = 0.0
+    if group != POLICY:
+        idle_s = sum((1.0 - step.busy.get(group, 0.0)) * step.seconds for step in steps)
+    elif layout.is_synchronous:
+        idle_s = sum(step.engines_idle_s for step in steps)
+    idle = idle_s / stepped_s if stepped_s else 0.0
     served = fleet.served_gpu_s / HOUR
-    hours["trained"] += served * (1.0 - idle)
+    hours[layout.use_of(group)] += served * (1.0 - idle)
     hours["waiting"] += served * idle
     hours["not serving"] += fleet.allocated_gpu_s / HOUR - served
 

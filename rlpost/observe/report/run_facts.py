@@ -24,7 +24,8 @@ from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.observe.report.goodput import Goodput, GpuLayout, goodput
+from rlpost.observe.report.goodput import Goodput, goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.samples import FILE_NAME, FIXED_NAME, MAX_ANSWER, RecordedAnswer, cut
 from rlpost.observe.traces import FILE_NAME as EPISODES
 from rlpost.observe.traces import read_episodes

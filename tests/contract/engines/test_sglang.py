@@ -24,7 +24,7 @@ import torch
 
 from rlpost.config.engine_groups import teacher_url_group
 from rlpost.driver.engines.engine_life import EngineLife, check_engine
-from rlpost.driver.engines.engines import num_slots
+from rlpost.driver.engines.engine_settings import num_slots
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, RunEngines, Watch
 from rlpost.engines.engine_client import EngineClient

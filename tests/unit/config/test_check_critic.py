@@ -22,7 +22,7 @@ from rlpost.config.plan.shape import (
 )
 from rlpost.driver.ledger_lines import gpus_by_role
 from rlpost.driver.observation import pace
-from rlpost.observe.report.goodput import GpuLayout as Goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.trainer.settings_of_actors import actor_settings
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
@@ -277,7 +277,7 @@ def test_gpus_of_a_critic_on_its_own_train_and_those_that_it_shares_are_counted_
     own = own_critic({"critic_num_gpus_per_node": 4})
     shared = own_critic({"critic_own_gpus": False, "critic_tensor_model_parallel_size": 2})
     assert [made.num_training_gpus for made in (own, shared, config(grpo=PPO))] == [12, 8, 8]
-    assert Goodput.of(own).trainer == gpus_by_role(own)["trainer"] == 12
+    assert GpuLayout.of(own).trainer == gpus_by_role(own)["trainer"] == 12
     metrics = {"time/step_s": 2.0, "rollout/num_tokens": 4800.0}
     assert pace(metrics, own)["time/tokens_per_s_per_gpu"] == 200.0
     assert pace(metrics, shared)["time/tokens_per_s_per_gpu"] == 300.0

@@ -14,7 +14,11 @@ from rlpost.cli.engine_groups import (
     head_problem,
 )
 from rlpost.config.checks.container import container_problems
-from rlpost.config.checks.engine_groups import engine_group_problems, group_model_problems
+from rlpost.config.checks.engine_groups import (
+    engine_group_problems,
+    group_model_problems,
+    spare_model_problems,
+)
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.missing import missing_problems
 from rlpost.config.engine_groups import engines_to_place, group_config
@@ -284,3 +288,32 @@ def test_engines_that_evaluate_follow_the_policy(
     (problem,) = problems(judge, eval=evaluation)
     assert words in problem
     assert problems(FOLLOWS, eval={"eval_engines": "judge", "eval_interval": 2}) == []
+
+
+OWN_GPUS = {"num_gpus_per_node": 8, "actor_num_gpus_per_node": 4}
+SPARE = {"eval_engines": "policy", "eval_interval": 2}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "evaluation", "words"),
+    [
+        ({**OWN_GPUS, "colocate": True}, SPARE, "--eval-engines policy with --colocate: no engine"),
+        (
+            {**OWN_GPUS, "rollout_num_gpus": 2},
+            {**SPARE, "eval_policy_engines": 2},
+            "--eval-policy-engines 2 of 2 engines of the run's own job leaves none that generates; use "
+            "--rollout-num-gpus 3 or more",
+        ),
+        ({**OWN_GPUS, "rollout_num_gpus": 2}, {"eval_engines": "policy"}, "add --eval-interval"),
+    ],
+)
+def test_spare_engines_of_the_policy_evaluate_if_another_one_generates(
+    cluster: dict[str, Any], evaluation: dict[str, Any], words: str
+) -> None:
+    config = load([], {"cluster": cluster, "eval": evaluation}).config
+    (problem,) = engine_group_problems(config)
+    assert words in problem
+    fits = load([], {"cluster": {**OWN_GPUS, "rollout_num_gpus": 2}, "eval": SPARE}).config
+    assert engine_group_problems(fits) == [] and spare_model_problems(fits, {}) == []
+    (problem,) = spare_model_problems(fits, {"quantization_config": {"a": 1}})
+    assert "use a checkpoint in bf16" in problem

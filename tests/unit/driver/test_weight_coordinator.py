@@ -111,7 +111,7 @@ def coordinator(actors, folder, *, num_engines=1, engines=((NEAR,),), **settings
     addresses = tuple(EngineAddress(f"http://{name}", 1) for name in "ab"[:num_engines])
     return WeightCoordinator(
         load([], {"rollout": {"num_rollout": 1}, **settings}).config,
-        SimpleNamespace(addresses=addresses, api_key="k"),
+        SimpleNamespace(addresses=addresses, receivers=addresses, api_key="k"),
         ActorGroup(actors),
         placement=Placement((ACTOR,), engines),
         ports=PORTS,
@@ -306,3 +306,32 @@ def test_engines_get_the_version_that_is_asked_for_and_the_trainer_keeps_its_own
     with pytest.raises(SyncError):
         asyncio.run(updated(one, 2))
     assert [method for method, *_ in actors.swaps[2:]] == [method for method, *_ in sent]
+
+
+def test_an_update_leaves_out_engines_that_are_lent_and_includes_them_again(tmp_path, monkeypatch):
+    """A process group admits no new member, so each change connects again."""
+    left = []
+    leave = engine_side_weights.WeightUpdate.leave_groups
+
+    async def noted(self, name, stages):
+        left.append([one.address.url for one in self.receivers])
+        await leave(self, name, stages)
+
+    monkeypatch.setattr(engine_side_weights.WeightUpdate, "leave_groups", noted)
+
+    async def run():
+        one = coordinator(
+            Actors(tmp_path / "STOP"), tmp_path, num_engines=2, engines=((NEAR,), (NEAR,))
+        )
+        one._stop = SimpleNamespace(check=lambda: None)
+        fleet, names = one._fleet, []
+        for lent in ((), ("http://b",), ("http://b",), ()):
+            fleet.receivers = tuple(a for a in fleet.addresses if a.url not in lent)
+            await (one.update(len(names)) if names else one.connect())
+            names.append(one._group_name)
+        return one, names
+
+    one, names = asyncio.run(run())
+    assert len(set(names)) == 3 and names[1] == names[2]
+    assert left == [["http://a", "http://b"], ["http://a"]], "also those that are lent leave"
+    assert len(one._update.receivers) == 2

@@ -459,3 +459,24 @@ def test_an_engine_with_one_rank_chooses_no_rank():
         assert one.rank is None
 
     asyncio.run(scenario())
+
+
+def test_the_share_of_busy_time_counts_engines_and_requests():
+    now = [0.0]
+
+    async def run() -> None:
+        places = Places(clock=lambda: now[0])
+        now[0] = 5.0
+        assert places.take_busy() is None, "no engine"
+        places.set_own([Place("http://a", "", 4), Place("http://b", "", 4)])
+        now[0] = 6.0
+        async with places.take(Request()), places.take(Request()):
+            now[0] = 8.0  # both engines for 2 s
+        async with places.take(Request()):
+            now[0] = 9.0  # one of them for 1 s
+        now[0] = 10.0
+        assert places.take_busy() == (2 * 2 + 1 * 1) / (2 * 5)
+        now[0] = 11.0
+        assert places.take_busy() == 0.0
+
+    asyncio.run(run())

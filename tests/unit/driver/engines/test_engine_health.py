@@ -29,6 +29,13 @@ class FakeFleet:
     def name(self, index):
         return f"engine-{index}"
 
+    @property
+    def serves(self):
+        return [index for index in range(len(self.addresses)) if index not in self.dismissed]
+
+    def catch_up(self):
+        pass
+
     async def unhealthy(self, *, generating):
         return sorted(self.sick - self.dismissed)
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from common.bounded import MAX_AT_ONCE
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines import engines
+from rlpost.driver.engines import engine_settings, engines
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.engines.connection import RunEngines
@@ -238,7 +238,7 @@ def test_an_engine_that_has_ended_is_not_admitted(tmp_path):
     ],
 )
 def test_an_engine_gets_what_it_runs_at_once_and_an_eighth_more(states, slots):
-    assert engines.num_slots({"internal_states": states}, 512) == slots
+    assert engine_settings.num_slots({"internal_states": states}, 512) == slots
 
 
 @pytest.mark.parametrize(
@@ -275,3 +275,31 @@ def test_engines_are_started_with_routes_enabled_if_routes_are_replayed(
     with pytest.raises(EngineDied):
         asyncio.run(Fleet(config, cluster, placement, ports).start([]))
     assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay
+
+
+def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they_are_back(tmp_path):
+    async def run():
+        runners = [await engine([]) for _ in range(3)]
+        fleet = await fleet_of(runners, tmp_path)
+        urls = [address.url for address in fleet.addresses]
+        assert fleet.lend(5) == [1, 2], "one engine generates"
+        assert fleet.lend(1) == []
+        assert serving(fleet) == {urls[0]} and fleet.receivers == fleet.addresses[:1]
+        fleet.give_back([1], are_current=True)
+        assert serving(fleet) == {urls[0], urls[1]}
+        fleet.give_back([2], are_current=False)
+        assert serving(fleet) == {urls[0], urls[1]} and fleet.receivers == fleet.addresses
+        assert fleet.serves == [0, 1]
+        fleet.catch_up()
+        assert serving(fleet) == {*urls}
+        assert fleet.lend(1) == [2]
+        await fleet.dismiss(2)
+        assert not fleet.lent, "it is restarted as an engine of the policy"
+        fleet.give_back([2], are_current=False)
+        await fleet.restart(2)
+        await fleet.admit([2])
+        assert serving(fleet) == {*urls}
+        for runner in runners:
+            await runner.cleanup()
+
+    asyncio.run(run())

@@ -7,8 +7,9 @@ import pytest
 
 from rlpost.config.load import dump, load
 from rlpost.observe.report.clock import without_jumps_back
-from rlpost.observe.report.fleet_use import FleetUse, fleet_use
-from rlpost.observe.report.goodput import GpuLayout, goodput
+from rlpost.observe.report.fleet_use import fleet_use
+from rlpost.observe.report.goodput import goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.timeline import timeline
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -323,9 +324,41 @@ def test_the_meter_of_an_engine_may_begin_again_and_attempts_add_up():
         fleet(1, "0", 80.0, **{"7_0": 300.0}),
         fleet(2, "1", 20.0, **{"7_0": 40.0}),
     )
-    use = fleet_use(events)
+    use = fleet_use(events)["policy"]
     assert (use.allocated_gpu_s, use.served_gpu_s) == (340.0, 200.0)
-    assert fleet_use([]) == FleetUse()
+    assert fleet_use([]) == {}
+
+
+def test_engines_of_groups_are_busy_or_wait_and_those_of_a_fleet_serve_or_not():
+    """Ten steps of 90 s: a judge of 2 GPUs busy for a half, an evaluator of 1 for a tenth.
+
+    Of a second judge's fleet, 2 GPUs had 400 s and served 300 s, busy for a third.
+    """
+    second = (
+        *(900, "fleet"),
+        {"attempt": "0", "group": "second", "used": {"8_0": 150.0}, "served_gpu_s": 300.0},
+    )
+    second[2]["allocated"] = {"8_0": 400.0}
+    events = ledger(
+        *attempt(0, 0, step=0, ready_s=100, gpus={"groups": {"judge": 2, "evaluator": 1}}),
+        second,
+        (1000, "done", {"step": 10}),
+        verdict(1000, 0, "done", 0),
+    )
+    layout = GpuLayout(
+        *(6, 1, 2, 1), is_synchronous=False, groups={"judge": 9}, evaluates="evaluator"
+    )
+    shares = {"judge": 0.5, "evaluator": 0.1, "second": 1 / 3}
+    metrics = {f"engines/{name}/busy_frac": share for name, share in shares.items()}
+    lines = steps(1, 10, 90.0, **metrics)
+    found = measured(events, lines, layout=layout)
+    by_use = {use: hours * 3600 for use, hours in found.gpu_hours_by_use.items()}
+    judge, evaluator, own = 2 * 900, 900, 3 * 900
+    assert by_use["trained"] == pytest.approx(own + judge * 0.5 + 300 / 3)
+    assert by_use["evaluation"] == pytest.approx(evaluator * 0.1)
+    assert by_use["waiting"] == pytest.approx(judge * 0.5 + evaluator * 0.9 + 300 * 2 / 3)
+    assert by_use["not serving"] == pytest.approx(400 - 300) and "unassigned" not in by_use
+    assert found.gpu_hours == pytest.approx((6 * 1000 + 400) / 3600)
 
 
 def recovered(at_s, seconds, *, step, phase="train", role="trainer"):
