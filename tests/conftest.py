@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slurm", help="Debian release whose Slurm the tests with the marker every_slurm use"
     )
     parser.addoption(
-        "--kills", type=int, default=7, help="kills of a run, at least one in each of 7 places"
+        "--kills", type=int, default=6, help="kills of a run, at least one in each of 6 places"
     )
     parser.addoption(
         "--hostile-commands", type=int, default=60, help="commands that attack the sandboxes"
