@@ -129,7 +129,12 @@ class Result:
 
 
 class SandboxLost(GradingLost):
-    """A sandbox ended for a reason outside the agent: node, connection, Slurm job, pool."""
+    """A sandbox ended for a reason outside the agent: node, connection, Slurm job, pool.
+
+    ``RemotePool`` avoids the node for a while, so the next sandbox is on another one. ``Episodes`` in
+    ``rlpost.agents.environments.episodes`` starts the episode again in it, --env-retries times, and
+    ``retried`` a verifier; then the answer is left out of the batch.
+    """
 
 
 class ArchiveRefused(RlpostError):
