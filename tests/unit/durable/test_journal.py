@@ -18,7 +18,7 @@ from rlpost.config.tree import Config
 from rlpost.durable import segment_writer
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_chain import follow, read_folder
-from rlpost.durable.journal_format import BATCH, GROUP, Framing, Record, group_content
+from rlpost.durable.journal_format import GROUP, Framing, Record, group_content
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.ownership import claim
 from rlpost.durable.settings_hash import settings_hash
@@ -130,51 +130,6 @@ def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
     assert replayed(journal) == []
 
 
-def test_a_state_begins_a_segment_with_pending_records_and_the_untrained_batch(tmp_path):
-    journal = resumed(tmp_path)
-    for step in range(3):
-        journal.finished(group(step), wanted=True)
-        journal.batch(step, [group(step)], {})
-    journal.close()
-    journal = resumed(tmp_path)
-    list(journal.again())  # replays the first step
-    number = begin(journal, 1)
-    list(journal.again())  # takes the batch of the second step; a stop comes before its training
-    later = begin(journal, 1)
-    journal.finished(group(9), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path, number, 1)) == [
-        (GROUP, 1),
-        (BATCH, [1]),
-        (GROUP, 2),
-        (BATCH, [2]),
-        (GROUP, 9),
-    ]
-    assert replayed(resumed(tmp_path, later, 1)) == [
-        (BATCH, [1]),
-        (GROUP, 2),
-        (BATCH, [2]),
-        (GROUP, 9),
-    ]
-
-
-def test_an_uncommitted_state_leaves_no_gap(tmp_path):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    begin(journal, 1)
-    journal.finished(group(1), wanted=True)
-    begin(journal, 2)
-    journal.finished(group(2), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
-    # also with the segment that the first resume wrote
-    assert replayed(resumed(tmp_path)) == [
-        (GROUP, 0),
-        (GROUP, 1),
-        (GROUP, 2),
-    ]
-
-
 def test_compaction_removes_segments_that_no_kept_checkpoint_needs(tmp_path):
     journal = resumed(tmp_path)
     numbers = [begin(journal, step) for step in (10, 20, 30)]
@@ -201,26 +156,6 @@ def test_a_torn_tail_is_ignored_and_reported(tmp_path, caplog, cut):
     journal = resumed(tmp_path)
     assert f"{path}: " in caplog.text and str(last.offset) in caplog.text
     assert replayed(journal) == [(GROUP, 0)]
-
-
-def test_segments_after_a_damaged_one_are_ignored_and_named(tmp_path, caplog):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    begin(journal, 1)
-    journal.finished(group(1), wanted=True)
-    journal.close()
-    first = tmp_path / "0000000.log"
-    first.write_bytes(first.read_bytes()[:-1])
-    assert replayed(resumed(tmp_path)) == []
-    assert "0000001.log: follows records that are lost" in caplog.text
-
-
-def test_with_other_settings_nothing_is_resumed(tmp_path, caplog):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path, settings="others")) == []
-    assert "settings that decide what is generated have changed" in caplog.text
 
 
 def test_the_gpus_of_a_critic_may_change():
