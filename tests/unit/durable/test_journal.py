@@ -11,14 +11,12 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlpost.config.tree import Config
 from rlpost.durable import segment_writer
 from rlpost.durable.journal import Journal
-from rlpost.durable.journal_chain import follow, read_folder
-from rlpost.durable.journal_format import GROUP, Framing, Record, group_content
+from rlpost.durable.journal_chain import read_folder
+from rlpost.durable.journal_format import GROUP
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.ownership import claim
 from rlpost.durable.settings_hash import settings_hash
@@ -71,37 +69,6 @@ def replayed(journal):
             for r in records
         ]
     return found
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 40), max_size=4),
-    masked=st.booleans(),
-    logprob=st.floats(allow_nan=False, allow_infinity=False, width=32),
-)
-def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, masked, logprob):
-    path = tmp_path_factory.mktemp("one") / "group"
-    samples = tuple(
-        ScoredSample(
-            Sample(
-                7,
-                i,
-                (1,),
-                (5,) * n,
-                (logprob,) * n,
-                "text",
-                "length",
-                2,
-                loss_mask=(i % 2,) * n if masked else None,
-            ),
-            reward=logprob,
-        )
-        for i, n in enumerate(lengths)
-    )
-    written = SampleGroup(7, samples)
-    data = b"before" + Framing().frame(group_content(written, wanted=True))
-    path.write_bytes(data)
-    assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
 
 
 def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
@@ -581,13 +548,6 @@ def test_files_are_private(tmp_path):
     journal.close()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "0000000.log").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_journal_of_another_step_is_not_used(tmp_path):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    journal.close()
-    assert follow(read_folder(tmp_path)[0], 0, 20).records == ()
 
 
 def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp_path, monkeypatch):

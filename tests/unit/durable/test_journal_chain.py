@@ -341,21 +341,6 @@ def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_pat
     assert waiting(resumed(tmp_path, data="13 rows")) == []
 
 
-def test_records_after_a_change_of_settings_are_not_used(tmp_path):
-    """A fallback to the first state uses only records from before the settings changed.
-
-    The run continued from its second state with other settings.
-    """
-    first = resumed(tmp_path)
-    first.finished(group(0), wanted=True)
-    number = begin(first, 1)
-    first.close()
-    second = resumed(tmp_path, number, 1, settings="others")
-    second.finished(group(1), wanted=True)
-    second.close()
-    assert waiting(resumed(tmp_path)) == [(GROUP, 0)]
-
-
 # Storage that fails when it is read.
 
 
