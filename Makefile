@@ -12,7 +12,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install clients system assets quickstart test test-fast test-gpu test-slurm lint format hooks lock jobs docs docs-site clean
+.PHONY: help install clients system assets quickstart test test-fast test-gpu test-slurm mutants lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -44,6 +44,9 @@ test-slurm: install system  ## the tests of batch script, preemption, requeue an
 test-gpu: install  ## every check that needs a GPU, and an answer for each
 	$(BIN)/python -m tools.gpu_check $(GPU_ARGS)
 
+mutants: install assets  ## mutation testing of six modules, half an hour on two idle cores
+	@tools/mutants.sh $(VENV)
+
 lint: install  ## style and types, seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,4 +72,4 @@ hooks: install  ## style and types before each commit
 	$(BIN)/pre-commit install
 
 clean:  ## forget the environment and what was made (runs/ stays)
-	rm -rf $(VENV) .venv-clients assets build dist *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-mutants mutants assets build dist *.egg-info

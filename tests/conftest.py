@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.rare_collections import collect_rarely
 
@@ -37,6 +37,13 @@ ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
 TOGETHER = ("contract/engines", "contract/cuda/observed")
 
 settings.register_profile("any machine", deadline=None)  # a slow machine is not a failure
+settings.register_profile(  # for make mutants, where most runs fail: no search for the least example
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    phases=(Phase.explicit, Phase.generate),
+)
 settings.load_profile("any machine")
 
 

@@ -154,7 +154,7 @@ def _take_away(lane: Path, *, into: Path) -> None:
         return
     for path in list(aside.iterdir()):
         if path.name.startswith(WRITING):
-            set_aside(path, into=aside)
+            set_aside(path)
 
 
 def check_attempt(folder: Path, driver: str, run: str) -> None:

@@ -204,7 +204,7 @@ SERVERS = {
 ONCE = JobSpec(
     job_name="convert",
     nodes=2,
-    driver_args=("--model", "glm45_355b", "--hf-checkpoint", "$RLPOST_ASSETS/GLM"),
+    driver_args=("--model", "glm45_355b", "--hf-checkpoint", "$RLPOST_IMAGE_CACHE/GLM"),
 )
 SCRIPTS: dict[str, Callable[[], str]] = {
     **{name: partial(render_sbatch, spec) for name, spec in RUNS.items()},

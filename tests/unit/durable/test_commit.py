@@ -169,37 +169,6 @@ def test_nothing_is_found_in_a_folder_that_does_not_exist(tmp_path):
     assert newest_committed(tmp_path / "none") == protocol.Search(None, ())
 
 
-def test_a_checkpoint_without_its_marker_is_skipped_with_the_reason(tmp_path):
-    write(tmp_path, 10, "ten")
-    newer = write(tmp_path, 20, "twenty")
-    (newer / protocol.COMMITTED).unlink()
-    search = newest_committed(tmp_path)
-    assert search.path is not None and search.path.name == "iter_0000010"
-    assert search.skipped == ((newer, "it has no COMMITTED: it was not committed"),)
-
-
-@pytest.mark.parametrize("damage", ["bit", "short", "gone", "manifest"])
-def test_damage_to_any_file_is_noticed_and_the_older_checkpoint_is_used(tmp_path, damage):
-    older = write(tmp_path, 10, "ten")
-    newer = write(tmp_path, 20, "twenty")
-    file = newer / "megatron" / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    if damage == "bit":
-        data[1234] ^= 1
-        file.write_bytes(data)
-    elif damage == "short":
-        file.write_bytes(data[:-1])
-    elif damage == "gone":
-        file.unlink()
-    else:
-        file = newer / protocol.MANIFEST
-        file.write_text(file.read_text().replace("6", "7"))
-    search = newest_committed(tmp_path)
-    assert search.path == older
-    ((path, reason),) = search.skipped
-    assert path == newer and file.name in reason
-
-
 def test_without_checksums_only_sizes_are_compared(tmp_path):
     path = write(tmp_path, 20, "twenty")
     (path / "state.json").write_text("twentY")

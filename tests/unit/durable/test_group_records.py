@@ -13,13 +13,12 @@ from rlpost.columns import RouteColumn
 from rlpost.durable.group_records import (
     BASE64,
     Behind,
-    backlog_from,
     backlog_json,
     group_from,
     group_record,
 )
 from rlpost.durable.journal_format import GROUP, Framing, Record, group_content
-from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
+from rlpost.types import Backlog, Sample, SampleGroup, ScoredSample
 
 LENGTH = 500
 RANDOM = np.random.default_rng(0)
@@ -67,18 +66,6 @@ def test_a_group_survives_json_followed_by_bytes() -> None:
     written = Behind()
     text = json.dumps(group_record(EVERY, written))
     assert group_from(json.loads(text), Behind(b"".join(written.parts))) == EVERY
-
-
-def test_a_backlog_survives_json() -> None:
-    prompt = Prompt(9, "p", tuple(range(50)), "label", {"level": 2})
-    backlog = Backlog(
-        (EVERY, SampleGroup(5, ())),
-        (Unfinished(prompt, (SAMPLES["masked"],)), Unfinished(prompt)),
-        3,
-    )
-    read = backlog_from(json.loads("".join(backlog_json(backlog))))
-    assert read == backlog
-    assert read.unfinished[0].prompt.token_ids == tuple(range(50))
 
 
 def test_a_record_of_the_journal_has_eight_bytes_per_token(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlpost.config.tree import Config
 from rlpost.durable import segment_writer
 from rlpost.durable.journal import Journal
-from rlpost.durable.journal_chain import follow, read_folder
-from rlpost.durable.journal_format import BATCH, GROUP, Framing, Record, group_content
+from rlpost.durable.journal_chain import read_folder
+from rlpost.durable.journal_format import GROUP
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.ownership import claim
 from rlpost.durable.settings_hash import settings_hash
@@ -73,37 +71,6 @@ def replayed(journal):
     return found
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 40), max_size=4),
-    masked=st.booleans(),
-    logprob=st.floats(allow_nan=False, allow_infinity=False, width=32),
-)
-def test_a_group_reads_back_equal_to_the_last_bit(tmp_path_factory, lengths, masked, logprob):
-    path = tmp_path_factory.mktemp("one") / "group"
-    samples = tuple(
-        ScoredSample(
-            Sample(
-                7,
-                i,
-                (1,),
-                (5,) * n,
-                (logprob,) * n,
-                "text",
-                "length",
-                2,
-                loss_mask=(i % 2,) * n if masked else None,
-            ),
-            reward=logprob,
-        )
-        for i, n in enumerate(lengths)
-    )
-    written = SampleGroup(7, samples)
-    data = b"before" + Framing().frame(group_content(written, wanted=True))
-    path.write_bytes(data)
-    assert Record(GROUP, {"prompt_id": 7}, path, 6, len(data) - 6).group() == written
-
-
 def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
     journal = resumed(tmp_path)
     for prompt_id in (2, 0, 1):
@@ -128,51 +95,6 @@ def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
     assert journal.evaluation(1) == {"eval/x": 0.5} and journal.evaluation(0) is None
     assert replayed(journal) == [(GROUP, 3)]
     assert replayed(journal) == []
-
-
-def test_a_state_begins_a_segment_with_pending_records_and_the_untrained_batch(tmp_path):
-    journal = resumed(tmp_path)
-    for step in range(3):
-        journal.finished(group(step), wanted=True)
-        journal.batch(step, [group(step)], {})
-    journal.close()
-    journal = resumed(tmp_path)
-    list(journal.again())  # replays the first step
-    number = begin(journal, 1)
-    list(journal.again())  # takes the batch of the second step; a stop comes before its training
-    later = begin(journal, 1)
-    journal.finished(group(9), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path, number, 1)) == [
-        (GROUP, 1),
-        (BATCH, [1]),
-        (GROUP, 2),
-        (BATCH, [2]),
-        (GROUP, 9),
-    ]
-    assert replayed(resumed(tmp_path, later, 1)) == [
-        (BATCH, [1]),
-        (GROUP, 2),
-        (BATCH, [2]),
-        (GROUP, 9),
-    ]
-
-
-def test_an_uncommitted_state_leaves_no_gap(tmp_path):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    begin(journal, 1)
-    journal.finished(group(1), wanted=True)
-    begin(journal, 2)
-    journal.finished(group(2), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
-    # also with the segment that the first resume wrote
-    assert replayed(resumed(tmp_path)) == [
-        (GROUP, 0),
-        (GROUP, 1),
-        (GROUP, 2),
-    ]
 
 
 def test_compaction_removes_segments_that_no_kept_checkpoint_needs(tmp_path):
@@ -201,26 +123,6 @@ def test_a_torn_tail_is_ignored_and_reported(tmp_path, caplog, cut):
     journal = resumed(tmp_path)
     assert f"{path}: " in caplog.text and str(last.offset) in caplog.text
     assert replayed(journal) == [(GROUP, 0)]
-
-
-def test_segments_after_a_damaged_one_are_ignored_and_named(tmp_path, caplog):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    begin(journal, 1)
-    journal.finished(group(1), wanted=True)
-    journal.close()
-    first = tmp_path / "0000000.log"
-    first.write_bytes(first.read_bytes()[:-1])
-    assert replayed(resumed(tmp_path)) == []
-    assert "0000001.log: follows records that are lost" in caplog.text
-
-
-def test_with_other_settings_nothing_is_resumed(tmp_path, caplog):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    journal.close()
-    assert replayed(resumed(tmp_path, settings="others")) == []
-    assert "settings that decide what is generated have changed" in caplog.text
 
 
 def test_the_gpus_of_a_critic_may_change():
@@ -646,13 +548,6 @@ def test_files_are_private(tmp_path):
     journal.close()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "0000000.log").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_journal_of_another_step_is_not_used(tmp_path):
-    journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
-    journal.close()
-    assert follow(read_folder(tmp_path)[0], 0, 20).records == ()
 
 
 def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp_path, monkeypatch):

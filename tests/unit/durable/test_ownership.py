@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -85,17 +88,62 @@ def test_an_old_attempt_that_saves_constantly_is_fenced_by_a_claim(tmp_path, kin
 
 
 def test_a_later_claim_wins_and_the_error_names_its_owner(tmp_path):
-    first = claim(tmp_path, "3 of runs/a")
+    first = claim(tmp_path / "save", "3 of runs/a")
     first.check()
-    assert read_owner(tmp_path) == first.owner
-    second = claim(tmp_path, "4 of runs/a")
+    assert read_owner(tmp_path / "save") == first.owner
+    second = claim(tmp_path / "save", "4 of runs/a")
     second.check()
+    host = re.escape(socket.gethostname())
     with pytest.raises(
         Fenced,
-        match=r"belongs to attempt 4 of runs/a \(process \d+ on .*; this is attempt 3 of runs/a",
+        match=rf"belongs to attempt 4 of runs/a \(process \d+ on {host}\); this is attempt 3 of runs/a "
+        ".*a separate --save; after a requeue the newer attempt resumes and this one ends$",
     ):
         first.check()
     assert not first.lane.exists() and second.lane.is_dir()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "save", second.lane)} == {0o700}
+
+
+def test_an_attempt_is_fenced_when_owner_or_lane_alone_is_anothers(tmp_path):
+    """A claim first replaces OWNER, and moves the lanes afterwards."""
+    first = claim(tmp_path / "a", "1")
+    shutil.copy(claim(tmp_path / "b", "2").folder / "OWNER", tmp_path / "a")
+    with pytest.raises(Fenced, match="belongs to attempt 2"):
+        first.check()
+    second = claim(tmp_path / "a", "3")
+    shutil.rmtree(second.lane)
+    with pytest.raises(Fenced, match=rf"belongs to no attempt: {second.lane.name} is missing"):
+        second.check()
+
+
+def test_a_lane_that_an_old_client_still_resolves_has_nothing_to_rename(tmp_path):
+    """An open descriptor stands for the cache of an NFS client."""
+    old = claim(tmp_path, "1")
+    writing = begin(tmp_path, 1, lane=old.lane)
+    lane = os.open(old.lane, os.O_RDONLY)
+    new = claim(tmp_path, "2")
+    with pytest.raises(FileNotFoundError):
+        os.rename(writing.name, tmp_path / "iter_0000001", src_dir_fd=lane)
+    os.close(lane)
+    assert [path.name for path in tmp_path.glob(".*")] == [new.lane.name]
+
+
+def test_a_claim_that_a_newer_one_overtakes_never_replaces_its_owner(tmp_path, monkeypatch):
+    """Its temporary file is in its lane, which the newer claim has moved."""
+    real, overtaking = os.replace, []
+
+    def overtaken(source, target):
+        if not overtaking:
+            # a crash here leaves nothing that the next claim does not move
+            assert all(path.name.startswith(".writing-") for path in tmp_path.iterdir())
+            overtaking.append(None)
+            overtaking.append(claim(tmp_path, "2"))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    with pytest.raises(FileNotFoundError):
+        claim(tmp_path, "1")
+    overtaking[1].check()
 
 
 @pytest.mark.parametrize(
@@ -117,13 +165,13 @@ def test_a_later_claim_wins_and_the_error_names_its_owner(tmp_path):
 )
 def test_a_driver_is_fenced_by_every_newer_one_of_its_run(tmp_path, driver, owner, is_fenced):
     """A name that is not of numbers is older than every attempt, attempt 0 included."""
-    claim(tmp_path, f"{owner} of runs/a")
+    claim(tmp_path, f"{owner} of runs/best of a")
     check_attempt(tmp_path, driver, "runs/b")
     if not is_fenced:
-        check_attempt(tmp_path, driver, "runs/a")
+        check_attempt(tmp_path, driver, "runs/best of a")
         return
-    with pytest.raises(Fenced, match=f"belongs to attempt {owner} of runs/a .*stops writing"):
-        check_attempt(tmp_path, driver, "runs/a")
+    with pytest.raises(Fenced, match=f"belongs to attempt {owner} of runs/best of a .*stops"):
+        check_attempt(tmp_path, driver, "runs/best of a")
 
 
 def test_a_missing_or_damaged_owner_file_does_not_fence_an_attempt_with_a_lane(tmp_path, caplog):
@@ -135,7 +183,8 @@ def test_a_missing_or_damaged_owner_file_does_not_fence_an_attempt_with_a_lane(t
     ours.check()
     (tmp_path / "OWNER").write_bytes(b"\xff\xfe{")
     ours.check()
-    assert caplog.text.count("OWNER is missing or damaged") == 2
+    words = f"{tmp_path}/OWNER is missing or damaged; no attempt has claimed the folder since"
+    assert caplog.messages == [words] * 2
     ours.lane.rmdir()
     with pytest.raises(Fenced, match="belongs to no attempt"):
         ours.check()
@@ -151,26 +200,43 @@ def test_a_storage_error_is_not_a_loss_of_ownership(tmp_path, monkeypatch, caplo
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", fails)
         ours.check()
-    assert "ownership is not verified" in caplog.text
+    assert caplog.messages == [
+        f"cannot read {tmp_path}/OWNER ([Errno 5] Input/output error): ownership is not verified"
+    ]
     claim(tmp_path, "2")
     with pytest.raises(Fenced, match="belongs to attempt 2"):
         ours.check()
 
 
-def test_a_claim_moves_uncommitted_folders_and_keeps_committed_ones(tmp_path):
+@pytest.mark.parametrize("is_committed_meanwhile", [False, True])
+def test_a_claim_moves_uncommitted_folders_and_keeps_committed_ones(
+    tmp_path, monkeypatch, is_committed_meanwhile
+):
     """The newer attempt begins from what it saw: a marker that is written afterwards must find
-    nothing to stand in.
+    nothing to stand in. One that is written between its check and its rename is a commit.
     """
-    kept = claim(tmp_path, "0")
+    kept, real = claim(tmp_path, "0"), os.rename
     for step in (1, 2):
-        writing = begin(tmp_path, step, lane=kept.lane)
-        (writing / "shard").write_text("x")
-        commit(writing)
-    (tmp_path / "iter_0000002" / "COMMITTED").unlink()
-    claim(tmp_path, "1")
-    assert [path.name for path in recoverable(tmp_path, 9)] == ["iter_0000001"]
+        save(tmp_path, kept, step, "x")
+    late = tmp_path / "iter_0000002"
+    marker = (late / "COMMITTED").read_text()
+    (late / "COMMITTED").unlink()
+    (late / "shard").write_text("y")  # checksums are for who reads it
+
+    def rename(source, target):
+        if source == late and is_committed_meanwhile:
+            (late / "COMMITTED").write_text(marker)
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    new = claim(tmp_path, "1")
+    moved = [path.name for path in new.lane.iterdir() if late.name in path.name]
+    if is_committed_meanwhile:
+        assert recoverable(tmp_path, 9) == [late, tmp_path / "iter_0000001"] and not moved
+        return
+    assert recoverable(tmp_path, 9) == [tmp_path / "iter_0000001"] and len(moved) == 1
     with pytest.raises(FileNotFoundError):
-        (tmp_path / "iter_0000002" / "COMMITTED").write_text("late")
+        (late / "COMMITTED").write_text("late")
 
 
 def test_leftovers_of_fenced_attempts_are_deleted_after_the_next_commit(tmp_path):

@@ -26,7 +26,7 @@ PARTIAL = Sample(
 )
 WHOLE = Sample(8, 0, (5,), (7,), (-0.25,), "x", "stop", 4)
 BACKLOG = Backlog(
-    finished=(SampleGroup(8, (ScoredSample(WHOLE, 1 / 3),)),),
+    finished=(SampleGroup(8, (ScoredSample(WHOLE, 1 / 3),)), SampleGroup(7, ())),
     unfinished=(
         Unfinished(Prompt(9, "p", (5, 6), "42 \ud83d", {"rm_type": "gsm8k"}), (PARTIAL,)),
         Unfinished(Prompt(10, "q", (1,))),

@@ -29,6 +29,8 @@ def write(folder: Path, step: int, num_bytes: int = 1000) -> Path:
     writing = begin(folder, step)
     (writing / "state.json").write_text("{}")
     (writing / "shard").write_bytes(os.urandom(num_bytes))
+    (writing / "ranks").mkdir()
+    (writing / "ranks/shard").write_bytes(b"whole")
     return commit(writing)
 
 
@@ -143,6 +145,7 @@ DAMAGES = {
     "truncated shard": lambda path: os.truncate(path / "shard", 999),
     "empty shard": lambda path: os.truncate(path / "shard", 0),
     "flipped bit": lambda path: damage(path, "shard", flipped((path / "shard").read_bytes())),
+    "truncated shard in a folder": lambda path: os.truncate(path / "ranks/shard", 4),
     "missing shard": lambda path: (path / "shard").unlink(),
     "a pipe in its place": lambda path: ((path / "shard").unlink(), os.mkfifo(path / "shard")),
     "a folder in its place": lambda path: ((path / "shard").unlink(), (path / "shard").mkdir()),
@@ -155,6 +158,9 @@ DAMAGES = {
     "empty marker": lambda path: damage(path, protocol.COMMITTED, ""),
     "marker of noise": lambda path: damage(path, protocol.COMMITTED, b"\xff\xfe\x00"),
     "manifest of noise": lambda path: damage(path, protocol.MANIFEST, b"\xff\xfe\x00"),
+    "a manifest of other files": lambda path: damage(
+        path, protocol.MANIFEST, (path / protocol.MANIFEST).read_text().replace("1000", "2000")
+    ),
     "half a manifest": lambda path: with_manifest(path, '{"files": {"shard": {"size_b'),
     "a manifest of another kind": lambda path: with_manifest(path, "[1, 2]"),
     "a manifest without files": lambda path: with_manifest(path, "{}"),

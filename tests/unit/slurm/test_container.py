@@ -114,28 +114,6 @@ def test_profile_values_that_slurm_or_the_shell_would_misread_are_refused(
         JobSpec(**{field: value})
 
 
-def test_the_profile_is_what_slurm_is_asked_for() -> None:
-    spec = JobSpec(
-        nodes=4,
-        spare_nodes=2,
-        qos="q",
-        reservation="r",
-        constraint="(a|b)&c*2",
-        exclude=("n[1-2]", "m3"),
-    )
-    asked = options(render_sbatch(spec))
-    assert {
-        "--nodes=6",
-        "--qos=q",
-        "--reservation=r",
-        "--constraint=(a|b)&c*2",
-        "--exclude=n[1-2],m3",
-    } <= set(asked)
-    assert {"--exclusive", "--mem=0", "--requeue"} <= set(asked)
-    asked = options(render_sbatch(JobSpec(exclusive=False, requeue="never")))
-    assert not {"--exclusive", "--mem=0", "--requeue"} & set(asked) and "--no-requeue" in asked
-
-
 def test_the_jobs_of_a_chain_wait_for_their_own_run_alone(tmp_path: Path) -> None:
     """Singleton compares job names: equal for all jobs of a run, different between runs."""
     spec = JobSpec(job_name="rl", requeue="chain")

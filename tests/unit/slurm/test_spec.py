@@ -127,12 +127,3 @@ def _other(value: Any) -> Any:
     if isinstance(value, tuple):
         return (HOSTILE, "$(touch x)")
     return value + 1 if isinstance(value, int) else f"{value}{HOSTILE}"
-
-
-@pytest.mark.parametrize(
-    ("request_", "line"),
-    [("gres", "--gres=gpu:4"), ("gpus-per-node", "--gpus-per-node=4"), ("none", None)],
-)
-def test_gpus_are_asked_for_as_the_site_wants(request_: Any, line: str | None) -> None:
-    script = render_sbatch(JobSpec(gpu_request=request_, num_gpus_per_node=4))
-    assert [option for option in options(script) if "gpu" in option] == ([line] if line else [])

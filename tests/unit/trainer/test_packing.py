@@ -68,16 +68,6 @@ def test_padding_is_a_separate_sequence_shorter_than_the_multiple(micro_batch, m
     assert packed.response_index.max() < num_tokens
 
 
-@given(micro_batches)
-def test_the_row_before_each_response_token_predicts_it(micro_batch):
-    packed = pack(micro_batch)
-    assert torch.equal(packed.input_ids[0, packed.response_index + 1], packed.targets)
-    expected = [
-        token for sample in micro_batch for token in sample.token_ids[sample.prompt_length :]
-    ]
-    assert packed.targets.tolist() == expected
-
-
 @given(micro_batches, st.integers(1, 8))
 def test_each_response_token_has_the_values_of_its_sample(micro_batch, multiple_of):
     packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
@@ -209,7 +199,7 @@ def test_context_parallel_ranks_hold_every_position_once_and_equal_work(micro_ba
         assert len({sum(each) for each in held}) == 1
 
 
-@given(micro_batches, st.integers(2, 4))
+@given(micro_batches, st.integers(1, 4))
 def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_batch, size):
     whole, seen = pack(micro_batch), []
     ids = torch.tensor([token for sample in micro_batch for token in sample.token_ids] + [0])
