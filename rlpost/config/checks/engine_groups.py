@@ -72,8 +72,6 @@ def group_model_problems(config: Config, name: str, hf: HfConfig, policy: HfConf
 def _eval_problems(config: Config) -> Iterator[str]:
     """Evaluation beside training: engines that follow the policy, and something to evaluate."""
     name = config.eval.eval_engines
-    if config.debug.debug_rollout_only:
-        return  # no weights are sent, and the policy's engines evaluate
     for other, group in config.engines.started.items():
         if group.follows_policy and other != name:
             yield (
