@@ -192,7 +192,7 @@ def measure_evaluation(rounds: int, num_steps: int) -> list[str]:
         f"{statistics.median(costs):+.1f} %",
         f"({min(costs):+.1f} to {max(costs):+.1f} in {rounds} rounds of {num_steps} steps; goal: at "
         f"most {GOAL:g}). The loop waits while a rank",
-        "writes the weights of 24 million parameters:",
+        "writes the weights of 25 million parameters:",
         "",
         *table(header, rows),
         "",

@@ -8,10 +8,12 @@ The weights of a step are those that --save-hf exported, else its checkpoint is 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,14 +21,14 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from common.files import write_atomic
+from common.files import sync, write_atomic
+from common.process_end import ProcessId, has_ended, this_process
 from common.run_folder import RunFolder
 from rlpost.cli.runs import RUNS_DIR, RUNS_DIR_VARIABLE, find_run
 from rlpost.cli.submit import submit_main
 from rlpost.cli.terminal import aligned
 from rlpost.config.arguments import Parser, add_switch
 from rlpost.config.checks.export_folder import folder_of
-from rlpost.config.groups.engines import EnginesConfig
 from rlpost.config.load import Loaded, parse_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
@@ -39,9 +41,11 @@ ONCE = ("--debug-rollout-only", "true", "--debug-eval-only", "true", "--eval-int
 BEFORE = ("--skip-eval-before-train", "false")
 NOT_OF_THE_RUN = (
     *("--save", "none", "--load", "none", "--save-hf", "none", "--save-debug-rollout-data", "none"),
-    *("--use-wandb", "false", "--engines", "0", "--min-engines", "0", "--eval-engines", "none"),
+    *("--use-wandb", "false", "--engines", "0", "--min-engines", "0"),
 )
 """Settings of a run that write to its folders, or start jobs that an evaluation does not need."""
+MAKER = ".made-by"
+"""A file in the folder of a conversion: its host and process."""
 FOLDER = "evaluations"  # of a run, one folder for each evaluation
 
 
@@ -110,10 +114,6 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     out = out or run.root / FOLDER / f"step_{step:07d}-{stamp}"
     recipe = out.with_suffix(".toml")
     recipe.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The policy's engines evaluate; those beside training would be idle.
-    groups = config.engines.groups.items()
-    kept = {name: group for name, group in groups if not group.follows_policy}
-    config = config.model_copy(update={"engines": EnginesConfig.model_validate(kept)})
     write_atomic(recipe, resolved(Loaded(config, {})))
     if not (weights / "config.json").is_file():
         weights = convert(weights, config.checkpoint.hf_checkpoint, out.parent / f"hf_{step:07d}")
@@ -152,22 +152,52 @@ def weights_of(run: RunFolder, config: Config, step: int | None) -> tuple[int, P
 def convert(checkpoint: Path, model: str, target: Path) -> Path:
     """Convert a checkpoint to a Hugging Face folder; an earlier one is used again.
 
+    It is written in a hidden folder beside the target, synced and renamed. The hidden folder of an
+    evaluation that was killed is removed by the next one on the same host.
+
     Raises ConfigError when the conversion fails.
     """
     if (target / "config.json").is_file():
         return target
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    remove_leftovers(target)
+    work = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    converted = work / "hf"
     command = [sys.executable, "-m", "rlpost.cli.convert", "to-hf", "--input-dir", str(checkpoint)]
-    command += ["--output-dir", str(beside), "--origin-hf-dir", model]
-    done = subprocess.run(command)
-    if done.returncode:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise ConfigError(
-            f"{checkpoint} was not converted to a Hugging Face folder (exit code {done.returncode}); "
-            "its error is above"
-        )
-    os.rename(beside, target)
+    command += ["--output-dir", str(converted), "--origin-hf-dir", model]
+    work.mkdir(mode=0o700)
+    try:
+        maker = {"host": socket.gethostname(), **asdict(this_process())}
+        write_atomic(work / MAKER, json.dumps(maker))
+        done = subprocess.run(command)
+        if done.returncode:
+            raise ConfigError(
+                f"{checkpoint} was not converted to a Hugging Face folder (exit code "
+                f"{done.returncode}); its error is above"
+            )
+        for path in (*converted.rglob("*"), converted):
+            sync(path)
+        try:
+            os.rename(converted, target)
+        except OSError:
+            if not (target / "config.json").is_file():  # else another evaluation was faster
+                raise
+        sync(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what ended processes of this host left of conversions to ``target``; nothing else."""
+    for work in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        try:
+            maker = json.loads((work / MAKER).read_text())
+            is_here = maker["host"] == socket.gethostname()
+            process = ProcessId(int(maker["pid"]), int(maker["started"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not made here
+        if is_here and not work.is_symlink() and has_ended(process):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def table(results: Sequence[SetResult]) -> list[str]:

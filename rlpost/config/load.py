@@ -19,12 +19,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from common.fleet_name import POLICY
 from rlpost.config import pass_through
 from rlpost.config.abbreviations import ABBREVIATIONS, meant
 from rlpost.config.faults import describe
 from rlpost.config.flags import Values, fields, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
-from rlpost.config.groups.engines import EngineGroup
+from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.tree import Config
@@ -73,7 +74,26 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("\n".join(describe(fault, origins) for fault in error.errors())) from None
+    config = without_idle_groups(config)
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
+
+
+def without_idle_groups(config: Config) -> Config:
+    """Return the settings without engines that would wait for weights which nobody sends.
+
+    Without a trainer (--debug-rollout-only) the policy's engines evaluate, and groups that follow the
+    policy have no use.
+    """
+    if not config.debug.debug_rollout_only:
+        return config
+    groups = config.engines.groups
+    kept = {name: group for name, group in groups.items() if not group.follows_policy}
+    changed: dict[str, object] = {}
+    if len(kept) < len(groups):
+        changed["engines"] = EnginesConfig.model_validate(kept)
+    if config.eval.eval_engines in {POLICY, *groups} - kept.keys():
+        changed["eval"] = config.eval.model_copy(update={"eval_engines": None})
+    return config.model_copy(update=changed)
 
 
 def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> object:

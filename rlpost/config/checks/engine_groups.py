@@ -84,8 +84,6 @@ def spare_model_problems(config: Config, hf: HfConfig) -> list[str]:
 def _eval_problems(config: Config) -> Iterator[str]:
     """Evaluation beside training: engines that follow the policy, and something to evaluate."""
     name, known = config.eval.eval_engines, config.engines.groups
-    if config.debug.debug_rollout_only:
-        return  # no weights are sent, and the policy's engines evaluate
     for other, group in config.engines.started.items():
         if group.follows_policy and other != name:
             yield (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.run_folder import RunFolder
-from rlpost.cli.evaluate import convert, main, weights_of
-from rlpost.config.load import dump, load
+from rlpost.cli.evaluate import MAKER, convert, main, remove_leftovers, weights_of
+from rlpost.config.load import dump, files_of, load
 from rlpost.config.tree import Config
 from rlpost.durable.commit import begin, commit
 from rlpost.errors import ConfigError
+from tests.cluster.lab_host import wait_until
 
 
 def run_of(root: Path, *steps: int, **checkpoint: Any) -> tuple[RunFolder, Config]:
@@ -64,6 +68,73 @@ def test_a_conversion_that_fails_leaves_no_folder(tmp_path: Path, capfd: Any) ->
     with pytest.raises(ConfigError, match=r"was not converted .*exit code 1"):
         convert(tmp_path / "none", str(tmp_path / "no-model"), tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from rlpost.cli import evaluate
+evaluate.subprocess.run = lambda command: (Path(command[command.index("--output-dir") + 1]).mkdir(), time.sleep(60))
+evaluate.convert(Path("x"), "m", Path(sys.argv[1]))
+"""
+
+
+def test_the_folder_of_a_killed_conversion_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, target = tmp_path / "run", tmp_path / "run" / "hf_0000010"
+    killed.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(target)])
+    assert wait_until(lambda: bool([*killed.glob(".hf_0000010.*/hf")]), deadline_s=60)
+    others = [killed / ".hf_0000010.mine", killed / ".hf_00000100.x", killed / "hf_0000020"]
+    for other in others:
+        other.mkdir()
+    (others[1] / MAKER).write_text('{"host": "elsewhere", "pid": 1, "started": 1}')
+    remove_leftovers(target)
+    assert len([*killed.iterdir()]) == 4, "the process is alive"
+    process.kill()
+    process.wait()
+
+    def converted(command: list[str]) -> SimpleNamespace:
+        folder = Path(command[command.index("--output-dir") + 1])
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    synced: list[str] = []
+    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", converted)
+    monkeypatch.setattr("rlpost.cli.evaluate.sync", lambda path: synced.append(path.name))
+    assert convert(tmp_path / "x", "m", target) == target
+    assert sorted(killed.iterdir()) == sorted([*others, target])
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert synced == ["config.json", "hf", "run"], "files before their folder, the rename last"
+
+
+def test_an_interrupted_conversion_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(command: list[str]) -> None:
+        Path(command[command.index("--output-dir") + 1]).mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "x", "m", tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_beside_training_are_not_started_without_a_trainer(tmp_path: Path) -> None:
+    recipe = tmp_path / "beside.toml"
+    recipe.write_text(
+        'base = "tiny"\n[eval]\neval_engines = "evaluator"\n'
+        "[engines.evaluator]\nfollows_policy = true\ngpus = 3\n"
+        '[engines.judge]\nmodel = "assets/tiny"\n'
+    )
+    files = files_of(recipe, {})
+    config = load(files, {"debug": {"debug_rollout_only": True}}).config
+    assert [*config.engines.groups] == ["judge"] and config.eval.eval_engines is None
+    trained = load(files, {}).config
+    assert len(trained.engines.groups) == 2 and trained.eval.eval_engines == "evaluator"
 
 
 def test_what_is_missing_is_said_before_anything_is_created(tmp_path: Path) -> None:
