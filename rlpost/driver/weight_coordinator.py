@@ -170,7 +170,11 @@ class WeightCoordinator:
             await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
 
     async def _form_groups(self, mover: BroadcastMover) -> None:
-        """Create one process group per pipeline stage: its source rank and all engine ranks."""
+        """Create one process group per pipeline stage: its source rank and all engine ranks.
+
+        The source waits for all of them until its deadline, so no engine may be dead.
+        """
+        await self._update.check_health()
         stages = await self._actors.sync_stages()
         sources = {stage: rank for rank, stage in enumerate(stages) if stage is not None}
         hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]

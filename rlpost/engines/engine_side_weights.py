@@ -102,6 +102,10 @@ class WeightUpdate:
             time.monotonic() - started,
         )
 
+    async def check_health(self) -> None:
+        """Return when all engines answer. Raises SyncError."""
+        await self._each("answer", lambda engine: engine.request("GET", "/health", None))
+
     async def _check_version(self, version: int) -> None:
         seen = await self._each("report their version", lambda engine: engine.weight_version())
         wrong = [

@@ -1,8 +1,9 @@
 """The rollout of a whole run on this machine, with real engines, trainer and checkpoints.
 
 One run combines fully asynchronous generation, a filter that drops groups, partial rollouts, tool
-calls within answers, evaluation sets with separate settings, and the death of a trainer rank and of
-an engine. Filter, tool and reward are functions written for slime.
+calls within answers, evaluation sets with separate settings on one of the two engines while the next
+steps train, and the death of a trainer rank and of that engine. Filter, tool and reward are functions
+written for slime.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--reward-key", "score"),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml")),
         *("--eval-interval", f"{EVALUATED_EVERY}", "--rollout-health-check-interval", "1"),
+        *("--eval-engines", "policy"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
     with LocalRun(folder, settings) as local:
@@ -79,6 +81,7 @@ def test_evaluation_sets_have_separate_settings_and_pass_rates(run: Path) -> Non
     ]
     assert [line["step"] for line in evaluated] == [0, EVALUATED_EVERY, NUM_STEPS]
     for line in evaluated:
+        assert line["time/eval_beside_s"] > 0
         assert "eval/greedy/pass@1" not in line
         assert line["eval/drawn/pass@1"] == pytest.approx(line["eval/drawn/reward_mean"])
         assert line["eval/drawn/pass@1"] < line["eval/drawn/pass@2"] < line["eval/drawn/pass@4"]

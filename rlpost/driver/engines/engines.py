@@ -89,8 +89,9 @@ class Fleet:
         """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
         self._restarted: set[int] = set()
         """Those of them whose new process has started."""
-        self.lent: set[int] = set()
-        """Engines that evaluate a version: no requests of the policy, no weights."""
+        self.lent: dict[int, bool] = {}
+        """Engines that evaluate a version: no requests of the policy, no weights. True: it has its
+        weights, and its health is checked."""
         self._behind: set[int] = set()
         """Engines that have done so: no requests before the next weights."""
 
@@ -132,7 +133,7 @@ class Fleet:
     @property
     def serves(self) -> list[int]:
         """The engines that get requests: neither dismissed nor lent, nor behind."""
-        return [index for index in self._present() if index not in self.lent | self._behind]
+        return [index for index in self._present() if index not in {*self.lent, *self._behind}]
 
     @property
     def receivers(self) -> tuple[EngineAddress, ...]:
@@ -143,16 +144,15 @@ class Fleet:
     def lend(self, most: int) -> list[int]:
         """Lend up to ``most`` engines, but not the last one that serves; return them."""
         chosen = self.serves[1:][-most:]
-        self.lent.update(chosen)
+        self.lent |= dict.fromkeys(chosen, False)
         self._place()
         return chosen
 
     def give_back(self, indices: Sequence[int], *, are_current: bool) -> None:
         """Take engines back that were lent; ``are_current``: they have the weights of the others."""
-        back = self.lent.intersection(indices)
-        self.lent -= back
+        back = [index for index in indices if self.lent.pop(index, None) is not None]
         if not are_current:
-            self._behind |= back
+            self._behind.update(back)
         self._place()
 
     def catch_up(self) -> None:
@@ -229,7 +229,9 @@ class Fleet:
         return "abort" if must_abort else "retract"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Return dead engines, except dismissed ones; concurrency is bounded.
+        """Return dead engines, except dismissed ones and those that read other weights.
+
+        Concurrency is bounded.
 
         ``generating``: the engines are not paused, so the check generates a token, and one that is
         busy is not dead (``engine_life``). Otherwise an engine is dead that does not answer.
@@ -247,7 +249,7 @@ class Fleet:
                 logger.warning("%s", problem)
             return problem is None
 
-        present = self._present()
+        present = [index for index in self._present() if self.lent.get(index, True)]
         healthy = await for_each(is_healthy, present)
         return [index for index, fine in zip(present, healthy, strict=True) if not fine]
 
@@ -317,8 +319,9 @@ class Fleet:
 
     def _forget_memory(self, index: int) -> None:
         """Record that the process of an engine has ended; a new one has all its memory."""
-        for state in (self._restarted, self.lent, self._behind):
-            state.discard(index)
+        self._restarted.discard(index)
+        self._behind.discard(index)
+        self.lent.pop(index, None)
         self._released.pop(index, None)
 
     def _forget_start(self, index: int) -> None:

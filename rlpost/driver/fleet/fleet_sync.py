@@ -73,6 +73,7 @@ class FleetRules:
         wait_s: longest wait for them, in seconds.
         refusal: why this run cannot have a fleet; None if it can.
         load_adapters: whether engines load adapters beside the base.
+        waits: see ``Membership``.
     """
 
     concurrency: int
@@ -366,6 +367,8 @@ class FleetSync:
     def _set_places(self, serving: Sequence[EngineRecord]) -> None:
         assert self._members is not None
         key = self._members.secret
+        if serving:
+            self._none_since = None
         self._places.set_fleet(
             [Place(one.url, key, self._rules.concurrency, is_own=False) for one in serving]
         )

@@ -22,23 +22,24 @@ class Policy:
 
     def __init__(self, num_engines: int) -> None:
         self.addresses = tuple(EngineAddress(f"http://{index}", 1) for index in range(num_engines))
-        self.api_key, self.lent, self.log = "k", set[int](), list[Any]()
+        self.api_key, self.lent, self.log = "k", dict[int, bool](), list[Any]()
 
     def places_of(self, indices: Any) -> list[Place]:
         return [Place(self.addresses[index].url, "k", 4) for index in indices]
 
     async def lend(self, most: int) -> list[int]:
         free = [index for index in range(1, len(self.addresses)) if index not in self.lent]
-        self.lent |= {*free[:most]}
+        self.lent |= dict.fromkeys(free[:most], False)
         self.log.append(("lend", free[:most]))
         return free[:most]
 
     async def give_back(self, indices: Any, version: int | None) -> None:
-        self.lent -= {*indices}
+        for index in indices:
+            self.lent.pop(index, None)
         self.log.append(("back", list(indices), version))
 
     def die(self, index: int) -> None:
-        self.lent.discard(index)
+        self.lent.pop(index)
 
 
 @pytest.fixture
@@ -83,6 +84,7 @@ def test_engines_read_the_version_before_requests_and_are_given_back_with_it(
 
         async def evaluating() -> str:
             assert served(spare) == ["http://1", "http://2"]
+            assert policy.lent == {1: True, 2: True}, "their health is checked from now on"
             return "metrics"
 
         assert await spare.over(evaluating()) == "metrics"

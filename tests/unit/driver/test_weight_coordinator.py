@@ -17,7 +17,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.driver.weight_coordinator import WeightCoordinator
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.engines import engine_side_weights
-from rlpost.errors import EngineDied, Preempted, SyncError, TrainerDied
+from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError, TrainerDied
 from rlpost.types import Bucket, EngineAddress
 
 BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
@@ -306,6 +306,25 @@ def test_engines_get_the_version_that_is_asked_for_and_the_trainer_keeps_its_own
     with pytest.raises(SyncError):
         asyncio.run(updated(one, 2))
     assert [method for method, *_ in actors.swaps[2:]] == [method for method, *_ in sent]
+
+
+def test_the_trainer_does_not_wait_in_a_group_for_a_dead_engine(tmp_path, monkeypatch):
+    joined = []
+    actors = Actors(tmp_path / "STOP")
+
+    async def call_each(method, arguments):
+        joined.append(method)
+        return [None] * len(arguments)
+
+    actors.call_each = call_each
+
+    async def refuse(self, *_):
+        raise RolloutError("cannot connect")
+
+    monkeypatch.setattr(Engine, "request", refuse, raising=False)
+    with pytest.raises(SyncError, match="cannot connect"):
+        asyncio.run(coordinator(actors, tmp_path / "weights").connect())
+    assert "broadcast.connect" not in joined
 
 
 def test_an_update_leaves_out_engines_that_are_lent_and_includes_them_again(tmp_path, monkeypatch):

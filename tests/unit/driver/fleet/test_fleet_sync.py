@@ -301,13 +301,14 @@ def test_engines_that_evaluate_read_a_folder_and_no_longer_once_it_may_be_remove
     async def play(world):
         world.ask_for_a_fleet()
         for version in (4, 9):
+            world.sync.check_any(others=0)  # it has served since the check before
             await world.sync.serve(version, tmp_path / f"step-{version}")
             await world.until(world.engine.url)
             assert world.engine.version == str(version)
             await world.sync.before()
             assert not world.places.fleet
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
 
-    world = scenario(tmp_path, monkeypatch, play, "evaluator", **JUDGE)
+    world = scenario(tmp_path, monkeypatch, play, "evaluator", **JUDGE, wait_s=0.2)
     read = [Path(body["model_path"]).name for body in world.engine.bodies if "model_path" in body]
     assert read == ["step-4", "step-9"]
