@@ -29,9 +29,11 @@ if shutil.which("nvidia-smi") is None:
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
-# The longest file first. tests/cluster runs beside it, because its tests wait more than they
-# compute. Short files come last, so that the workers end at about the same time.
+# The longest file first. Short files come last, so that the workers end at about the same time.
 ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
+# Tests of this folder wait more than they compute: at most half of the workers run its files, while
+# there are others.
+WAITING = "tests/cluster/"
 # Folders whose files run in one worker, in the order of their names: they share servers that take
 # long to start, or what a long process has observed.
 TOGETHER = ("contract/engines", "contract/cuda/observed")
@@ -98,7 +100,9 @@ def _together(path: Path) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, distribute a folder of ``TOGETHER`` like one file."""
+    """With ``--dist loadfile``, distribute a folder of ``TOGETHER`` like one file, and keep tests
+    that wait beside others that compute.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -107,6 +111,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return _together((config.rootpath / file).relative_to(TESTS)) or file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            pending = {
+                worker: {scope for scope, done in work.items() if not all(done.values())}
+                for worker, work in self.assigned_work.items()
+                if worker is not node
+            }
+            num_waiting = sum(
+                any(scope.startswith(WAITING) for scope in scopes) for scopes in pending.values()
+            )
+            others = [scope for scope in self.workqueue if not scope.startswith(WAITING)]
+            if others and num_waiting >= len(self.nodes) / 2:
+                self.workqueue.move_to_end(others[0], last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log)
 

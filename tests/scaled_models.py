@@ -1,4 +1,4 @@
-"""Write the models of scaled-down recipes: ``python -m tests.scaled_models HOME RANKS RECIPE...``.
+"""Write the models of scaled-down recipes.
 
 Output: in ``HOME/scaled/NAME`` of each recipe a random model of its family, also in blocks of FP8 if
 its engines infer in FP8, and arithmetic problems. The models have the tiny model's tokenizer.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from rlpost.cli.tiny_model import make_model, make_problems, make_tokenizer
@@ -110,8 +109,3 @@ def quantise(source: Path, folder: Path, block: tuple[int, int]) -> None:
         "weight_block_size": list(block),
     }
     _add_to_config(folder, quantization_config=said)
-
-
-if __name__ == "__main__":
-    for path in sys.argv[3:]:
-        write_model(Path(sys.argv[1]), Path(path), int(sys.argv[2]))

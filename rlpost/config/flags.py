@@ -24,7 +24,6 @@ from rlpost.config.abbreviations import meant
 from rlpost.config.arguments import Parser, alike
 from rlpost.config.groups.base import Group
 from rlpost.config.megatron_options import option_names
-from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
@@ -32,6 +31,9 @@ Values = dict[str, dict[str, Any]]
 
 def groups() -> dict[str, type[Group]]:
     """The groups of the tree by their TOML table name."""
+    # Imported here: ranks and engines spell settings in messages and do not build the tree.
+    from rlpost.config.tree import Config
+
     return {
         name: typing.cast(type[Group], field.annotation)
         for name, field in Config.model_fields.items()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlpost.config.flags import flag
-from rlpost.config.tree import Config
 from rlpost.config.wording import value_text
+
+if TYPE_CHECKING:
+    from rlpost.config.tree import Config
 
 PAGE = "docs/actor.md"
 RULED_OUT = "which --transformer-impl local rules out"

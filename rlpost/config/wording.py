@@ -11,10 +11,12 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.config.flags import fields, flag
-from rlpost.config.tree import Config
+
+if TYPE_CHECKING:
+    from rlpost.config.tree import Config
 
 COMMAND_LINE = "the command line"
 """The origin of a value that a flag gave; messages do not mention it."""

@@ -66,8 +66,7 @@ def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
     Each process sends (True, result) or (False, traceback); the latter fails the test. Returns the
     results in the order of ``arguments``.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = _start_context()
+    context = start_context()
     pipes, processes = [], []
     for each in arguments:
         ours, theirs = context.Pipe(duplex=False)
@@ -81,14 +80,24 @@ def in_processes(main: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
     finally:
         for process in processes:
             process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            stop(process)
 
 
-def _start_context() -> Any:
+def stop(process: Any) -> None:
+    """Kill a process unless it has ended: the fork server has reaped it, and its id may be reused."""
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def start_context() -> Any:
+    """Return the context that starts processes with torch: the fork server, or spawn with CUDA.
+
+    The fork server has the environment of its first use.
+    """
     import torch
 
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return _fork_server if torch.version.cuda is None else multiprocessing.get_context("spawn")
 
 

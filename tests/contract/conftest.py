@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 from common.attempt import SECRET_FILE, SECRET_VARIABLE
 from common.files import write_first
@@ -37,14 +39,19 @@ def secret_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the tiny model and its problems; return their folder.
+    """Make the tiny model and its problems, once for all workers; return their folder.
 
     The warm-up is too short for answers that are often right, and long enough for distributions
     that are not uniform.
     """
-    folder = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.getbasetemp() / "tiny"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parents[1] / "tiny"
     words = ["--out", str(folder), "--warmup-steps", "60"]
-    subprocess.run([sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True)
+    with FileLock(f"{folder}.lock"):  # a second call does nothing
+        subprocess.run(
+            [sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True
+        )
     return folder
 
 
@@ -64,9 +71,9 @@ def pretrained() -> Path:
     return made.folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
-    """Start the engines of a module from one process, which imports SGLang once."""
+    """Start the engines of all modules from one process, which imports SGLang once."""
     from tests.contract.forked_engines import ForkedEngines
 
     with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:

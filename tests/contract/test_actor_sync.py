@@ -8,7 +8,6 @@ the package need not be importable here.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,8 @@ from tests.contract.actor_ranks import (
     plan_sync,
     run_ranks,
     send_weights,
+    start_context,
+    stop,
     train_with_offload,
 )
 from tests.contract.families import make_family
@@ -119,7 +120,7 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
     stages = actor.pipeline_model_parallel_size
-    context = multiprocessing.get_context("spawn")
+    context = start_context()
     results, ports = context.Queue(), free_ports(2 * stages)
     connections = [ports[:stages], ports[stages:]]
     peer = context.Process(
@@ -132,8 +133,7 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
         )
         return [results.get(timeout=60) for _ in connections]
     finally:
-        peer.kill()
-        peer.join()
+        stop(peer)
 
 
 def assert_equal_bit_for_bit(received: list[dict], folder: Path) -> None:

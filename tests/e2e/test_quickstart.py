@@ -1,15 +1,20 @@
-"""The quick start on one machine, without Slurm and GPU: the reward rises clearly."""
+"""The quick start on one machine, without Slurm and GPU: the reward rises clearly, and ``rlpost
+evaluate`` of its last step has the run's own result.
+"""
 
 import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from statistics import fmean
 
 import psutil
+import pytest
 
 from rlpost.observe.writer import read_metrics
-from tests.e2e.runs import RECIPE, ROOT, evaluations
+from tests.e2e.local_run import end_run
+from tests.e2e.runs import RECIPE, ROOT, RUN_DEADLINE_S, evaluations
 from tests.metric_names import undeclared
 
 LEAST_RISE = 0.08
@@ -86,8 +91,10 @@ def _assert_tensorboard_has_every_step(folder, lines):
     ]
 
 
-def test_the_quick_start_learns_and_writes_metrics_report_and_trace(assets, tmp_path):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def quick_start(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the run, and what its command printed."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
     command = [
         sys.executable,
         "-m",
@@ -100,6 +107,11 @@ def test_the_quick_start_learns_and_writes_metrics_report_and_trace(assets, tmp_
     command += ["--trace-steps", "3:4", "--use-tensorboard", "--use-prometheus"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder, done.stdout
+
+
+def test_the_quick_start_learns_and_writes_metrics_report_and_trace(quick_start):
+    folder, printed = quick_start
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(61))
     rewards = evaluations(lines)
@@ -107,10 +119,9 @@ def test_the_quick_start_learns_and_writes_metrics_report_and_trace(assets, tmp_
     trained = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert fmean(trained[-10:]) > fmean(trained[:10]) + LEAST_RISE, trained
     assert (
-        f"reward on heldout: {rewards[0]:.3f} at step 0 -> {rewards[60]:.3f} at step 60"
-        in done.stdout
+        f"reward on heldout: {rewards[0]:.3f} at step 0 -> {rewards[60]:.3f} at step 60" in printed
     )
-    assert "step 60/60" in done.stdout and "tok/s" in done.stdout and "eta" in done.stdout
+    assert "step 60/60" in printed and "tok/s" in printed and "eta" in printed
     assert undeclared({name for line in lines for name in line}) == []
     samples = read_metrics(folder / "report/samples.jsonl")
     assert [line["step"] for line in samples] == list(range(1, 61))
@@ -121,10 +132,38 @@ def test_the_quick_start_learns_and_writes_metrics_report_and_trace(assets, tmp_
     assert "60 / 60" in page and samples[-1]["samples"][0]["prompt"] in page
     _assert_trace_of_two_steps(folder / "traces/steps-3-4.json")
     _assert_tensorboard_has_every_step(folder / "tensorboard", lines)
-    assert "prometheus: http://127.0.0.1:" in done.stdout
+    assert "prometheus: http://127.0.0.1:" in printed
     left = [
         p.info
         for p in psutil.process_iter(["cmdline"])
         if str(folder) in " ".join(p.info["cmdline"] or [])
     ]
     assert not left
+
+
+def test_rlpost_evaluate_of_a_step_has_the_result_of_the_run(quick_start, tmp_path):
+    folder, _ = quick_start
+    out, last = tmp_path / "e", read_metrics(folder / "metrics.jsonl")[-1]
+    saved = sorted((folder / "checkpoints").iterdir())
+    (result,) = _evaluate("--run-folder", str(folder), "--step", "60", out=out)
+    assert result["reward"]["mean"] == last["eval/heldout/reward_mean"]
+    assert result["prompts"] == 200
+    path = out / "report" / "evaluation" / "heldout.jsonl"
+    answers = [json.loads(line) for line in path.read_text().split("\n") if line]
+    assert sum(answer["reward"] for answer in answers) / len(answers) == result["reward"]["mean"]
+    assert len(read_metrics(out / "metrics.jsonl")) == 1, "nothing was trained"
+    assert sorted((folder / "checkpoints").iterdir()) == saved, "nor saved"
+
+
+def _evaluate(*words, out):
+    """Run ``rlpost evaluate`` on this machine; return the results that it prints."""
+    command = [sys.executable, "-m", "rlpost", "evaluate", *words, "--out", str(out), "--json"]
+    try:
+        done = subprocess.run(
+            [*command, "--local"], cwd=ROOT, capture_output=True, text=True, timeout=RUN_DEADLINE_S
+        )
+    finally:
+        if (out / "ledger.jsonl").exists():
+            end_run(out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout[done.stdout.index("\n[\n") :])

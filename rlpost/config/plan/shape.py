@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.models.model_types import ModelArguments
+
+if TYPE_CHECKING:
+    from rlpost.config.tree import Config
 
 FP8_SIDE = 128
 FP8_BLOCK = FP8_SIDE * FP8_SIDE

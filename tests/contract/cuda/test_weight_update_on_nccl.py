@@ -5,7 +5,6 @@ The engine is a separate process that joins as SGLang does, and exits or hangs a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 
 from rlpost.errors import SyncError
 from rlpost.trainer.weights.trainer_side import Broadcast
+from tests.contract.actor_ranks import start_context, stop
 from tests.contract.cuda.nccl_like import NAME, NcclLike, register
 from tests.ports import free_port
 
@@ -100,7 +100,7 @@ class Engines:
     """Engine processes that end with the test."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
+        self.context = start_context()
         self.results: list[Any] = []
         self.processes: list[Any] = []
 
@@ -122,12 +122,10 @@ class Engines:
 @pytest.fixture
 def engines() -> Iterator[Engines]:
     register()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = Engines()
     yield started
     for process in started.processes:
-        process.kill()
-        process.join()
+        stop(process)
 
 
 def trainer(timeout_s: float, backend: str = NAME) -> Broadcast:
