@@ -50,57 +50,37 @@ OF_SETTINGS = (
     Option("exclude"),
 )
 
-_GPUS = "use --gpu-request and --num-gpus-per-node"
-_TASKS = "a job has one task on each node; use --nodes"
-_LOG = "the log is in the run folder"
-_ENVIRONMENT = "use --environment"
-_WHOLE_NODES = "use --exclusive false to request a part of each node"
-_ONE_JOB = "the job of a run is submitted once, and its id is read; leave the option out"
-
 OF_WHOLE_NODES = ("exclusive", "mem", "mem-per-cpu", "mem-per-gpu", "oversubscribe")
 """Options that a job may have unless it requests whole nodes."""
 
-RESERVED = {
-    "array": "a run is one job; use rlpost sweep, or sbatch --array=... jobs/NAME.sbatch",
-    "chdir": "the job changes to the folder of its code; use --runs-dir for its files",
-    "clusters": "export SBATCH_CLUSTERS=...",
-    "container": "use --container and --container-image",
-    "dependency": "jobs of a run depend on each other; submit it when the other job has ended",
-    "error": _LOG,
-    "export": _ENVIRONMENT,
-    "export-file": _ENVIRONMENT,
-    "get-user-env": _ENVIRONMENT,
-    "gid": "a job runs as the user who submits it",
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-socket": _GPUS,
-    "gpus-per-task": _GPUS,
-    "gres": _GPUS,
-    "help": _ONE_JOB,
-    "no-kill": "use --spare-nodes",
-    "no-requeue": "use --requeue",
-    "nodes": "use --nodes and --spare-nodes",
-    "ntasks": _TASKS,
-    "ntasks-per-core": _TASKS,
-    "ntasks-per-gpu": _TASKS,
-    "ntasks-per-node": _TASKS,
-    "ntasks-per-socket": _TASKS,
-    "open-mode": _LOG,
-    "output": _LOG,
-    "parsable": _ONE_JOB,
-    "quiet": _ONE_JOB,
-    "requeue": "use --requeue",
-    "signal": "use --signal-lead-s",
-    "test-only": "use rlpost submit --test-only",
-    "uid": "a job runs as the user who submits it",
-    "usage": _ONE_JOB,
-    "verbose": _ONE_JOB,
-    "version": _ONE_JOB,
-    "wait": "use rlpost submit --wait",
-    "wrap": "the script is that of the job; use --setup-commands",
-    **{option.name: f"use --{option.name}" for option in OF_SETTINGS},
-    **{name: _WHOLE_NODES for name in OF_WHOLE_NODES},
+_OPTIONS_BY_REMEDY = {
+    "a job has one task on each node; use --nodes": (
+        "ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket"
+    ),
+    "a job runs as the user who submits it": "gid uid",
+    "a run is one job; use rlpost sweep, or sbatch --array=... jobs/NAME.sbatch": "array",
+    "export SBATCH_CLUSTERS=...": "clusters",
+    "jobs of a run depend on each other; submit it when the other job has ended": "dependency",
+    "the job changes to the folder of its code; use --runs-dir for its files": "chdir",
+    "the job of a run is submitted once, and its id is read; leave the option out": (
+        "help parsable quiet usage verbose version"
+    ),
+    "the log is in the run folder": "error open-mode output",
+    "the script is that of the job; use --setup-commands": "wrap",
+    "use --container and --container-image": "container",
+    "use --environment": "export export-file get-user-env",
+    "use --gpu-request and --num-gpus-per-node": (
+        "gpus gpus-per-node gpus-per-socket gpus-per-task gres"
+    ),
+    "use --nodes and --spare-nodes": "nodes no-kill",
+    "use --requeue": "requeue no-requeue",
+    "use --signal-lead-s": "signal",
+    "use rlpost submit --test-only": "test-only",
+    "use rlpost submit --wait": "wait",
+    "use --exclusive false to request a part of each node": " ".join(OF_WHOLE_NODES),
+    **{f"use --{option.name}": option.name for option in OF_SETTINGS},
 }
+RESERVED = {name: remedy for remedy, names in _OPTIONS_BY_REMEDY.items() for name in names.split()}
 """Options on which the job's script relies, and what to do instead."""
 
 

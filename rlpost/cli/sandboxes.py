@@ -37,6 +37,8 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
         spare_nodes=0,
         gpu_request="none",
         exclusive=False,
+        # a server states its memory per node, which sbatch does not accept beside these
+        sbatch=tuple(word for word in base.sbatch if not word.startswith("--mem-per-")),
         partition=sandbox.sandbox_partition or cluster.partition,
         time=sandbox.sandbox_time,
         requeue="requeue" if cluster.requeue == "requeue" else "never",

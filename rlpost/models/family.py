@@ -32,9 +32,9 @@ class Family:
     hf_config: Callable[[ModelArguments, HfConfig], HfConfig] = _same
     """The inverse: config.json, from the arguments of [model] and the keys that all families share
     (``rlpost.trainer.hf_config``)."""
-    describes: Callable[[ModelArguments], bool] = lambda arguments: False
-    """Whether the arguments of [model] have the features of this family. Those of a family that
-    follows in ``families.FAMILIES`` may have them too, and then describe that one."""
+    describes: Callable[[ModelArguments], Any] = lambda given: False
+    """True for arguments of [model] that have the features of this family. If a family that follows in
+    ``families.FAMILIES`` has them too, they describe that one."""
     model_type: str = ""
     """transformers' ``model_type``."""
     page: str = ""

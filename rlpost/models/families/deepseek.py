@@ -158,10 +158,6 @@ def _is_scaled(arguments: ModelArguments) -> bool:
     return arguments.get("rope_type") == "yarn" or bool(arguments.get("rotary_scaling_factor"))
 
 
-def _is_latent(arguments: ModelArguments) -> bool:
-    return bool(arguments.get("multi_latent_attention"))
-
-
 _LITE = Family(
     rules=(
         *names.OUTSIDE_LAYERS,
@@ -173,7 +169,7 @@ _LITE = Family(
     ),
     fields=_fields,
     hf_config=_lite_config,
-    describes=_is_latent,
+    describes=lambda given: given.get("multi_latent_attention"),
     model_type="glm4_moe_lite",
     page="deepseek-v3",
     models="GLM-4.7-Flash: one group of experts",
@@ -188,7 +184,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": replace(
         _LITE,
         hf_config=_v3_config,
-        describes=lambda arguments: _is_latent(arguments) and _is_scaled(arguments),
+        describes=lambda given: given.get("multi_latent_attention") and _is_scaled(given),
         model_type="deepseek_v3",
         models="DeepSeek-V3, V3.1, R1, Kimi-K2: YaRN, sigmoid router with groups",
         defaults={**_LITE.defaults, **_V3},

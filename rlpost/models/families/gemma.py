@@ -94,7 +94,7 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_fields,
         hf_config=_hf_config,
-        describes=lambda arguments: bool(arguments.get("geglu")),
+        describes=lambda given: given.get("geglu"),
         model_type="gemma3_text",
         page="gemma3",
         models="text models 270M and 1B, and the text part of larger ones saved as such",

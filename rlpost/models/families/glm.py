@@ -111,8 +111,8 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_dense,
         hf_config=_dense_config,
-        describes=lambda arguments: (
-            bool(arguments.get("post_self_attn_layernorm")) and not arguments.get("num_experts")
+        describes=lambda given: (
+            given.get("post_self_attn_layernorm") and not given.get("num_experts")
         ),
         model_type="glm4",
         page="glm4",
@@ -134,9 +134,8 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=mixture,
         hf_config=_mixture_config,
-        describes=lambda arguments: (
-            bool(arguments.get("num_experts"))
-            and arguments.get("moe_router_score_function") == "sigmoid"
+        describes=lambda given: (
+            given.get("num_experts") and given.get("moe_router_score_function") == "sigmoid"
         ),
         model_type="glm4_moe",
         page="glm4.5",

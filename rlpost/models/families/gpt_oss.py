@@ -101,7 +101,7 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_fields,
         hf_config=_hf_config,
-        describes=lambda arguments: arguments.get("softmax_type") == "learnable",
+        describes=lambda given: given.get("softmax_type") == "learnable",
         model_type="gpt_oss",
         page="gpt-oss",
         models="gpt-oss-20b and 120b: attention sinks, windows, biases, YaRN",

@@ -9,7 +9,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         rules=(*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP),
         refused=("attention_bias", "mlp_bias"),
-        describes=lambda arguments: True,
+        describes=lambda given: True,
         model_type="llama",
         page="llama",
         models="Llama 3, Llama 3.1 (scaled rotary embedding), SmolLM2",

@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_fields,
         hf_config=_hf_config,
-        describes=lambda arguments: arguments.get("qk_norm_type") == "per_layer",
+        describes=lambda given: given.get("qk_norm_type") == "per_layer",
         model_type="minimax_m2",
         page="minimax-m2",
         models="MiniMax-M2: sigmoid router with a bias, norms over all heads",

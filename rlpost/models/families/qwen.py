@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
         rules=(*_DENSE, *names.QKV_BIAS),
         fields=lambda hf: {"add_qkv_bias": True, **_dense_windows(hf)},
         hf_config=hf_config,
-        describes=lambda arguments: bool(arguments.get("add_qkv_bias")),
+        describes=lambda given: given.get("add_qkv_bias"),
         model_type="qwen2",
         page="qwen2",
         models="Qwen2.5",
@@ -129,9 +129,7 @@ FAMILIES: dict[str, Family] = {
         rules=(*_DENSE, *names.QKV_BIAS, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_qwen2_moe,
         hf_config=hf_config,
-        describes=lambda arguments: (
-            bool(arguments.get("num_experts")) and bool(arguments.get("moe_shared_expert_gate"))
-        ),
+        describes=lambda given: given.get("num_experts") and given.get("moe_shared_expert_gate"),
         model_type="qwen2_moe",
         page="qwen2",
         models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: shared expert with a gate",
@@ -143,9 +141,7 @@ FAMILIES: dict[str, Family] = {
         rules=(*_DENSE, *names.QK_NORM),
         fields=lambda hf: {"qk_layernorm": True, **_dense_windows(hf)},
         hf_config=hf_config,
-        describes=lambda arguments: (
-            bool(arguments.get("qk_layernorm")) and not arguments.get("num_experts")
-        ),
+        describes=lambda given: given.get("qk_layernorm") and not given.get("num_experts"),
         model_type="qwen3",
         page="qwen3",
         models="Qwen3",
@@ -158,8 +154,8 @@ FAMILIES: dict[str, Family] = {
         rules=(*_DENSE, *names.QK_NORM, *names.EXPERTS),
         fields=_qwen3_moe,
         hf_config=hf_config,
-        describes=lambda arguments: (
-            bool(arguments.get("num_experts")) and not arguments.get("moe_shared_expert_gate")
+        describes=lambda given: (
+            given.get("num_experts") and not given.get("moe_shared_expert_gate")
         ),
         model_type="qwen3_moe",
         page="qwen3",

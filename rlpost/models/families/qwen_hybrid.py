@@ -73,10 +73,6 @@ def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _is_mixture(arguments: ModelArguments) -> bool:
-    return bool(arguments.get("linear_attention_freq") and arguments.get("num_experts"))
-
-
 def _linear(*projections: Rule) -> tuple[Rule, ...]:
     """Rules of linear attention."""
     return (
@@ -136,7 +132,7 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_next,
         hf_config=_hf_config,
-        describes=_is_mixture,
+        describes=lambda given: given.get("linear_attention_freq") and given.get("num_experts"),
         model_type="qwen3_next",
         page="qwen3-next",
         models="Qwen3-Next-80B-A3B: gated attention in every fourth layer",
@@ -149,9 +145,7 @@ FAMILIES: dict[str, Family] = {
         rules=(*_OF_3_5, *names.DENSE_MLP),
         fields=_hybrid,
         hf_config=_hf_config,
-        describes=lambda arguments: (
-            bool(arguments.get("linear_attention_freq")) and not arguments.get("num_experts")
-        ),
+        describes=lambda given: given.get("linear_attention_freq") and not given.get("num_experts"),
         model_type="qwen3_5_text",
         page="qwen3.5",
         models="dense text models",
@@ -164,9 +158,10 @@ FAMILIES: dict[str, Family] = {
         fields=_mixture_of_3_5,
         hf_config=_hf_config,
         # its config.json has no size of a dense layer; otherwise only names of weights differ
-        describes=lambda arguments: (
-            _is_mixture(arguments)
-            and arguments.get("ffn_hidden_size") == arguments.get("moe_ffn_hidden_size")
+        describes=lambda given: (
+            given.get("linear_attention_freq")
+            and given.get("num_experts")
+            and given.get("ffn_hidden_size") == given.get("moe_ffn_hidden_size")
         ),
         model_type="qwen3_5_moe_text",
         page="qwen3.5",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from common.run_folder import RunFolder
 from rlpost.cli.job import job_spec
+from rlpost.cli.sandboxes import sandbox_spec
 from rlpost.config.tree import Config
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.errors import SpecError
@@ -82,6 +85,12 @@ def test_what_the_job_states_itself_is_refused_with_the_setting_to_use(
 
 def test_a_part_of_a_node_may_have_a_bound_of_memory() -> None:
     assert "#SBATCH --mem=9G\n" in render_sbatch(JobSpec(exclusive=False, sbatch=("--mem=9G",)))
+
+
+def test_a_sandbox_server_states_its_own_memory(tmp_path: Path) -> None:
+    cluster = {"exclusive": False, "sbatch": ["--mem-per-cpu=4G", "--wckey=rl"]}
+    spec = sandbox_spec(RunFolder(tmp_path), Config.model_validate({"cluster": cluster}))
+    assert spec.job.sbatch == ("--wckey=rl",) and "--mem=" in render_sandbox(spec)
 
 
 def test_a_refusal_names_the_flag_and_its_value() -> None:
