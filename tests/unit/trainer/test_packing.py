@@ -34,6 +34,7 @@ def sample_of(prompt: int, response: int, dice: random.Random) -> TrainSample:
         loss_mask=tuple(dice.choices((0, 1), k=response)),
         rollout_logprobs=tuple(dice.randint(-320, 320) / 32 for _ in range(response)),
         advantage=dice.randint(-320, 320) / 32,
+        weight=dice.randint(1, 8) / 8,
         sampling_mask=[range(100)[:: dice.randint(20, 90)] for _ in range(response)],
     )
 
@@ -72,13 +73,14 @@ def test_padding_is_a_separate_sequence_shorter_than_the_multiple(micro_batch, m
 def test_each_response_token_has_the_values_of_its_sample(micro_batch, multiple_of):
     packed = pack(micro_batch, RowLayout(row_multiple=multiple_of))
     expected = [
-        (number, sum(sample.loss_mask), float(mask), sample.advantage, logprob)
+        (number, sum(sample.loss_mask), sample.weight, float(mask), sample.advantage, logprob)
         for number, sample in enumerate(micro_batch)
         for mask, logprob in zip(sample.loss_mask, sample.rollout_logprobs, strict=True)
     ]
     columns = (
         packed.sample_index,
         packed.sample_lengths,
+        packed.sample_weights,
         packed.loss_mask,
         packed.advantages,
         packed.rollout_logprobs,
@@ -143,7 +145,7 @@ def test_samples_that_share_rows_have_the_tokens_and_logits_of_separate_ones(one
 
 
 def test_tensors_have_the_types_of_their_fields_and_move_together():
-    packed = pack((sample_of(2, 3, random.Random(1)),))
+    packed = pack((replace(sample_of(2, 3, random.Random(1)), weight=1),))
     moved = packed.to(torch.device("meta"))
     for field in dataclasses.fields(packed):
         tensor, there = getattr(packed, field.name), getattr(moved, field.name)
@@ -212,6 +214,7 @@ def test_context_parallel_ranks_share_the_response_tokens_of_the_whole(micro_bat
             "targets",
             "sample_index",
             "sample_lengths",
+            "sample_weights",
             "loss_mask",
             "advantages",
             "rollout_logprobs",
