@@ -142,8 +142,9 @@ class Fleet:
         return tuple(address for index, address in every if index not in self.lent)
 
     def lend(self, most: int) -> list[int]:
-        """Lend up to ``most`` engines, but not the last one that serves; return them."""
-        chosen = self.serves[1:][-most:]
+        """Lend up to ``most`` engines, first those that are behind, but not the last that serves."""
+        chosen = [*self._behind, *reversed(self.serves[1:])][:most]
+        self._behind.difference_update(chosen)
         self.lent |= dict.fromkeys(chosen, False)
         self._place()
         return chosen

@@ -282,14 +282,15 @@ def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they_are_b
         runners = [await engine([]) for _ in range(3)]
         fleet = await fleet_of(runners, tmp_path)
         urls = [address.url for address in fleet.addresses]
-        assert fleet.lend(5) == [1, 2], "one engine generates"
+        assert fleet.lend(5) == [2, 1], "one engine generates"
         assert fleet.lend(1) == []
         assert serving(fleet) == {urls[0]} and fleet.receivers == fleet.addresses[:1]
         fleet.give_back([1], are_current=True)
         assert serving(fleet) == {urls[0], urls[1]}
         fleet.give_back([2], are_current=False)
         assert serving(fleet) == {urls[0], urls[1]} and fleet.receivers == fleet.addresses
-        assert fleet.serves == [0, 1]
+        assert fleet.serves == [0, 1] and fleet.lend(1) == [2], "no update may follow"
+        fleet.give_back([2], are_current=False)
         fleet.catch_up()
         assert serving(fleet) == {*urls}
         assert fleet.lend(1) == [2]
