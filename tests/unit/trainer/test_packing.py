@@ -131,8 +131,9 @@ def test_samples_that_share_rows_have_the_tokens_and_logits_of_separate_ones(one
     assert torch.equal(whole[token], packed.input_ids[0])
     assert (token == -1).sum() == -num_rows % multiple
     rows = range(packed.input_ids.size(1)) if count == 1 else packed.key_rows.tolist()
-    bounds = (packed.cu_seqlens if count == 1 else packed.cu_keys).tolist()
-    paths = [rows[start:end] for start, end in itertools.pairwise(bounds)]
+    bounds = packed.cu_seqlens if count == 1 else packed.cu_keys
+    assert bounds.dtype == torch.int32 and (packed.key_rows is None) == (count == 1)
+    paths = [rows[start:end] for start, end in itertools.pairwise(bounds.tolist())]
     predicting = packed.response_index.tolist()
     assert packed.max_length == max(map(len, paths))
     for sample, path in zip(micro_batch, paths, strict=False):
