@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from rlpost.cli.check import _group_lines
 from rlpost.cli.engine_groups import (
     group_args_problems,
     group_folder_problems,
     head_problem,
 )
+from rlpost.cli.plan_engines import PlannedGroup
 from rlpost.config.checks.container import container_problems
 from rlpost.config.checks.engine_groups import (
     engine_group_problems,
@@ -317,3 +319,11 @@ def test_spare_engines_of_the_policy_evaluate_if_another_one_generates(
     assert engine_group_problems(fits) == [] and spare_model_problems(fits, {}) == []
     (problem,) = spare_model_problems(fits, {"quantization_config": {"a": 1}})
     assert "use a checkpoint in bf16" in problem
+
+
+def test_plan_and_check_show_which_engines_are_on_other_jobs() -> None:
+    assert PlannedGroup("judge", 2, 4, "/m", None, in_fleet=True).words.startswith(
+        "2 engines x 4 GPUs on other jobs; "
+    )
+    (line,) = _group_lines(config_of(FLEET))
+    assert line == ("engines judge", "2 engines x 2 GPUs = 4, on other jobs")
