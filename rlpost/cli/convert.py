@@ -21,16 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.counting import counted
 from common.files import write_first
 from common.host_lists import expand
 from common.jit_caches import jit_cache_environment
+from common.units import counted
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.trainer.model_description import read_description
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the usual ephemeral port range
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common.counting import counted
 from common.run_folder import RunFolder
+from common.units import counted
 from rlpost.cli.fleet_jobs import (
     PLACES,
     check_model,

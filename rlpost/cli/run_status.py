@@ -1,38 +1,42 @@
 """The status of runs, from their folders and one query to Slurm.
 
 Input: run folders and the queue. Output: ``Status`` values, for ``status`` and ``watch``. What
-cannot be read stays blank: monitoring never fails on an incomplete run.
+cannot be read stays blank: monitoring never fails on an incomplete run. Final statuses are cached
+in the run folders, valid while the sizes and times of their source files are unchanged: a list of
+200 ended runs reads 200 small files.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
-from common.counting import MAX_NAMED, counted
 from common.error_lines import error_line
-from common.files import tail_or_empty, text_or_empty
+from common.files import tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
-from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, settings_of
-from rlpost.observe.pace import PACE_STEPS, STEP_S, recent, throughput
+from common.scrape_targets import empty_targets
+from common.units import MAX_NAMED, counted
+from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of
+from rlpost.observe.pace import PACE_STEPS, STEP_S, duration, recent, throughput
 from rlpost.observe.report.goodput import Goodput, GpuLayout, end_of, goodput
 from rlpost.observe.report.panels import mean_phases
 from rlpost.observe.report.timeline import kept_words
-from rlpost.observe.train_progress import duration
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.causes import HostEnd
-from slurm.queue import QueueEntry
-from slurm.states import JobState
+from slurm.queue import QueueEntry, queue
+from slurm.states import JobState, parse_state
 
 MAX_WARNINGS = 4
 MAX_HEADLINE = 160  # characters
@@ -316,3 +320,72 @@ def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
     if ended.get("event") == "verdict" and ended.get("answer") != AGAIN:
         state = _VERDICT_STATES.get(str(ended.get("verdict")), JobState.FAILED)
     return entry if state is None else replace(entry, state=state, reason="")
+
+
+CACHE = ".status.json"
+VERSION = 2
+"""Version of the cached format; a status of another version is computed again."""
+
+
+def statuses(runs: Sequence[RunFolder]) -> list[Status]:
+    """Return the status of each run."""
+    kept = {run.root: read_cached(run) for run in runs}
+    ids = {run.root: newest_job(run) for run in runs if kept[run.root] is None}
+    entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
+
+    def of(run: RunFolder) -> Status:
+        if (status := kept[run.root]) is not None:
+            return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
+        status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
+        state = parse_state(status.state)
+        if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
+            empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
+        if state.is_over:
+            keep(run, status)
+        return status
+
+    return [of(run) for run in runs]
+
+
+def sources(run: RunFolder) -> list[list[str | int]]:
+    """Return name, size and time of modification of the files that a status is made from."""
+    latest = run.attempts / (newest_attempt(run) or "latest")
+    paths = [run.run_json, run.ledger.path, run.metrics, latest]
+    paths += [latest / name for name in (VERDICT_FILE, VERDICT_JSON, DRIVER_LOG)]
+    return [found for path in paths if (found := _stamp(path, run)) is not None]
+
+
+def read_cached(run: RunFolder) -> Status | None:
+    """Return the status that was kept, or None when it is missing, unreadable or out of date."""
+    try:
+        kept = json.loads((run.root / CACHE).read_text())
+        if kept["version"] != VERSION or kept["sources"] != sources(run):
+            return None
+        return _status(kept["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(run: RunFolder, status: Status) -> None:
+    """Keep the status of a run that has ended."""
+    kept = {"version": VERSION, "sources": sources(run), "status": asdict(status)}
+    with suppress(OSError):
+        write_atomic(run.root / CACHE, json.dumps(kept))
+
+
+def _stamp(path: Path, run: RunFolder) -> list[str | int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return [str(path.relative_to(run.root)), found.st_size, found.st_mtime_ns]
+
+
+def _status(values: Mapping[str, object]) -> Status:
+    """Make a status from JSON. Raises TypeError when fields are missing."""
+    if values.keys() != {field.name for field in fields(Status)}:
+        raise TypeError("a status of another version")
+    goodput = values["goodput"]
+    if isinstance(goodput, dict):
+        values = {**values, "goodput": Goodput(**goodput)}
+    return Status(**values)  # type: ignore[arg-type]  # checked by name, written by ``keep``

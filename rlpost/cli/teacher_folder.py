@@ -19,7 +19,7 @@ from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.errors import RlpostError, WeightError
 from rlpost.tasks.tokenizer import VOCABULARIES
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 from rlpost.trainer.teacher_description import teacher_description, teacher_folder
 from rlpost.trainer.weights.safetensors_files import file_problems
 

@@ -4,7 +4,7 @@ Input: the purpose of the function, and its signature, from the source (login no
 object (nodes). Output: the name of the interface, or a message with the required signature.
 
 The number of arguments distinguishes most interfaces. For the others the argument names decide: the
-first argument of slime's functions is ``args``.
+first argument of slime's functions is ``args``. ``settings_of`` gives the settings that they read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Literal
+
+from rlpost.config.tree import Config
 
 Interface = Literal["rlpost", "slime"]
 Kind = Literal[
@@ -195,3 +197,36 @@ def _shown(signature: Signature) -> str:
     """Return the signature as text without annotations and values of defaults."""
     bare = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
     return str(Signature(bare)).replace("=Ellipsis", "=...")
+
+
+def settings_of(config: Config) -> dict[str, object]:
+    """Return all settings in one table, as JSON values; for example ``{"lr": 1e-6, ...}``."""
+    found: dict[str, object] = {}
+    # groups of engines have names of the user's, which are no settings
+    for table in config.model_dump(mode="json", exclude={"engines"}).values():
+        found |= table
+    rollout = config.rollout
+    sources = list(rollout.prompt_data)
+    own = {
+        "prompt_data": sources[0] if len(sources) == 1 else sources,
+        "rollout_stop": list(rollout.rollout_stop) or None,
+        "rollout_stop_token_ids": list(rollout.rollout_stop_token_ids) or None,
+        "over_sampling_batch_size": rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+        "num_steps_per_rollout": config.num_steps_per_rollout,
+        "global_batch_size": config.samples_per_rollout // config.num_steps_per_rollout,
+        "rollout_num_gpus": config.rollout_num_gpus,
+        "rollout_num_engines": config.num_engines + config.fleet.engines,
+        "actor_num_nodes": config.actor_num_nodes,
+        "eval_max_context_len": config.eval.eval_max_context_len or rollout.rollout_max_context_len,
+        "eval_reward_key": config.eval.eval_reward_key or rollout.reward_key,
+        "rollout_global_dataset": True,
+        "rollout_skip_special_tokens": False,
+        "multimodal_keys": None,
+        "ci_test": False,
+    }
+    sglang = {
+        "sglang_dp_size": 1,
+        "sglang_enable_deterministic_inference": False,
+        "sglang_speculative_algorithm": None,
+    }
+    return {**sglang, **found, **own}

@@ -24,7 +24,7 @@ from rlpost.config.engine_groups import teacher_group
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plugin_settings import settings_of
+from rlpost.config.signatures import settings_of
 from rlpost.config.tree import Config
 from rlpost.driver.grading import StoppableGrader, StoppableTeacher
 from rlpost.driver.loop import Rollouts

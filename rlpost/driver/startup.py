@@ -34,8 +34,7 @@ from rlpost.driver.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.durable.daemon_threads import started
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
 from rlpost.observe.progress.overdue import OverdueRule
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import ActorSettings, actor_settings
 
 T = TypeVar("T")
 

@@ -5,11 +5,15 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from rlpost.algorithm.advantage import ESTIMATOR_OF
 from rlpost.algorithm.loss_settings import LossSettings
+from rlpost.config.flags import fields
 from rlpost.config.groups.perf import row_multiple, sequence_multiple
+from rlpost.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +151,27 @@ class ActorSettings(LossSettings):
             sequence_ranks=self.tensor_model_parallel_size if self.sequence_parallel else 1,
             options=self.megatron,
         )
+
+
+def actor_settings(config: Config) -> ActorSettings:
+    """Return an actor's settings: settings of the same name in any table, and derived ones."""
+    wanted = {field.name for field in dataclasses.fields(ActorSettings)}
+    leaves = {
+        key: getattr(getattr(config, group), key)
+        for key, group in fields().items()
+        if key in wanted
+    }
+    grpo, given = config.grpo, config.model.model_dump()
+    estimator = grpo.advantage_estimator
+    derived = {
+        "temperature": config.rollout.rollout_temperature,
+        "num_engines": config.num_engines,
+        "policy_loss": grpo.policy_loss or (estimator if estimator in ESTIMATOR_OF else "ppo"),
+        "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
+        "keeps_old_policy": config.keeps_old_policy,
+        "lr_decay_iters": config.lr_decay_iters,
+        "model_args": {key: value for key, value in given.items() if value is not None},
+        "megatron": config.megatron.options,
+        "use_critic": config.use_critic and not config.has_own_critic,
+    }
+    return ActorSettings(**(leaves | derived))

@@ -23,7 +23,7 @@ from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.result import RehearsalResult
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 from tests.contract.all_ranks import num_optimized, rehearse
 from tests.contract.cuda.test_every_rank import recipe_config, words_of
 from tests.contract.families import make_family_config

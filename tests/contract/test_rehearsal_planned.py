@@ -15,7 +15,7 @@ import torch
 
 from rlpost.rehearsal.result import Compared
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 from tests.contract.cuda.test_every_rank import recipe_config
 
 pytestmark = [

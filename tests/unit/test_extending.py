@@ -13,7 +13,7 @@ from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, loss_function
 from rlpost.cli.main import main as rlpost
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.config.plugin_settings import settings_of
+from rlpost.config.signatures import settings_of
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
 from rlpost.models.families import FAMILIES, family

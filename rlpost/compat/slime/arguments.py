@@ -1,6 +1,6 @@
 """The ``args`` of slime's plug-ins.
 
-Input: the settings (``rlpost.config.plugin_settings``); later the address of the engines. Output: a
+Input: the settings (``rlpost.config.signatures``); later the address of the engines. Output: a
 namespace for plug-ins. A plug-in may add attributes, but cannot change a setting of the run.
 """
 

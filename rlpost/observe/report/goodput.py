@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from common.ledger import Entry
 from common.units import duration_text
 from rlpost.observe.pace import finite, is_timed
-from rlpost.observe.report.clock import without_jumps_back
 from rlpost.observe.report.fleet_use import FleetUse, fleet_use
-from rlpost.observe.report.timeline import COMES_BACK
+from rlpost.observe.report.timeline import COMES_BACK, without_jumps_back
 
 if TYPE_CHECKING:  # a list of ended runs does without the settings
     from rlpost.config.tree import Config

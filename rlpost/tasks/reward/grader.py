@@ -19,14 +19,14 @@ from typing import Protocol
 
 from rlpost.config.engine_groups import REWARD_GROUP, judge_group
 from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.config.plugin_settings import settings_of
+from rlpost.config.signatures import settings_of
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients
 from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
 from rlpost.tasks.judge.judge import REFUSED, UNPARSABLE, Judge
 from rlpost.tasks.judge.judge_file import prompt_values, read_judge
 from rlpost.tasks.judge.verdicts import NoVerdict
-from rlpost.tasks.reward.engine_reward import EngineReward, engine_reward
+from rlpost.tasks.reward.engine_reward import EngineReward, RemoteReward, engine_reward
 from rlpost.tasks.reward.pool import (
     GradingFailed,
     GradingPool,
@@ -42,7 +42,6 @@ from rlpost.tasks.reward.registry import (
     is_isolated,
     reward_function,
 )
-from rlpost.tasks.reward.remote import RemoteReward
 from rlpost.tasks.reward.worker import is_lost
 from rlpost.types import Prompt, Sample
 

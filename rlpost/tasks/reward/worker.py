@@ -60,7 +60,7 @@ Score = Callable[[Prompt, Sequence[Sample]], list[float]]
 def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
     """Load ``rm`` (a reward by name), ``custom`` (a user's, for one sample), or ``group``.
 
-    ``settings`` are those of the run (``rlpost.config.plugin_settings.settings_of``), for slime
+    ``settings`` are those of the run (``rlpost.config.signatures.settings_of``), for slime
     functions.
 
     Raises:

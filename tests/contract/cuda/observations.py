@@ -41,8 +41,7 @@ from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription, read_description
 from rlpost.trainer.model_state import METADATA
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import ActorSettings, actor_settings
 from rlpost.trainer.weights.exporter import Exporter
 from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,

@@ -8,7 +8,7 @@ from rlpost.algorithm.advantage import ESTIMATOR_OF, ESTIMATORS
 from rlpost.algorithm.objective import LOSSES, POLICY_LOSSES
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.load import load
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 
 
 def choices(leaf: str) -> set[Any]:

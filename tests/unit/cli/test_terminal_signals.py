@@ -21,8 +21,8 @@ import pytest
 
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
+from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
-from rlpost.cli.statuses import statuses
 from tests.cluster.lab_host import wait_until
 
 ROOT = Path(__file__).parents[3]

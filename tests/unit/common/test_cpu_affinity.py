@@ -22,8 +22,7 @@ from common.cpu_affinity import (
 from common.local_gpus import LocalGpu, parse_cpu_list
 from rlpost.config.load import load
 from rlpost.trainer import device
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import ActorSettings, actor_settings
 
 # A DGX H100 by `nvidia-smi topo -m`: two sockets with 56 cores of two threads, four GPUs each.
 SOCKETS = (parse_cpu_list("0-55,112-167"), parse_cpu_list("56-111,168-223"))

@@ -15,7 +15,7 @@ from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.filters import SlimeGrader, reward_number
 from rlpost.compat.slime.generate import _sampling_mask
 from rlpost.compat.slime.sample import shown
-from rlpost.config.plugin_settings import settings_of
+from rlpost.config.signatures import settings_of
 from rlpost.config.tree import Config
 from rlpost.driver.generation import evaluation_rollout
 from rlpost.durable.group_records import sample_from, sample_record

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.config.checks.algorithm import algorithm_problems
+from rlpost.config.checks.algorithm import (
+    algorithm_problems,
+    own_critic_model_problems,
+    own_critic_problems,
+)
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import estimate
@@ -23,7 +26,7 @@ from rlpost.config.plan.shape import (
 from rlpost.driver.ledger_lines import gpus_by_role
 from rlpost.driver.observation import pace
 from rlpost.observe.report.goodput import GpuLayout as Goodput
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
 PPO = {"advantage_estimator": "ppo"}

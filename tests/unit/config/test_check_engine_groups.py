@@ -20,7 +20,7 @@ from rlpost.config.checks.missing import missing_problems
 from rlpost.config.engine_groups import engines_to_place, group_config
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.path_variables import variable_problems
-from rlpost.config.plugin_settings import settings_of
+from rlpost.config.signatures import settings_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 from submitit.local.local import LocalJob
 
 from common.run_folder import RunFolder, create_run_folder
-from rlpost.cli.statuses import statuses
+from rlpost.cli.run_status import statuses
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import _on_signal, local_environment

@@ -5,7 +5,7 @@ import pytest
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.trainer.megatron_fields import configured
-from rlpost.trainer.settings_of_actors import actor_settings
+from rlpost.trainer.settings import actor_settings
 
 # After rlpost.trainer, which prepares it for a CPU.
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip

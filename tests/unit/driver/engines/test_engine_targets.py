@@ -16,8 +16,7 @@ import pytest
 from common.ledger import Ledger
 from common.run_folder import RunFolder
 from common.scrape_targets import DRIVER_TARGETS, ENGINE_TARGETS, empty_targets
-from rlpost.cli.run_status import Status
-from rlpost.cli.statuses import statuses
+from rlpost.cli.run_status import Status, statuses
 from rlpost.config.engine_groups import group_config
 from rlpost.config.load import load
 from rlpost.driver.engines.engine_targets import EngineTargets, engine_targets, has_metrics
@@ -211,7 +210,7 @@ def test_status_empties_the_files_of_a_run_that_has_ended(
     run = left_behind(tmp_path / "a")
     run.ledger.append("submitted", job_id="7")
     monkeypatch.setattr(
-        "rlpost.cli.statuses.queue", lambda jobs: {job: QueueEntry(job, state) for job in jobs}
+        "rlpost.cli.run_status.queue", lambda jobs: {job: QueueEntry(job, state) for job in jobs}
     )
     (found,) = statuses([run])
     assert isinstance(found, Status) and found.state == state
