@@ -42,7 +42,7 @@ from rlpost.engines.engine_side_weights import (
     num_engine_ranks,
     stage_group,
 )
-from rlpost.trainer.weights.flat import as_bytes
+from rlpost.trainer.weights.layouts import as_bytes
 from rlpost.trainer.weights.trainer_side import Broadcast, Sharing
 from rlpost.types import Bucket
 from tests.ports import free_port

@@ -1,7 +1,7 @@
 """Addresses of servers as text: an IPv6 address has brackets before its port.
 
 Input: a host name or IP address, and a port. Output: ``HOST:PORT`` or a URL. And this host's own
-address, as its routes choose it.
+address, as its routes choose it, and connections that end when the other host vanishes.
 """
 
 from __future__ import annotations
@@ -68,3 +68,17 @@ def node_address() -> str:
         return local_address(ANYWHERE)
     except OSError:
         return local_address(ANYWHERE_6)
+
+
+def keep_alive(
+    connection: socket.socket, *, idle_s: int = 10, interval_s: int = 5, num_probes: int = 3
+) -> None:
+    """Fail the connection ``idle_s + interval_s * num_probes`` seconds after the last answer."""
+    tcp = socket.IPPROTO_TCP
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, idle_s)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, interval_s)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, num_probes)
+    # Keepalive probes only an idle connection; this bounds the wait for acknowledgements.
+    give_up_ms = 1000 * (idle_s + interval_s * num_probes)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, give_up_ms)

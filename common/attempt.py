@@ -21,6 +21,7 @@ Slurm restart count upwards.
 import os
 import secrets
 from pathlib import Path
+from typing import Mapping
 
 DRIVER_RESTARTS = 3
 """Default maximum number of restarts of a crashed driver in an attempt."""
@@ -65,3 +66,18 @@ def attempt_secret() -> str:
     """
     path = os.environ.get(SECRET_VARIABLE)
     return Path(path).read_text().strip() if path else ""
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """The id of this job: ``ARRAY_TASK`` for a task of an array; empty outside a job.
+
+    SLURM_JOB_ID does not identify a task: that of the last task is the id of the array, which means
+    all tasks in Slurm's commands.
+
+    >>> job_name({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"})
+    '9_3'
+    """
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    if not task:
+        return environ.get("SLURM_JOB_ID", "")
+    return f"{environ.get('SLURM_ARRAY_JOB_ID', '')}_{task}"

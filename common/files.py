@@ -1,5 +1,4 @@
-"""Atomic and durable writes, and reads of files that another host writes.
-
+"""Atomic and durable writes, reads of files that another host writes, and private folders.
 Invariant: a reader on any node sees no file, the old file or the complete new one, also after a
 crash. Python 3.6 and later, because batch hosts use it.
 """
@@ -7,7 +6,9 @@ crash. Python 3.6 and later, because batch hosts use it.
 import errno
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Iterable, Optional, Union
@@ -183,3 +184,49 @@ def _write_beside(
         discard(beside)
         raise
     return beside
+
+
+def is_private(path: Path) -> bool:
+    """Whether ``path`` is a folder, not a link, of this user that no other user can enter."""
+    status = path.lstat()
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return is_own and stat.S_ISDIR(status.st_mode)
+
+
+def own_folder(path: Path) -> Path:
+    """Return a private folder: ``path``, which may exist, or a new one if it is not private.
+
+    Programs load code and open sockets in it, and below /tmp anyone can take its name first. For
+    folders that outlive a job; ``new_folder`` is for those of one job.
+    Raises OSError.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_private(path):
+            return _elsewhere(path)
+    return path
+
+
+def new_folder(path: Path) -> Path:
+    """Return an empty private folder: ``path``, or a new one if another user has taken the name.
+
+    A folder that this user left there is removed. Raises OSError.
+    """
+    try:
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+            return _elsewhere(path)
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:  # taken in this moment
+        return _elsewhere(path)
+    return path
+
+
+def _elsewhere(path: Path) -> Path:
+    # The name is cut, because sockets inside have paths of at most 107 bytes.
+    return Path(tempfile.mkdtemp(prefix=f"{path.name[:12]}-", dir=path.parent))

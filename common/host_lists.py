@@ -1,11 +1,11 @@
-"""Expand Slurm's compact host lists without Slurm.
+"""Expand Slurm's compact host lists as ``scontrol show hostnames``; find hosts in srun's messages.
 
-Pure; same result as ``scontrol show hostnames``.
+Pure, Python 3.6.
 """
 
 import itertools
 import re
-from typing import List, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 MAX_HOSTS = 65536  # a longer list is a typing error and would exhaust memory
 
@@ -68,3 +68,34 @@ def _numbers(ranges: str, text: str) -> List[str]:
             )
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
+
+
+# Lines of srun (slurm, _task_finish in src/srun/launch.c; src/api/step_launch.c): a node that did
+# not accept its tasks, and tasks that ended. Hosts are a compact list.
+_OF_HOSTS = (
+    re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M),
+    re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.M),
+)
+# A task, by its number, that its node could not start.
+_OF_TASK = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.M)
+
+
+def failed_tasks(launch: str, hosts: Sequence[str]) -> Dict[str, str]:
+    """Hosts whose task has failed, each with srun's message.
+
+    srun lists only failed tasks, not those that exited with 0.
+
+    Args:
+        launch: output of srun.
+        hosts: hosts of the step, by task number.
+    """
+    failures = {
+        hosts[int(task)]: how for task, how in _OF_TASK.findall(launch) if int(task) < len(hosts)
+    }
+    for pattern in _OF_HOSTS:
+        for host_list, how in pattern.findall(launch):
+            try:
+                failures.update(dict.fromkeys(expand(host_list), how))
+            except HostListError:  # another message of the same form
+                continue
+    return failures

@@ -26,8 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from common.addresses import host_port
-from common.keep_alive import keep_alive
+from common.addresses import host_port, keep_alive
 from common.message_codec import (
     MessageCodec,
     MessageError,

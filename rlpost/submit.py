@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlpost.cli.secret_flags import hide_keys
+from rlpost.cli.secret_file import hide_keys
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,7 @@ from rlpost.agents.sandbox.settings import check_node
 from rlpost.cli.check_settings import check, check_installed
 from rlpost.cli.command_line import make_parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
-from rlpost.cli.secret_file import load_keys
-from rlpost.cli.secret_flags import hide_keys
+from rlpost.cli.secret_file import hide_keys, load_keys
 from rlpost.cli.stack_check import model_problems
 from rlpost.config.arguments import add_switch
 from rlpost.config.load import dump, parse_dump

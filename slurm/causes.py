@@ -12,8 +12,8 @@ transient. Only the standard library of Python 3.6 and later, see ``supervise``.
 import re
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from common.counting import first_names
 from common.exit_codes import EXIT_CONFIG
+from common.units import first_names
 
 MAX_LINES = 8
 MAX_CHARS = 1200

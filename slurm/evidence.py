@@ -14,8 +14,7 @@ from typing import List, Mapping, Sequence
 
 from common.attempt import EXCLUDE_FILE, LAUNCH_LOG, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import tail_or_empty, text_or_empty, write_atomic
-from common.host_lists import HostListError, expand
-from common.srun_output import failed_tasks
+from common.host_lists import HostListError, expand, failed_tasks
 from slurm.causes import Finding, HostEnd, explain, is_disk_full, last_words, without_secrets
 from slurm.enroot import FREED_FILE
 

@@ -6,9 +6,8 @@ want them, or the reason why a submission has no id. Python 3.6.
 
 import os
 import re
-from typing import List, Mapping, Sequence
-
-from slurm.command import run_command
+import subprocess
+from typing import List, Mapping, Optional, Sequence
 
 _PARSABLE = re.compile(r"[0-9]+(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
@@ -95,3 +94,25 @@ def explain_submission(output: str, script: str, found: Sequence[str]) -> str:
         f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: {way}; "
         "then submit where sbatch is Slurm's own and SBATCH_ variables do not silence it"
     )
+
+
+ANSWER_S = 10.0
+
+
+def run_command(
+    argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = ANSWER_S
+) -> Optional[str]:
+    """Output of a command of Slurm; None if it failed, is missing or does not answer in time."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            universal_newlines=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=dict(environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "rlpost/engines/sglang_on_cpu")]
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-from rlpost.config.server_arg_table import COPY, ServerArg  # noqa: E402
+from rlpost.config.server_arg_values import COPY, ServerArg  # noqa: E402
 from tools.server_arg_source import source_args  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.server_arg_table import OPAQUE, ServerArg
+from rlpost.config.server_arg_values import OPAQUE, ServerArg
 
 _SCALARS = ("int", "float", "str", "bool")
 _JSON_PARSERS = ("json.loads", "json_list_type", "parse_cuda_graph_config_arg")

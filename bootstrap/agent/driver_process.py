@@ -17,21 +17,23 @@ again.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bootstrap.agent.driver_restarts import DriverDeath, is_crash, last_step, reason_to_end
 from bootstrap.agent.options import Options
 from bootstrap.agent.verdict import describe_exit
 from bootstrap.links.monitor import Kept
 from common.attempt import DRIVER_LOG, STOP_FILE
 from common.cluster import Cluster
-from common.files import is_there
+from common.exit_codes import EXIT_CRASHED
+from common.files import is_there, tail_or_empty
 from common.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -253,3 +255,70 @@ def _write_line(descriptor: int, text: str) -> None:
     """Write a line and close; the exit of a driver is reported elsewhere."""
     with suppress(BrokenPipeError), os.fdopen(descriptor, "w") as stream:
         stream.write(text + "\n")
+
+
+WINDOW_S = 600.0
+LAST_LINES_BYTES = 65_536
+CRASHES = (
+    signal.SIGKILL,  # the kernel, out of memory
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverDeath:
+    """One death of a driver.
+
+    ``code`` is its exit code, negative for a signal. ``at`` is in seconds of a monotonic clock.
+    ``step`` is the newest trained step, -1 before the first.
+    """
+
+    code: int
+    at: float
+    step: int
+
+
+def reason_to_end(
+    death: DriverDeath, earlier: tuple[DriverDeath, ...], *, max_restarts: int, is_ending: bool
+) -> str | None:
+    """Return why the attempt ends after this death; None to start the driver again.
+
+    A driver that ends deliberately (finished, preempted, bad settings, a known error) is not started
+    again, nor after TERM, nor one that dies twice within ``WINDOW_S`` seconds without a trained step
+    between the two deaths. The batch script then decides about a whole restart.
+    Args:
+        earlier: deaths in this attempt after which it was started again.
+        is_ending: a stop was requested, or a node or Ray is lost.
+    """
+    if not is_crash(death.code):
+        return "the driver ended by itself"
+    if is_ending:
+        return "the attempt is ending"
+    if len(earlier) >= max_restarts:
+        return f"the driver was started again {len(earlier)} times already, the maximum"
+    recent = [one for one in earlier if death.at - one.at < WINDOW_S]
+    if recent and death.step <= max(one.step for one in recent):
+        return (
+            f"the driver has died {len(recent) + 1} times within {WINDOW_S:.0f} s "
+            "without a newly trained step"
+        )
+    return None
+
+
+def is_crash(code: int) -> bool:
+    """Whether a driver that ended with ``code`` may work when it is started again."""
+    return code == EXIT_CRASHED or -code in CRASHES
+
+
+def last_step(metrics: Path) -> int:
+    """The step of the last complete line of ``metrics.jsonl``; -1 without one. Blocks."""
+    for line in reversed(tail_or_empty(metrics, LAST_LINES_BYTES).splitlines()):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return -1

@@ -21,8 +21,7 @@ from typing import Any
 from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.agent.rendezvous import BringupError, NodeReport, Reception, installed_versions
-from bootstrap.agent.selection import choose_hosts
-from bootstrap.agent.topology import by_topology, topology_path
+from bootstrap.agent.verdict import Word
 from bootstrap.check_result import Check, level_of
 from bootstrap.links.awaiting import first_of
 from bootstrap.links.identity import Facts
@@ -32,8 +31,8 @@ from bootstrap.preflight.probe import CANARY_DIR, read_host
 from bootstrap.preflight.shared_folder import ANSWER, FolderTest
 from bootstrap.preflight.table import HeadObservations, HostFacts, Preflight, Requirements
 from common.attempt import PREFLIGHT_JSON
-from common.counting import first_names
 from common.files import write_atomic
+from common.units import first_names
 
 logger = logging.getLogger(__name__)
 
@@ -290,3 +289,78 @@ def _wait_for_canaries(attempt_dir: Path, names: Sequence[str | None]) -> set[st
             shutil.rmtree(folder, ignore_errors=True)
             return seen
         time.sleep(_CANARY_POLL_S)
+
+
+Levels = tuple[str, ...]
+"""Names of the levels above a host, the outermost first: ``("s0", "s1")``, or ``("block1",)``."""
+
+
+def topology_path(environ: Mapping[str, str]) -> Levels:
+    """Levels above this host; empty where Slurm has no topology (man srun, SLURM_TOPOLOGY_ADDR).
+
+    The address ends in the host's name, and its pattern (``switch.switch.node``) says how many
+    levels come before it, because a host name may contain dots.
+    """
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    return tuple(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", levels)[:levels])
+
+
+def by_topology(hosts: Sequence[str], paths: Mapping[str, Levels]) -> tuple[str, ...]:
+    """Order hosts so that those with a common prefix of their paths are neighbours.
+
+    Ranks fill nodes in this order, so tensor and expert groups cross a block only where they must.
+    The first host stays first, because the head cannot be replaced. Prefixes follow each other as
+    in ``hosts``, and so do hosts of equal path. A host without a path has not joined: it is taken
+    to be beside its predecessor in ``hosts``, where a spare then takes its place.
+    """
+    first_with: dict[Levels, int] = {(): 0}
+    assumed: dict[str, Levels] = {}
+    path: Levels = ()
+    for index, host in enumerate(hosts):
+        path = assumed[host] = paths.get(host) or path
+        for level in range(1, len(path) + 1):
+            first_with.setdefault(path[:level], index)
+
+    def position(host: str) -> tuple[int, ...]:
+        if host == hosts[0]:
+            return (-1,)
+        path = assumed[host]
+        return tuple(first_with[path[:level]] for level in range(len(path) + 1))
+
+    return tuple(sorted(hosts, key=position))
+
+
+def choose_hosts(
+    hosts: Sequence[str],
+    num_needed: int,
+    preflight: Preflight,
+    absent: Mapping[str, str],
+    *,
+    can_requeue: bool,
+) -> tuple[str, ...]:
+    """Return the first ``num_needed`` hosts, with a later fit host in the place of each bad one.
+
+    The fit hosts keep their places, as when a spare replaces a node in the middle of a run. Moving
+    them up instead would shift every later rank, and groups of ranks across blocks.
+
+    The head runs the driver, and all nodes connect to its address, so an attempt cannot replace it.
+
+    Args:
+        absent: hosts that did not join or were lost, each with the reason.
+        can_requeue: false outside Slurm, where nothing restarts the attempt on other hosts.
+
+    Raises:
+        BringupError: no host can run the job (verdict config), or too few hosts are fit (verdict
+            requeue, with the unfit hosts excluded).
+    """
+    if preflight.fatal is not None:
+        raise BringupError(preflight.fatal, verdict="config")
+    bad = {**preflight.unfit, **absent}
+    fit = tuple(host for host in hosts if host not in bad)
+    if hosts[0] not in bad and len(fit) >= num_needed:
+        spares = iter([host for host in hosts[num_needed:] if host not in bad])
+        return tuple(next(spares) if host in bad else host for host in hosts[:num_needed])
+    verdict: Word = "requeue" if can_requeue else "failed"
+    listed = "\n".join(f"{host}: {reason}" for host, reason in bad.items())
+    cause = f"{len(fit)} of {len(hosts)} nodes are fit, {num_needed} are needed (the head among them):\n{listed}"
+    raise BringupError(cause, verdict=verdict, exclude=tuple(bad))

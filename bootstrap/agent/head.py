@@ -67,10 +67,10 @@ from bootstrap.preflight.comparison import comparison_table, network_row
 from common.addresses import host_port
 from common.attempt import CAUSE_FILE, DRIVER_LOG, SECRET_FILE
 from common.cluster import Cluster
-from common.counting import counted
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
 from common.message_codec import Message
+from common.units import counted
 
 logger = logging.getLogger(__name__)
 

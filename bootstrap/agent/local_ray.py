@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from bootstrap.agent.early_exits import with_likely_cause
 from bootstrap.agent.ray_command import RayNode, ray_temp_dir, start_argv
 from bootstrap.agent.ray_process import parse_registered
-from bootstrap.agent.symptoms import with_likely_cause
 from bootstrap.agent.verdict import describe_exit
 from bootstrap.links.awaiting import first_of
 from bootstrap.links.monitor import Kept

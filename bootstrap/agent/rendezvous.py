@@ -28,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bootstrap.agent.symptoms import with_likely_cause
+from bootstrap.agent.early_exits import with_likely_cause
 from bootstrap.agent.verdict import Word
 from bootstrap.links.link import Link, LinkLost
 from bootstrap.network.sockets import Address

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from common.job_name import job_name
+from common.attempt import job_name
 
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0

@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 from contextlib import suppress
 
-from common.keep_alive import keep_alive
+from common.addresses import keep_alive
 from common.message_codec import Message, MessageCodec, MessageError
 
 BEAT_S = 2.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.private_folders import new_folder
+from common.files import new_folder
 
 LONGEST_TEMP = 70
 """Bytes of TMPDIR; engines open sockets in a folder below it, whose paths have at most 107."""

@@ -14,7 +14,7 @@ from bootstrap.links.session_folder import is_short_enough
 from bootstrap.preflight.gpus import Gpu
 from bootstrap.preflight.shared_folder import check_alone
 from bootstrap.preflight.table import HeadObservations, HostFacts, Requirements
-from common.file_systems import is_remote
+from common.jit_caches import is_remote
 
 _MAX_SKEW_S = 2.0
 _MAX_RENAME_MS = 1000.0

@@ -29,8 +29,8 @@ from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
 from common.delegated_cgroup import delegated_cgroup
-from common.file_systems import mount_of
 from common.files import text_or_empty, write_atomic
+from common.jit_caches import mount_of
 
 CANARY_DIR = "canary"
 _RESOLVE_S = 2.0

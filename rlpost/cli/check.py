@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.counting import counted
-from common.units import count_text, size_text
+from common.units import count_text, counted, size_text
 from rlpost.cli.check_settings import check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.job import as_the_job_would, job_spec, time_notes
@@ -26,7 +25,7 @@ from rlpost.config.checks.missing import image_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.engine_groups import engine_groups
 from rlpost.config.load import Loaded
-from rlpost.config.plan.engine_weights import engine_weights
+from rlpost.config.plan.engine_memory import engine_weights
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
 from rlpost.config.plan.rank_memory import fullest_held
 from rlpost.config.tree import Config

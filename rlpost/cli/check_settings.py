@@ -18,25 +18,29 @@ from pathlib import Path
 
 from rlpost.cli.engine_groups import group_args_problems, group_folder_problems
 from rlpost.cli.teacher_folder import teacher_note, teacher_problems
-from rlpost.config.checks.adapter_engines import (
-    adapter_engine_model_problems,
-    adapter_engine_problems,
+from rlpost.config.checks.agents import agent_problems, sandbox_problems
+from rlpost.config.checks.algorithm import (
+    algorithm_problems,
+    own_critic_model_problems,
+    own_critic_problems,
 )
-from rlpost.config.checks.agents import agent_problems
-from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
-from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_groups import engine_group_problems, spare_model_problems
-from rlpost.config.checks.engine_model import engine_model_problems
+from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
 from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.export_folder import export_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
-from rlpost.config.checks.lora import lora_model_problems, lora_problems
+from rlpost.config.checks.lora import (
+    adapter_engine_model_problems,
+    adapter_engine_problems,
+    lora_model_problems,
+    lora_problems,
+)
 from rlpost.config.checks.missing import (
     has_folder,
     image_problems,
@@ -55,8 +59,6 @@ from rlpost.config.checks.rollout import (
     sampling_note,
 )
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
-from rlpost.config.checks.sandbox import sandbox_problems
-from rlpost.config.checks.sync import load_format_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.load import recipe_file
 from rlpost.config.megatron_options import option_names, option_problems
@@ -64,8 +66,7 @@ from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.architecture import mtp_problem, sharding_problem
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.rank_memory import forward_pass, frozen_note
-from rlpost.config.plan.reference import reference_note
+from rlpost.config.plan.rank_memory import forward_pass, frozen_note, reference_note
 from rlpost.config.plan.save_interval import interval_note, save_interval
 from rlpost.config.plan.shape import Shape
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlpost.cli.secret_flags import KEY_FLAGS, take_keys
+from rlpost.cli.secret_file import KEY_FLAGS, take_keys
 from rlpost.config import flags
 from rlpost.config.arguments import add_switch
 from rlpost.config.load import Loaded, files_of, load, site_profile

@@ -17,8 +17,16 @@ from rlpost.config.arguments import Parser, add_switch
 from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 from rlpost.observe.pace import PACE_STEPS
-from rlpost.observe.report.compare import compare_page, comparison, figures, labels
-from rlpost.observe.report.gate import Gate, GateOutcome, outcome, parse_gate
+from rlpost.observe.report.compare import (
+    Gate,
+    GateOutcome,
+    compare_page,
+    comparison,
+    figures,
+    labels,
+    outcome,
+    parse_gate,
+)
 from rlpost.observe.report.run_facts import RunFacts, read_facts
 
 

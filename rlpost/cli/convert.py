@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.counting import counted
 from common.files import write_first
 from common.host_lists import expand
 from common.jit_caches import jit_cache_environment
+from common.units import counted
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common.counting import counted
 from common.fleet_name import GROUP, POLICY
 from common.run_folder import RunFolder
+from common.units import counted
 from rlpost.cli.fleet_jobs import (
     PLACES,
     check_group,

@@ -24,10 +24,9 @@ from rlpost.config.wording import near_path
 from rlpost.engines.group_client import GroupClient
 from rlpost.engines.places import Place, Places
 from rlpost.errors import ConfigError, DataError, GradingLost
-from rlpost.tasks.judge.agreement import Agreement, agreement
 from rlpost.tasks.judge.judge import ChatClient, Comparison, Judge
 from rlpost.tasks.judge.judge_file import JudgeFile, prompt_values, read_judge
-from rlpost.tasks.judge.verdicts import NoVerdict, Verdict, parse_verdict
+from rlpost.tasks.judge.verdicts import Agreement, NoVerdict, Verdict, agreement, parse_verdict
 from rlpost.tasks.rows import Rows
 
 SHOWN = 3  # rows that differ

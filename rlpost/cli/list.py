@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from common.counting import counted
+from common.units import counted
 from rlpost.cli.run_status import STATE_COLOURS, Status, headline, statuses
 from rlpost.cli.runs import add_runs_dir, all_runs
 from rlpost.cli.status import console

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from rlpost import __version__
 from rlpost.cli.entry import run_command
-from rlpost.cli.secret_flags import hide_keys
+from rlpost.cli.secret_file import hide_keys
 from rlpost.cli.terminal import named_lines
 from rlpost.errors import ConfigError, suggestion
 

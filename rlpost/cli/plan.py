@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.counting import counted
-from common.units import count_text
+from common.units import count_text, counted
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.plan_engines import PlannedGroup, gb, planned_groups, route_words, update_rows
 from rlpost.cli.teacher_folder import teacher_shape
@@ -34,7 +33,7 @@ from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
 from rlpost.config.plan.layout_search import FittingLayout, nearest, suggest
 from rlpost.config.plan.rank_groups import crossing_words, planned_crossings
-from rlpost.config.plan.reference import notes_of
+from rlpost.config.plan.rank_memory import notes_of
 from rlpost.config.plan.save_interval import (
     WRITE_GBPS,
     SaveInterval,

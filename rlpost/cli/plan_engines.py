@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.counting import counted
+from common.units import counted
 from rlpost.config.engine_groups import group_config
 from rlpost.config.load import JOBS, load
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine

@@ -18,8 +18,8 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.counting import counted
 from common.jit_caches import jit_cache_environment
+from common.units import counted
 from rlpost.cli.command_line import make_parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, read_planned_recipe
 from rlpost.cli.rehearse_nodes import agents_check, nodes_check

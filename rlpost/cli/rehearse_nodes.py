@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.cluster import Cluster
-from common.counting import counted
+from common.units import counted
 from rlpost.config.plan.shape import layout_of
 from rlpost.config.tree import Config
 from rlpost.driver.placement import Offer, Placement, place, ports_of_run

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
-from common.counting import MAX_NAMED, counted
 from common.error_lines import error_line
 from common.files import tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
@@ -29,13 +28,13 @@ from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
+from common.units import MAX_NAMED, counted
 from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of
-from rlpost.observe.pace import PACE_STEPS, STEP_S, recent, throughput
+from rlpost.observe.pace import PACE_STEPS, STEP_S, duration, recent, throughput
 from rlpost.observe.report.goodput import Goodput, end_of, goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.panels import mean_phases
 from rlpost.observe.report.timeline import kept_words
-from rlpost.observe.train_progress import duration
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.causes import HostEnd
 from slurm.queue import QueueEntry, queue

@@ -4,12 +4,14 @@ Input: the environment of ``rlpost submit``.
 Output: RUN/secrets.env (one ``NAME=value`` per line), and an environment without the keys for
 sbatch; in the job, the driver's environment. Keys therefore appear in no argv, batch script, log,
 run.json or ledger, nor in Slurm's copy of the environment, nor in that of Ray, its workers and the
-engines.
+engines. ``hide_keys`` runs first: every user of a host can read the command line of a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from common.files import write_atomic
@@ -59,3 +61,42 @@ def _read(path: Path) -> dict[str, str]:
         return {}
     pairs = (line.partition("=") for line in path.read_text().splitlines())
     return {name: value for name, _, value in pairs if is_key(name)}
+
+
+KEY_FLAGS = {"--wandb-key": "WANDB_API_KEY"}
+
+
+def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Move keys into ``environ``; return the other arguments.
+
+    Raises ConfigError for a flag without a value.
+    """
+    rest: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in KEY_FLAGS:
+            rest.append(word)
+            continue
+        if not equals:
+            value = left.pop(0) if left and not left[0].startswith("--") else ""
+        if not value:
+            raise ConfigError(f"{name}: the key is missing; is the variable that you gave empty?")
+        environ[KEY_FLAGS[name]] = value
+    return rest
+
+
+def hide_keys() -> None:
+    """Re-execute this process without keys on its command line; return if there are none."""
+    words = sys.argv[1:]
+    if not any(word.partition("=")[0] in KEY_FLAGS for word in words):
+        return
+    try:
+        rest = take_keys(words, os.environ)
+    except ConfigError:
+        return  # the parser reports it
+    # Only exec replaces /proc/PID/cmdline. The flag cannot be refused instead: published command
+    # lines use it.
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]
+    os.execv(sys.executable, [sys.executable, *before, *rest])

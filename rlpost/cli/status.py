@@ -12,10 +12,10 @@ from common.error_lines import error_line, with_remedy
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline, statuses
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.observe.train_progress import duration
+from rlpost.observe.pace import duration
 from slurm.states import JobState, parse_state
 
-if TYPE_CHECKING:  # --json does not load rich
+if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_UNKNOWN = 3

@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.counting import counted
 from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
+from common.units import counted
 from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
@@ -28,8 +28,7 @@ from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
 from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import submit_servers, wants_servers
-from rlpost.cli.secret_file import has_wandb_key, store_keys
-from rlpost.cli.secret_flags import take_keys
+from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
 from rlpost.cli.stack_check import StackCheck
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from common.counting import counted
 from common.exit_codes import EXIT_PREEMPTED
 from common.run_folder import RunFolder
+from common.units import counted
 from rlpost.cli.command_line import no_recipe, settings
 from rlpost.cli.runs import newest_job
 from rlpost.cli.submit import check_run, print_notes, submit_main, submit_parser

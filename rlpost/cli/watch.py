@@ -24,11 +24,10 @@ from common.run_folder import RunFolder
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, status_of
 from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.errors import ConfigError
-from rlpost.observe.pace import PACE_STEPS
+from rlpost.observe.pace import PACE_STEPS, duration
 from rlpost.observe.report.panels import PHASES, mean_phases
 from rlpost.observe.report.series import not_finite, points, short
 from rlpost.observe.report.timeline import Timeline, timeline
-from rlpost.observe.train_progress import duration
 from rlpost.observe.writer import read_metrics
 from slurm.client import POLL_S
 from slurm.queue import FORGOTTEN, QueueEntry, queue

@@ -20,10 +20,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rlpost.config import pass_through
-from rlpost.config.abbreviations import meant
 from rlpost.config.arguments import Parser, alike
 from rlpost.config.groups.base import Group
 from rlpost.config.megatron_options import option_names
+from rlpost.config.slime_flags import meant
 from rlpost.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rlpost.config.abbreviations import meant, without_effect
 from rlpost.config.megatron_options import OURS, option_names
 from rlpost.config.published_flags import (
     ACCEPTED,
@@ -22,7 +21,8 @@ from rlpost.config.published_flags import (
     REFUSED,
     SPECS_OF_FAMILIES,
 )
-from rlpost.config.server_arg_table import server_arg_table
+from rlpost.config.server_arg_values import server_arg_table
+from rlpost.config.slime_flags import meant, without_effect
 from rlpost.errors import suggestion
 
 ALIKE = 0.9

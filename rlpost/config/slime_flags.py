@@ -1,9 +1,9 @@
-"""Flags of slime that rlpost does not have, and their replacements. Pure data.
-
+"""Flags of slime and of other programs that rlpost does not have, and their replacements. Pure.
 A sentence that begins with "remove it: " is the reason why the flag has no effect here; a command
 line with it is accepted with that note. All other flags of slime at 624b824 (21 August 2026) are
 settings here, or options that are passed through to SGLang and Megatron-core. A test compares the
-list of slime's flags with both.
+list of slime's flags with both. ``ABBREVIATIONS`` has names of Megatron-LM, SGLang, vLLM, verl, TRL
+and of papers; none is an option of Megatron-core, which would be passed through (a test checks that).
 """
 
 from __future__ import annotations
@@ -122,3 +122,102 @@ LACKING: dict[str, str] = {
     "wandb-run-id": "remove it: a run keeps its identity across attempts",
 }
 """Name without leading dashes -> a sentence that follows "no such flag; "."""
+
+
+_NAMES = {
+    "--advantage-estimator": "adv-estimator algo algorithm",
+    "--container-image": "image",
+    "--container-mounts": "mounts",
+    "--context-parallel-size": "cp cp-size",
+    "--entropy-coef": "entropy",
+    "--eps-clip": "clip clip-eps",
+    "--expert-model-parallel-size": "ep ep-size",
+    "--expert-tensor-parallel-size": "etp",
+    "--rollout-batch-size": "batch-size bs bsz",
+    "--global-batch-size": "batch-size bs bsz gbs",
+    "--hf-checkpoint": "checkpoint ckpt",
+    "--kl-loss-coef": "beta kl kl-beta",
+    "--lr": "learning-rate",
+    "--lr-warmup-iters": "warmup",
+    "--rollout-max-response-len": "max-len max-new-tokens max-response-len max-tokens",
+    "--max-tokens-per-gpu": "max-tokens",
+    "--micro-batch-size": "mbs",
+    "--n-samples-per-prompt": "group-size n n-samples num-generations",
+    "--nodes": "num-nodes",
+    "--num-gpus-per-node": "gpus gpus-per-node num-gpus",
+    "--num-layers-per-virtual-pipeline-stage": "vpp",
+    "--num-rollout": "num-steps steps",
+    "--pipeline-model-parallel-size": "pp pp-size",
+    "--prompt-data": "data dataset prompts",
+    "--ref-load": "ref ref-model",
+    "--rm-type": "reward rm",
+    "--rollout-temperature": "temp temperature",
+    "--rollout-top-k": "top-k",
+    "--rollout-top-p": "top-p",
+    "--run-folder": "output-dir",
+    "--runs-dir": "output-dir",
+    "--save": "checkpoint ckpt",
+    "--sglang-mem-fraction-static": "mem-fraction mem-fraction-static",
+    "--tensor-model-parallel-size": "tp tp-size",
+    "--use-wandb": "wandb",
+    "--weight-decay": "wd",
+}
+"""Flag -> its names in other programs, without leading dashes."""
+
+
+def _flags_by_name() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, names in _NAMES.items():
+        for name in names.split():
+            found[name] = (*found.get(name, ()), flag)
+    return found
+
+
+ABBREVIATIONS = _flags_by_name()
+"""Name without leading dashes -> the flags that it may mean, the more likely one first."""
+
+_DERIVED = (
+    "the data-parallel size is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "
+    "--context-parallel-size leave of the GPUs that train (--actor-num-nodes x --actor-num-gpus-per-node)"
+)
+DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
+"""Names of values that are derived from settings, and how."""
+
+
+REMOVED = {
+    "scale-down": (
+        "rlpost rehearse RECIPE runs a step of every rank without GPUs, and rlpost submit tiny trains "
+        "on this machine"
+    ),
+    "router-policy": (
+        "there is no router: the driver sends each request to the engine that it chooses"
+    ),
+    "otlp-endpoint": "use --trace-steps, which writes traces of all processes to RUN/traces",
+}
+"""Flags of versions before this one, and what to use instead."""
+
+REMOVE = "remove it: "
+"""How ``LACKING`` marks a flag of slime that needs no replacement."""
+
+
+def without_effect(name: str) -> str | None:
+    """Return why a flag of slime, without dashes, changes nothing here; None for others."""
+    text = LACKING.get(name, "")
+    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else None
+
+
+def meant(word: str) -> str | None:
+    """Return an error with the flag to use instead of ``--tp``, ``-n`` or a flag of slime.
+
+    None for a name that no setting has.
+    """
+    name = word.lstrip("-").replace("_", "-").lower()
+    if name in DERIVED:
+        return f"{word}: no such flag; {DERIVED[name]}"
+    if name in ABBREVIATIONS:
+        return f"{word}: no such flag; use {' or '.join(ABBREVIATIONS[name])}"
+    if name in REMOVED:
+        return f"{word}: rlpost 0.2 had this flag; {REMOVED[name]}"
+    if name in LACKING:
+        return f"{word}: a flag of slime that rlpost does not have; {LACKING[name]}"
+    return None

@@ -50,7 +50,7 @@ from rlpost.observe.report.write import Reporter, try_to_write_report
 from rlpost.observe.samples import SampleWriter
 from rlpost.observe.wandb import Write, run_id
 from rlpost.observe.writer import MetricsWriter, read_metrics
-from rlpost.tasks.fingerprint import data_fingerprint
+from rlpost.tasks.prompt_settings import data_fingerprint
 
 logger = logging.getLogger(__name__)
 

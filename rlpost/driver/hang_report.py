@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.counting import first_names
+from common.units import first_names
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import Hang

@@ -35,8 +35,8 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import Fenced, Preempted, RlpostError
+from rlpost.observe.pace import progress_line
 from rlpost.observe.spans import span
-from rlpost.observe.train_progress import progress_line
 from rlpost.observe.writer import MetricsWriter
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.types import Backlog, SampleGroup

@@ -27,8 +27,7 @@ from rlpost.driver.worker_groups import ActorGroup
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import RlpostError
 from rlpost.observe import memory
-from rlpost.observe.spans import SPANS
-from rlpost.observe.trace import ProcessSpans, trace
+from rlpost.observe.spans import SPANS, ProcessSpans, trace
 from rlpost.types import SampleGroup
 
 logger = logging.getLogger(__name__)

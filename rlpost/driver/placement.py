@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from common.counting import counted
 from common.fleet_name import POLICY
+from common.units import counted
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place, group_config
 from rlpost.config.engine_nodes import part_sizes, take_nodes

@@ -23,7 +23,7 @@ from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import DoubleColumn, FloatColumn
-from rlpost.compat.slime.post_process import reward_post_process
+from rlpost.compat.slime.filters import reward_post_process
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config

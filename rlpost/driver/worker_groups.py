@@ -17,7 +17,7 @@ from rlpost.algorithm.advantage import Advantage
 from rlpost.columns import FloatColumn
 from rlpost.driver.workers import StandbyWorker, Stored, WorkerGroup
 from rlpost.observe.progress.position import Position
-from rlpost.observe.trace import ProcessSpans
+from rlpost.observe.spans import ProcessSpans
 from rlpost.trainer.stop_points import StopPoint
 from rlpost.types import Bucket, StepPlace, StepResult, TrainBatch
 

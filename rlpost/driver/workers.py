@@ -33,8 +33,7 @@ from common.process_end import ProcessId, this_process, wait_for_end
 from rlpost.driver.placement import Offer, Slot
 from rlpost.errors import PlacementError, RlpostError, WorkerDied, WorkerFailed
 from rlpost.observe.progress.position import RECORDER
-from rlpost.observe.spans import SPANS, Span, clock_and_spans, span
-from rlpost.observe.trace import ProcessSpans, clock_offset
+from rlpost.observe.spans import SPANS, ProcessSpans, Span, clock_and_spans, clock_offset, span
 
 logger = logging.getLogger(__name__)
 

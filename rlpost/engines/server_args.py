@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlpost.config.server_arg_table import OPAQUE, ServerArgTable, server_arg_table
-from rlpost.config.server_arg_values import typed_args, typed_value
+from rlpost.config.server_arg_values import (
+    OPAQUE,
+    ServerArgTable,
+    server_arg_table,
+    typed_args,
+    typed_value,
+)
 from rlpost.config.wording import divisors, listed, value_text
 from rlpost.errors import ConfigError, suggestion
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import cast
 
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.hf_shape import hf_shape
@@ -26,8 +27,12 @@ from rlpost.rehearsal import coverage
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
 from rlpost.rehearsal.rank_facts import RankFacts, Weight
-from rlpost.rehearsal.update_plan import Plan
-from rlpost.trainer.weights.flat import tensor_bytes
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.inventory import Entry, Inventory, in_order
+from rlpost.trainer.weights.layouts import tensor_bytes
+from rlpost.trainer.weights.quantise import BlockFp8
+from rlpost.trainer.weights.trainer_side import Buckets
+from rlpost.types import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +199,51 @@ def sender_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[
             absent = sorted(rank for rank in needed if not ranks[rank].update.gathers)
             if absent:
                 yield f"stage {stage}: the ranks {absent} hold shards but take no part in gathering them"
+
+
+Plan = tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """The part of an inventory that an exporter plans with; there are no weights behind it."""
+
+    entries: tuple[Entry, ...]
+
+
+def update_plans(
+    ranks: Mapping[int, RankFacts],
+    config: Config,
+    *,
+    gpu_bytes: int,
+    quantisation: BlockFp8 | None = None,
+) -> dict[int, Plan]:
+    """The update plan of each rank with all its pipeline group in ``ranks``; equal inputs share one.
+
+    ``gpu_bytes``: memory of a GPU, which bounds the size of a bucket.
+    """
+    # Each rank's entries are hashed once; a plan is looked up by the identity of its stages'
+    # entries.
+    distinct: dict[tuple[Entry, ...], tuple[Entry, ...]] = {}
+    held = {
+        rank: distinct.setdefault(facts.entries, facts.entries) for rank, facts in ranks.items()
+    }
+    made: dict[tuple[int, ...], Plan] = {}
+    plans: dict[int, Plan] = {}
+    for rank, facts in ranks.items():
+        peers = facts.groups["pipeline"]
+        if not all(peer in ranks for peer in peers):
+            continue
+        stages = tuple(held[peer] for peer in peers)
+        key = tuple(map(id, stages))
+        if key not in made:
+            buckets = Buckets(
+                Exporter(cast(Inventory, _Entries(in_order(stages)))),
+                limit=config.sync.update_weight_buffer_size,
+                num_engines=config.num_engines,
+                device_bytes=gpu_bytes,
+                quantisation=quantisation,
+            )
+            made[key] = buckets.plan
+        plans[rank] = made[key]
+    return plans

@@ -6,7 +6,7 @@ Input: settings, description, the batch of the rank. Output: its ``Recording``. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,7 @@ from rlpost.columns import FloatColumn
 from rlpost.errors import WeightError
 from rlpost.rehearsal.distributed_calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
 from rlpost.rehearsal.given import Schedule, given_values
-from rlpost.rehearsal.meta import as_rank, building
-from rlpost.rehearsal.meta_results import MetaResults
-from rlpost.rehearsal.offload import run_cycle, without_host_memory
+from rlpost.rehearsal.meta import MetaResults, as_rank, building
 from rlpost.rehearsal.rank import as_on_gpu
 from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.recorder import CallRecorder
@@ -34,6 +32,7 @@ from rlpost.trainer import actor as actor_module
 from rlpost.trainer import critic as critic_module
 from rlpost.trainer import device, frozen, memory, step
 from rlpost.trainer.actor import Actor
+from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
 from rlpost.trainer.model import inventory_of
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.packing import PackedMicroBatch
@@ -41,9 +40,9 @@ from rlpost.trainer.passes import Logprobs
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.value_model import value_inventory
-from rlpost.trainer.weights.flat import pack
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.trainer.weights.inventory import Entry
+from rlpost.trainer.weights.layouts import pack
 from rlpost.types import TrainBatch, TrainSample
 
 LOG_PROBS, VALUES, TRAIN_CRITIC = "log-probs", "values", "train critic"
@@ -320,3 +319,66 @@ def _held(actor: Actor) -> dict[str, int]:
         seen |= own.keys()
         held[name] = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
     return held
+
+
+PARTS = (WEIGHTS, GRADS, OPTIMIZER)
+
+
+class HostBytes:
+    """The size of a copy in host memory, without the memory."""
+
+    def __init__(self, values: torch.Tensor, *, piece_bytes: int = 0) -> None:
+        self.num_bytes = values.nbytes
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Check that ``values`` has the size of the copy."""
+        if values.nbytes != self.num_bytes:
+            raise RuntimeError(
+                f"{self.num_bytes} offloaded bytes return to a storage of {values.nbytes} bytes"
+            )
+
+
+@contextmanager
+def without_host_memory() -> Iterator[None]:
+    """Context in which offload allocates no host memory."""
+    with patch.object(memory, "HostCopy", HostBytes):
+        yield
+
+
+def run_cycle(
+    held: DeviceMemory, send: Callable[[], None], *, measured: Callable[[], None]
+) -> OffloadCycle:
+    """Offload and onload the trainer once, and send weights in between as ``driver.offload`` does.
+
+    ``send`` sends the weights, with gradients and optimizer offloaded. ``measured`` is called after
+    each move, which changes the memory in use.
+    """
+    tensors = {part: list(held.tensors(part)) for part in PARTS}
+    before = {part: _places(of_part) for part, of_part in tensors.items()}
+    leaving = dict(held.offload(GRADS, OPTIMIZER))
+    measured()
+    send()
+    leaving |= held.offload(WEIGHTS)
+    measured()
+    stayed = [
+        f"{len(places)} tensors of {sum(places.values())} bytes of the {part} stay on the device "
+        "while engines generate"
+        for part, of_part in tensors.items()
+        if (places := _places(of_part))
+    ]
+    returning = dict(held.restore(*PARTS))
+    measured()
+    after = {part: _places(held.tensors(part)) for part in PARTS}
+    moved = [
+        f"the {part} had {sum(before[part].values())} bytes in {len(before[part])} storages, and "
+        f"after a cycle have {sum(after[part].values())} bytes in {len(after[part])}"
+        for part in PARTS
+        if after[part] != before[part]
+    ]
+    return OffloadCycle(leaving, returning, tuple(stayed + moved))
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by its identity."""
+    storages = memory.storages(tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages}

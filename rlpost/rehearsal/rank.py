@@ -115,7 +115,7 @@ def as_on_gpu(settings: ActorSettings) -> ActorSettings:
 
 
 def _own_stage_alone(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
-    """Return the entries of this stage; ``update_plan`` joins those of all stages."""
+    """Return the entries of this stage; ``contradictions.update_plans`` joins those of all stages."""
     return [mine]
 
 

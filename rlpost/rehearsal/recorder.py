@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, OffloadCycle, Recording
-from rlpost.rehearsal.meta_results import MetaResults
+from rlpost.rehearsal.meta import MetaResults
 
 KINDS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from common.counting import counted
+from common.units import counted
 from rlpost.config.plan.estimate import RESERVE, PlannedRank
 from rlpost.rehearsal.distributed_calls import TRAIN, UPDATE, Recording
 

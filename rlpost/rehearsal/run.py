@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from common.counting import counted
+from common.units import counted
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.rehearsal import contradictions, coverage, critic
-from rlpost.rehearsal.contradictions import Expected, expected_of
+from rlpost.rehearsal.contradictions import Expected, Plan, expected_of, update_plans
 from rlpost.rehearsal.distributed_calls import Recording
 from rlpost.rehearsal.hangs import hangs
-from rlpost.rehearsal.meta_results import MetaResults
+from rlpost.rehearsal.meta import MetaResults
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import load_check
 from rlpost.rehearsal.phases import Phases, rehearse_phases
@@ -37,7 +37,6 @@ from rlpost.rehearsal.result import (
     offload_check,
 )
 from rlpost.rehearsal.symmetry import Recorded, record
-from rlpost.rehearsal.update_plan import Plan, update_plans
 from rlpost.trainer.settings import ActorSettings
 
 Facts = Mapping[int, RankFacts]

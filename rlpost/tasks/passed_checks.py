@@ -21,7 +21,7 @@ from pathlib import Path
 
 import common
 import rlpost
-from common.private_folders import is_private
+from common.files import is_private
 from rlpost.errors import RlpostError
 
 MAX_RECORDS = 256

@@ -1,4 +1,4 @@
-"""Derive the arguments of the prompt reader from the settings, and check the prompt files.
+"""Derive the arguments of the prompt reader from the settings; check and digest the prompt files.
 
 Input: the table [rollout] of a run, or as an evaluation set overrides it. Output: the keys of a row
 and the maximum prompt length, or an error for the first invalid file.
@@ -6,11 +6,14 @@ and the maximum prompt length, or an error for the first invalid file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import BinaryIO
 
 from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.tasks.passed_checks import PassedCheck
 from rlpost.tasks.prompts import PromptFields, check_prompt_file
 from rlpost.tasks.rows import split_source
@@ -54,3 +57,49 @@ def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
         check_prompt_file(source, fields, apply_chat_template=applies, skip_bad=skips)
         if not skips:  # skipped rows are reported each time
             passed.record()
+
+
+WHOLE_BYTES = 64 << 20
+NUM_BLOCKS, BLOCK_BYTES = 64, 256 << 10
+
+
+def data_fingerprint(sources: Sequence[str | Path]) -> str:
+    """Return a digest of the contents of ``sources``, in order, for files of any size.
+
+    It covers the size of each file, all of a file up to 64 MiB, and of a larger one 64 blocks of
+    256 KiB at equal distances, including the first and the last: every change of a small file is
+    detected, and in a large one all but an edit between two blocks that keeps the size. The journal
+    detects such an edit if it has answers to the changed prompt (``rlpost.rollout.replay``).
+    Raises DataError if a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        path, _ = split_source(source)
+        try:
+            digest.update(_file_digest(path))
+        except OSError as error:
+            raise DataError(
+                f"--prompt-data {path}: cannot read the prompts: {error}; is the path right?"
+            ) from error
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        digest = hashlib.blake2b(f"{size} bytes".encode(), digest_size=16)
+        for block in _blocks(file, size):
+            digest.update(block)
+    return digest.digest()
+
+
+def _blocks(file: BinaryIO, size: int) -> Iterable[bytes]:
+    """Yield the parts of a file that the digest covers."""
+    if size <= WHOLE_BYTES:
+        file.seek(0)
+        while block := file.read(BLOCK_BYTES):
+            yield block
+        return
+    for number in range(NUM_BLOCKS):
+        file.seek(number * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
+        yield file.read(BLOCK_BYTES)

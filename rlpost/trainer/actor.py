@@ -14,15 +14,18 @@ the random generators of every rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from common.attempt import attempt_secret
 from rlpost.columns import FloatColumn
-from rlpost.config.plan.bucket_plan import SHARED_BUFFERS, SMALLEST
+from rlpost.config.plan.weight_update import SHARED_BUFFERS, SMALLEST
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.observe.spans import span
 from rlpost.trainer import (
@@ -36,8 +39,8 @@ from rlpost.trainer import (
 )
 from rlpost.trainer.critic import Critic
 from rlpost.trainer.kept_weights import ReferenceWeights
-from rlpost.trainer.lora.adapters import Adapters
-from rlpost.trainer.lora.targets import checkpoint_settings
+from rlpost.trainer.logprobs import TeacherScores, scores_of_server
+from rlpost.trainer.lora.adapters import Adapters, checkpoint_settings
 from rlpost.trainer.memory import DeviceMemory, wait_until_free
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription
@@ -45,14 +48,12 @@ from rlpost.trainer.mtp import MtpTraining
 from rlpost.trainer.old_policy import OldPolicy
 from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.passes import Logprobs, Passes
-from rlpost.trainer.profiling import Profiling
 from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.teacher import Teacher
 from rlpost.trainer.teacher_description import teacher_description
-from rlpost.trainer.teacher_scores import TeacherScores, scores_of_server
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.trainer_side import Broadcast, Buckets, Sharing
@@ -374,3 +375,57 @@ class Actor(Rank):
 
     def _finish_param_sync(self) -> None:
         optimizer.finish_param_sync(self.model, self.settings)
+
+
+logger = logging.getLogger(__name__)
+
+MAX_ALLOCATIONS = 200_000
+
+
+class Profiling:
+    """Records torch profiles and the history of GPU memory, for selected steps of one rank.
+
+    Output: ``profile-rank0-steps-10-11.json.gz`` (a Chrome trace of operators and kernels) and
+    ``memory-rank0-steps-10-11.pickle`` (for pytorch.org/memory_viz). No cost outside these steps.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._profiler: profile | None = None
+        self._records_memory = False
+
+    def begin(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
+        """Start recording if this rank is in ``ranks``; ``memory`` without CUDA logs a warning."""
+        if self._rank not in ranks:
+            return
+        if memory and not torch.cuda.is_available():
+            logger.warning(
+                "--record-memory-history: rank %d has no CUDA device, nothing is recorded",
+                self._rank,
+            )
+        elif memory:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            self._records_memory = True
+        if operators:
+            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self._profiler.start()
+
+    def end(self, folder: str, steps: str) -> list[str]:
+        """Stop recording, write the files and return their paths.
+
+        A missing ``folder`` is created; ``steps`` is a part of the file names.
+        """
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        written = []
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            written.append(f"{folder}/profile-rank{self._rank}-steps-{steps}.json.gz")
+            profiler.export_chrome_trace(written[-1])
+        if self._records_memory:
+            self._records_memory = False
+            written.append(f"{folder}/memory-rank{self._rank}-steps-{steps}.pickle")
+            torch.cuda.memory._dump_snapshot(written[-1])
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return written

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
 )
 
-from rlpost.trainer.torch_dist.metadata import read_metadata
+from rlpost.trainer.torch_dist.reader import read_metadata
 
 NORM_OF_EXPERTS, ONCE = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 """The part of a key that names the norm, and that of Megatron-core without TransformerEngine.

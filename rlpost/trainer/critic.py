@@ -23,7 +23,6 @@ from rlpost.errors import CheckpointError
 from rlpost.observe.spans import span
 from rlpost.trainer import device, megatron_checkpoint, optimizer, step
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
-from rlpost.trainer.metric_reduction import global_metrics
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.packing import (
     PackedMicroBatch,
@@ -34,7 +33,7 @@ from rlpost.trainer.packing import (
     pack,
     unpack,
 )
-from rlpost.trainer.passes import Logprobs, of_all_context_ranks, set_mode
+from rlpost.trainer.passes import Logprobs, global_metrics, of_all_context_ranks, set_mode
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
 from rlpost.trainer.value_model import (

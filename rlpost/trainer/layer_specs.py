@@ -18,14 +18,20 @@ from functools import cache
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlpost.errors import ConfigError
+from rlpost.models.families.deepseek import LATENT_NORM_EPS
 from rlpost.models.family import Family
-from rlpost.trainer import latent_attention
 from rlpost.trainer.attention import PackedAttention
 from rlpost.trainer.delta_net import GatedDeltaNet
 from rlpost.trainer.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
@@ -100,7 +106,7 @@ def block_spec(
         if with_packed_attention:
             attention.core_attention = PackedAttention
         if config.multi_latent_attention:
-            latent_attention.adapt(layer, with_engine=with_engine)
+            adapt_latent_attention(layer, with_engine=with_engine)
         if not with_engine and layer.submodules.mlp.module is MoELayer:
             _separate_norm_of_experts(layer)
             if config.add_bias_linear:
@@ -222,3 +228,70 @@ def with_end_norm(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
             return self.end_norm(output), bias
 
     return WithEndNorm
+
+
+# Without TransformerEngine megatron-core 0.16 sets the flag all the same, and its class is a mock.
+multi_latent_attention.HAVE_TE &= isinstance(multi_latent_attention.TELinear, type)
+
+DENSE_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Checkpoint key of the norm before a dense MLP: with TransformerEngine it is part of the MLP."""
+
+
+class LatentNorm(SeparateRMSNorm):
+    """The norm of a narrow vector."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
+        super().__init__(config, hidden_size, eps=LATENT_NORM_EPS)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's MLA with the gradient of the key that all heads share summed over ranks.
+
+    Each rank uses this key for its own heads, so its gradient is the sum over the tensor-parallel
+    ranks. Megatron-core 0.16.1 gathers the output of a sharded projection with an operation whose
+    backward pass takes one rank's part (``multi_latent_attention.py``,
+    ``get_query_key_value_tensors``). A projection that returns its whole output takes the other
+    branch there, which is correct with sequence parallelism; without it the sum is added here.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.linear_kv_down_proj.register_forward_hook(self._whole)
+
+    def _whole(
+        self, _: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gather the output: [s, b, (rank + position) / TP] -> [s, b, rank + position].
+
+        With sequence parallelism the result is this rank's part of s.
+        """
+        sharded, bias = output
+        config, group = self.config, self.pg_collection.tp
+        if group.size() == 1:
+            return output
+        whole = gather_from_tensor_model_parallel_region(sharded, group=group)
+        if config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(whole, group=group), bias
+        narrow, position = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        position = copy_to_tensor_model_parallel_region(position, group=group)
+        if position.requires_grad:
+            # The gradient from ``cat`` is a view, and Megatron would sum a copy that it drops.
+            position.register_hook(torch.Tensor.contiguous)
+        return torch.cat([narrow, position], dim=-1), bias
+
+
+def adapt_latent_attention(layer: ModuleSpec, *, with_engine: bool) -> None:
+    """Change the attention of a layer's specification to ``LatentAttention`` (arXiv 2405.04434, 2.1).
+
+    Weights and checkpoint keys are those of the other implementation. The projections to the narrow
+    vectors are sharded as all others; their norms are separate modules, with another epsilon.
+    """
+    layer.submodules.self_attention.module = LatentAttention
+    attention = layer.submodules.self_attention.submodules
+    # Otherwise TransformerEngine holds the narrow projections on every rank, and fuses the norms.
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = attention.linear_q_proj
+    attention.linear_q_up_proj = attention.linear_kv_up_proj = attention.linear_q_proj
+    attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    if not with_engine:
+        layer.submodules.input_layernorm = SeparateRMSNorm
+        layer.submodules.sharded_state_dict_keys_map = dict(DENSE_NORM_KEYS)

@@ -35,8 +35,7 @@ from rlpost.trainer.layer_specs import (
     mark_biases_of_experts,
     mark_shards_of_experts,
 )
-from rlpost.trainer.lora.adapters import freeze_base, low_rank_updates
-from rlpost.trainer.lora.targets import adapt_layers
+from rlpost.trainer.lora.adapters import adapt_layers, freeze_base, low_rank_updates
 from rlpost.trainer.megatron_fields import configured
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.rotary import set_attention_factor, set_frequencies, use_local_rotary

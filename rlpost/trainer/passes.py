@@ -15,10 +15,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from rlpost.algorithm.objective import Stats
 from rlpost.columns import FloatColumn
 from rlpost.trainer import device, parallel, step
-from rlpost.trainer.metric_reduction import global_metrics
+from rlpost.trainer.logprobs import TeacherScores, TopTokens, held_scores, unpack_top
 from rlpost.trainer.mtp import LossOf, MtpTraining, shifted
 from rlpost.trainer.packing import (
     PackedMicroBatch,
@@ -32,7 +34,6 @@ from rlpost.trainer.packing import (
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
-from rlpost.trainer.teacher_scores import TeacherScores, TopTokens, held_scores, unpack_top
 from rlpost.types import MicroBatch, TrainBatch
 
 Logprobs = list[list[FloatColumn]]
@@ -225,3 +226,33 @@ def of_all_context_ranks(values_R: torch.Tensor, packed: PackedMicroBatch) -> to
     if parallel.context_parallel_group().size() > 1:
         dist.all_reduce(whole, group=parallel.context_parallel_group())
     return whole
+
+
+def global_metrics(stats: Sequence[Stats]) -> dict[str, float]:
+    """Reduce over micro-batches and ranks to ``train/NAME``, equal on every rank. Collective.
+
+    Every rank of the last stage must have the same names. Sums already contain their global
+    denominators; a name that ends in ``_max`` is a maximum.
+    """
+    metrics: list[dict[str, float]] = [{}]
+    if stats:
+        group = parallel.data_parallel_group(with_context_parallel=True)
+        for is_max, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+            names = [name for name in stats[0] if name.endswith("_max") == is_max]
+            if not names:
+                continue
+            rows = []
+            for one in stats:
+                rows.append(torch.stack([one[name].float() for name in names]))
+            terms = torch.stack(rows)
+            values = terms.amax(0) if is_max else terms.sum(0)
+            dist.all_reduce(values, op=operation, group=group)
+            metrics[0] |= {
+                f"train/{name}": value for name, value in zip(names, values.tolist(), strict=True)
+            }
+    if parallel.pipeline_group().size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(
+            metrics, src=source, group=parallel.pipeline_group(), device=device.current()
+        )
+    return metrics[0]

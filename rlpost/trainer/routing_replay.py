@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,12 @@ from rlpost.trainer.routes import (
     packed_routes,
     token_rows,
 )
-from rlpost.trainer.routing_metrics import COUNTS, routing_metrics
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import all_gather
 from rlpost.types import MicroBatch
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Choice = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -276,3 +278,39 @@ def _of_all_rows(part: torch.Tensor, num_parts: int) -> torch.Tensor:
     # As bytes: neither gloo nor NCCL sends 16-bit integers.
     mine = part.contiguous().view(torch.uint8)
     return torch.cat(all_gather(mine, parallel.tensor_parallel_group())).view(torch.int16)
+
+
+COUNTS = 2
+"""Columns before those of the experts: tokens with known routes, and those that differ."""
+
+
+def routing_metrics(
+    counts: np.ndarray, layer_numbers: Sequence[int], *, topk: int, with_replay: bool
+) -> dict[str, float]:
+    """Compute shares and loads.
+
+    Args:
+        counts: [MoE layers, 2 + experts] float64 array, over all ranks.
+        layer_numbers: number of each in the model, from 0.
+        topk: experts of a token.
+        with_replay: whether routes are replayed; otherwise only the load is reported.
+    """
+    known, differing, load = counts[:, 0], counts[:, 1], counts[:, COUNTS:]
+    imbalance = load.max(1) / load.mean(1)
+    metrics = {
+        "train/expert_load_max": float(imbalance.max()),
+        "train/expert_load_mean": float(imbalance.mean()),
+    }
+    if not with_replay:
+        return metrics
+    num_tokens = load.sum() / topk  # over all layers
+    metrics["train/routing_replayed_frac"] = float(known.sum() / num_tokens)
+    metrics["train/routing_diff_frac"] = _share(differing.sum(), known.sum())
+    for number, layer_differing, layer_known in zip(layer_numbers, differing, known, strict=True):
+        metrics[f"train/routing_diff_frac@{number}"] = _share(layer_differing, layer_known)
+    return metrics
+
+
+def _share(part: float, whole: float) -> float:
+    """Return part / whole; 0 if ``whole`` is 0."""
+    return float(part / whole) if whole else 0.0

@@ -17,7 +17,7 @@ from rlpost.errors import CheckpointError
 from rlpost.observe.progress.position import RECORDER
 from rlpost.observe.spans import span
 from rlpost.trainer.critic import Critic
-from rlpost.trainer.lora.targets import checkpoint_settings
+from rlpost.trainer.lora.adapters import checkpoint_settings
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.trainer.memory import DeviceMemory
 from rlpost.trainer.settings import ActorSettings

@@ -28,14 +28,20 @@ from rlpost.algorithm.objective import Stats, Tokens, loss_function
 from rlpost.observe.progress.position import RECORDER
 from rlpost.observe.spans import span
 from rlpost.trainer import parallel
-from rlpost.trainer.logprobs import LogitRows, SamplingMasks, response_logprobs, top_logprobs
+from rlpost.trainer.logprobs import (
+    WITHOUT_TEACHER,
+    HeldScores,
+    LogitRows,
+    SamplingMasks,
+    response_logprobs,
+    top_logprobs,
+)
 from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.packing import PackedMicroBatch
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.shared_rows import shared_params
 from rlpost.trainer.stop_points import StopPoints
-from rlpost.trainer.teacher_scores import WITHOUT_TEACHER, HeldScores
 
 Losses = tuple[torch.Tensor, torch.Tensor, Stats]
 """Sums of a micro-batch: its weighted loss, a token count, and its terms of the metrics.

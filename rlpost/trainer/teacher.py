@@ -17,6 +17,7 @@ import torch
 
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
+from rlpost.trainer.logprobs import TopTokens
 from rlpost.trainer.memory import HostCopy, bytes_of, storages
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.packing import RowLayout
@@ -25,7 +26,6 @@ from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
 from rlpost.trainer.teacher_description import teacher_description, teacher_settings
-from rlpost.trainer.teacher_scores import TopTokens
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.types import TrainBatch
 

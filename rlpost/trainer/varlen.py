@@ -74,7 +74,7 @@ def flash(
 ) -> torch.Tensor:
     """Compute the attention of ``attend`` with torch's FlashAttention.
 
-    ``window`` and ``sinks`` are those of ``windowed.attend_windowed``.
+    ``window`` and ``sinks`` are those of ``attention.attend_windowed``.
     """
     from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; not needed on a CPU
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from common.files import sync
 from rlpost.errors import CheckpointError
 from rlpost.trainer import parallel
-from rlpost.trainer.lora.targets import peft_settings
+from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.exporter import Exporter, export_folder

@@ -15,10 +15,10 @@ import os
 import sys
 from typing import Dict, List, Sequence
 
+from common.attempt import job_name
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
-from common.job_name import job_name
 from slurm import login
-from slurm.batch import engine, once, run, sandbox
+from slurm.batch import engine, once, run
 from slurm.batch.host import End, Host
 from slurm.batch.options import OptionError, Options, parse, split_groups
 from slurm.batch.signals import Signals
@@ -97,7 +97,7 @@ def _act(verb: str, host: Host, options: Options, groups: List[List[str]]) -> En
         return once.run_doctor(host, options, *groups)
     if verb == "engine":
         return engine.run_engine(host, options, *groups)
-    return sandbox.run_sandbox_server(host, options, *groups)
+    return engine.run_sandbox_server(host, options, *groups)
 
 
 def _environment() -> Dict[str, str]:

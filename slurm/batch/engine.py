@@ -1,4 +1,4 @@
-"""A task of a fleet: one engine on its own node, restarted independently. Python 3.6.
+"""A task of a fleet or of the sandbox servers: one process on its node, restarted independently.
 
 - The engine's name is that of its task, ``ARRAY_TASK``, also after a requeue. SLURM_JOB_ID is
   another number for each task, so containers of two tasks on a node have different names.
@@ -7,13 +7,19 @@
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
   ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
   retry makes the image available. Anything else is a failure; ``max_failures`` bounds the restarts.
+
+A sandbox server belongs to a run: it ends (exit 0) when the run's driver closes its lease or is
+gone. When it is preempted, the driver repeats its work elsewhere at once. It runs on the node
+itself, not in a container: it makes the namespaces of its sandboxes. Python 3.6.
 """
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import List, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.files import discard, text_or_empty, write_atomic
+from common.files import discard, is_there, text_or_empty, write_atomic
 from common.fleet_name import fleet_name, group_of
 from common.stop_file import stop_text
 from slurm.batch.attempt import stop_message
@@ -118,4 +124,52 @@ def _announce(host: Host, options: Options, stop_file: Path) -> bool:
     except OSError as error:
         host.log(f"{stop_file} cannot be written, trying again: {error}")
         return False
+    return True
+
+
+def run_sandbox_server(host: Host, options: Options, server: Sequence[str]) -> End:
+    """Run one start of the server and decide what follows it.
+
+    Raises:
+        SpecError: a variable or a program is missing.
+        OSError: the run folder cannot be written.
+    """
+    name = host.job.name
+    place = host.find_place(options, server, options.run_folder)
+    folder = Path(place.run_folder) / "sandboxes"
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    record = folder / "nodes" / f"{name}.json"
+    discard(record)  # of an earlier start
+    host.log_start()
+    words = [expand(word, host.environ) for word in server]
+    argv = server_step(options, place, name, words)
+    step = host.start_step(argv, logs / f"{name}.launch")
+    code = host.wait_for(step, lambda: _pass_on(step, record))
+    host.log(f"the server ended (srun exit {code})")
+    discard(record)
+    return restart_task(host, options, code, logs / f"{name}.failures")
+
+
+def server_step(options: Options, place: Place, name: str, server: Sequence[str]) -> List[str]:
+    """The step of the server. Pure."""
+    logs = f"{place.run_folder}/sandboxes/logs"
+    return [
+        *["srun", "--ntasks-per-node=1", "--mpi=none", *KEEP_OTHER_TASKS],
+        f"--cpus-per-task={options.cores}",
+        output_pattern(logs, f"{name}.log"),
+        "--open-mode=append",
+        *[place.python, "-u", "-m", "rlpost.agents.sandbox.server"],
+        *["--run-folder", place.run_folder, "--name", name, *server],
+    ]
+
+
+def _pass_on(step: "subprocess.Popen[bytes]", record: Path) -> bool:
+    """Send USR2 to srun, which passes it on to the server; whether the server can handle it.
+
+    Before the server has written its record, the signal would kill it or srun, as a failure.
+    """
+    if not is_there(record):
+        return False
+    step.send_signal(signal.SIGUSR2)
     return True

@@ -9,7 +9,7 @@ import shutil
 import socket
 from typing import Mapping, NamedTuple, Sequence, Tuple
 
-from common.job_name import job_name
+from common.attempt import job_name
 from slurm.batch.options import Options, expand, expand_mount, needed_variables
 from slurm.container_choice import choose
 from slurm.errors import SpecError

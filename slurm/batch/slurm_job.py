@@ -7,8 +7,8 @@ here raises.
 import time
 from typing import Mapping, Optional, Sequence
 
-from common.job_name import job_name
-from slurm.command import run_command
+from common.attempt import job_name
+from slurm.job_id import run_command
 
 STATE_TRIES, STATE_PAUSE_S = 30, 2.0
 ARRAY_TRIES = 5
@@ -41,7 +41,7 @@ class SlurmJob:
     """This job.
 
     Attributes:
-        name: its id for Slurm's commands, see ``common.job_name``.
+        name: its id for Slurm's commands, see ``common.attempt``.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:

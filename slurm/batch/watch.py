@@ -13,7 +13,7 @@ from typing import Mapping
 from common.host_lists import HostListError, expand
 from slurm.batch.signals import ignore_term
 from slurm.batch.slurm_job import SlurmJob
-from slurm.command import run_command
+from slurm.job_id import run_command
 
 POLL_S = 30.0
 ANSWER_S = 20.0

@@ -20,14 +20,13 @@ from rlpost.config.plan.shape import rank_parameters, stored_bytes
 from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
 from rlpost.rehearsal import contradictions, coverage
-from rlpost.rehearsal.contradictions import Expected
+from rlpost.rehearsal.contradictions import Expected, Plan, update_plans
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_coordinates import place
 from rlpost.rehearsal.rank_facts import RankFacts
-from rlpost.rehearsal.update_plan import Plan, update_plans
 from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.weights.flat import tensor_bytes
+from rlpost.trainer.weights.layouts import tensor_bytes
 
 GPU_BYTES = 80 * 10**9
 """Memory of a GPU, which the buckets of an update are planned for."""

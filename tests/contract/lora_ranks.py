@@ -26,7 +26,7 @@ def whole_adapters(actor: Any) -> dict[str, Any]:
     """Return all full factors by name, on rank 0; collective."""
     import torch
 
-    from rlpost.trainer.lora.targets import peft_settings
+    from rlpost.trainer.lora.adapters import peft_settings
     from rlpost.trainer.weights.peft_folder import peft_tensors
 
     found = peft_tensors(actor.inventory, peft_settings(actor.settings))

@@ -187,7 +187,7 @@ def test_learning_rate_and_weight_decay_equal_those_of_megatron_at_every_step(gi
     import rlpost.trainer  # noqa: F401, I001  its stand-in for CUDA comes before Megatron
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    from rlpost.trainer.learning_rate import learning_rate, weight_decay
+    from rlpost.trainer.optimizer import learning_rate, weight_decay
 
     settings = ActorSettings("", lr=1e-3, lr_decay_iters=20, weight_decay=0.1, **given)
     group: dict[str, float] = {}

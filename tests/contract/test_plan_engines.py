@@ -14,12 +14,16 @@ import torch
 
 from rlpost.cli.plan import parse_size
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.bucket_plan import RECEIVED_BUFFERS
-from rlpost.config.plan.engine_memory import PlannedEngine, default_fraction, planned_engine
-from rlpost.config.plan.engine_weights import attention_gpus
+from rlpost.config.plan.engine_memory import (
+    PlannedEngine,
+    attention_gpus,
+    default_fraction,
+    planned_engine,
+)
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.nccl_memory import engine_context, idle_context
 from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.weight_update import RECEIVED_BUFFERS
 from rlpost.config.tree import Config
 from tests.contract.cuda.library_source import Source
 from tests.unit.config.test_models import PUBLISHED

@@ -23,7 +23,7 @@ from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
 from rlpost.rehearsal.hangs import Fault, hangs
-from rlpost.rehearsal.meta_results import MetaResults
+from rlpost.rehearsal.meta import MetaResults
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.other_layout import unread
 from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
@@ -32,7 +32,7 @@ from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.recorder import CallRecorder
 from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
-from rlpost.trainer import logprobs, metric_reduction
+from rlpost.trainer import logprobs, passes
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.settings_of_actors import actor_settings
@@ -239,8 +239,8 @@ IN_CODE: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
         "rlpost/trainer/logprobs.py",
     ),
     "the wrong group": (
-        lambda: patch.object(metric_reduction.parallel, "data_parallel_group", world_group),
-        "rlpost/trainer/metric_reduction.py",
+        lambda: patch.object(passes.parallel, "data_parallel_group", world_group),
+        "rlpost/trainer/passes.py",
     ),
     "another map of experts": (
         lambda: patch.object(BalancedMap, "sum", skewed),

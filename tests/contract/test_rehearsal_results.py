@@ -12,7 +12,7 @@ import torch
 
 from rlpost.rehearsal import run as run_module
 from rlpost.rehearsal.distributed_calls import Recording
-from rlpost.rehearsal.meta_results import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
+from rlpost.rehearsal.meta import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.rehearsal.symmetry import Recorded, record
 from rlpost.trainer.settings_of_actors import actor_settings

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlpost.config.plan.bucket_plan import SHARED_BUFFERS
 from rlpost.config.plan.engine_memory import default_fraction
 from rlpost.config.plan.estimate import RESERVE, Estimate
+from rlpost.config.plan.weight_update import SHARED_BUFFERS
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.errors import EngineDied
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, wait_until_free

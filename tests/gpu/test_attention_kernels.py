@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlpost.trainer.attention import attend_windowed
 from rlpost.trainer.delta_rule import delta_rule, gated_delta_rule, kernels
 from rlpost.trainer.varlen import attend, zigzag
-from rlpost.trainer.windowed import attend_windowed
 from tests.unit.trainer.test_varlen import SCALE, bounds_of, formula, rows, starts_of
 from tests.unit.trainer.test_windowed import formula as windowed_formula
 

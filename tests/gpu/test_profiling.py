@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rlpost.trainer import device  # noqa: E402
-from rlpost.trainer.profiling import Profiling  # noqa: E402
+from rlpost.trainer.actor import Profiling  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlpost.cli.secret_flags import KEY_FLAGS
+from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import pass_through
-from rlpost.config.abbreviations import ABBREVIATIONS, without_effect
 from rlpost.config.flags import fields, flag
 from rlpost.config.megatron_options import OURS
 from rlpost.config.published_flags import (
@@ -20,7 +19,7 @@ from rlpost.config.published_flags import (
     OTHER_NAME_OF_FIELD,
     REFUSED,
 )
-from rlpost.config.slime_flags import LACKING
+from rlpost.config.slime_flags import ABBREVIATIONS, LACKING, without_effect
 
 LIST = Path(__file__).with_suffix(".txt")
 MEGATRON_LIST = LIST.with_name("megatron_flags.txt")

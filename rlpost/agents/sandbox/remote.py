@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.keep_alive import keep_alive
+from common.addresses import keep_alive
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.inner.files import Request
 from rlpost.agents.sandbox.protocol import Ended, Limits, Result, Sandbox, SandboxLost

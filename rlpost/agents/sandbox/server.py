@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.addresses import node_address
+from common.addresses import keep_alive, node_address
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
-from common.keep_alive import keep_alive
 from common.log_format import configure_logging
 from rlpost.agents.sandbox import wire
 from rlpost.agents.sandbox.images import ImageCache, unpacked

@@ -21,10 +21,10 @@ from rlpost.errors import ConfigError
 from rlpost.tasks.reward.answer_extraction import last_boxed
 from rlpost.tasks.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
 from rlpost.tasks.reward.deepscaler import deepscaler
+from rlpost.tasks.reward.engine_reward import RemoteReward
 from rlpost.tasks.reward.f1 import f1, words
 from rlpost.tasks.reward.gpqa import gpqa
 from rlpost.tasks.reward.registry import REMOTE, reward_function
-from rlpost.tasks.reward.remote import RemoteReward
 from rlpost.types import Prompt
 from rlpost.types import Sample as Answer
 

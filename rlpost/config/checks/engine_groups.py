@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.counting import counted
 from common.fleet_name import POLICY
+from common.units import counted
 from rlpost.config.engine_groups import NamedGroup, group_config, short_forms
 from rlpost.config.flags import flag
 from rlpost.config.keys import KEYS, SUFFIX, is_key

@@ -1,4 +1,4 @@
-"""Check that the engines can load the model's weights, take updates of them, and compute the model.
+"""Check that the engines can load the model's weights, get updates of them, and compute the model.
 
 Input: a ``Config`` and the model's ``config.json``. Output: one line for each problem. Pure.
 """
@@ -6,6 +6,7 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 from __future__ import annotations
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import spelled
 from rlpost.models.families import family_of
 from rlpost.models.model_types import HfConfig
 
@@ -94,3 +95,25 @@ def _dense_layers(hf: HfConfig) -> list[int]:
     dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step") or 1
     layers = range(hf.get("num_hidden_layers", 0))
     return [number for number in layers if number in dense or (number + 1) % step]
+
+
+def load_format_problems(config: Config) -> list[str]:
+    """Engines that start with random weights which no update replaces.
+
+    With transport memory, every update fills all that an engine stores
+    (tests/contract/test_engine_parameters.py). SGLang reads files of updates by the same setting.
+    """
+    if config.sglang.server_args.get("load_format") != "dummy":
+        return []
+    sync, debug = config.sync, config.debug
+    has_draft = config.sglang.server_args.get("speculative_algorithm") is not None
+    reasons = [
+        (sync.update_weight_transport == "disk", spelled(config, "update_weight_transport")),
+        (debug.debug_rollout_only, "--debug-rollout-only true"),
+        (has_draft, "--sglang-speculative-algorithm, whose weights may not be sent"),
+    ]
+    return [
+        f"--sglang-load-format dummy with {reason}: engines would keep random weights; leave it out"
+        for is_so, reason in reasons
+        if is_so
+    ]

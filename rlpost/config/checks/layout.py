@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from common.counting import counted
 from common.fleet_name import POLICY
+from common.units import counted
 from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place
 from rlpost.config.engine_nodes import nodes_for, num_that_fit

@@ -1,11 +1,15 @@
-"""Check the table [lora], and what adapters exclude. Pure.
+"""Check the table [lora]: what adapters exclude, and engines that load adapters beside the base.
 
-Input: a ``Config``. Output: one line for each problem.
+Input: a ``Config``, the content of the model's config.json. Output: one line for each problem. Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rlpost.config.checks.layout import EXPERT_KEYS
+from rlpost.config.engine_args import MODULES, adapter_args
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.models.families import family_of
@@ -107,3 +111,119 @@ def lora_model_problems(config: Config, model: HfConfig) -> list[str]:
         f"{spelled(config, 'lora_targets')}: the model's config.json has no routed experts; use --lora-targets without "
         "experts"
     ]
+
+
+ADAPTER = "--update-weight-mode adapter"
+DRAFTING = ("NGRAM", "EAGLE", "NEXTN", "EAGLE3", "DFLASH", "DSPARK")
+"""Algorithms of speculative decoding that SGLang combines with adapters.
+
+Source: sglang/srt/arg_groups/lora_hook.py.
+"""
+
+
+def adapter_engine_problems(config: Config) -> list[str]:
+    """Settings that exclude adapters in engines."""
+    if not config.sends_adapters:
+        return []
+    if config.lora.lora_rank is None:
+        return [f"{ADAPTER} without --lora-rank: there is no adapter; add --lora-rank, or use "
+                "--update-weight-mode full"]  # fmt: skip
+    return [*_run_problems(config), *_server_problems(config)]
+
+
+def _run_problems(config: Config) -> list[str]:
+    checkpoint = config.checkpoint
+    other_targets = [one for one in config.lora.lora_targets if one not in MODULES]
+    rules = [
+        (
+            config.sync.update_weight_transport != "disk",
+            f"{ADAPTER} with {spelled(config, 'update_weight_transport')}: engines load adapters "
+            "from a folder; use --update-weight-transport disk, or --update-weight-mode full",
+        ),
+        (
+            config.cluster.colocate,
+            f"{ADAPTER} with --colocate true: engines read the trainer's GPU memory, so nothing is "
+            "sent, and offloaded engines need all weights again; use --update-weight-mode full "
+            "with --update-weight-transport memory",
+        ),
+        (
+            config.offload_rollout and not config.cluster.colocate,
+            f"{ADAPTER} with --offload-rollout true: engines release the base with their weights, "
+            "and no update sends it again; use --offload-rollout false, or "
+            "--update-weight-mode full",
+        ),
+        (
+            bool(other_targets),
+            f"{ADAPTER} with {spelled(config, 'lora_targets')}: a PEFT folder cannot hold adapters "
+            "of routed experts, which transformers stores in one tensor a layer; use "
+            "--update-weight-mode full, or --lora-targets without experts",
+        ),
+        (
+            checkpoint.ref_load is not None and checkpoint.ref_load != checkpoint.hf_checkpoint,
+            f"{ADAPTER} with {spelled(config, 'ref_load')}: engines read the base from "
+            "--hf-checkpoint, and no update sends it; omit --ref-load, give the base as "
+            "--hf-checkpoint, or use --update-weight-mode full",
+        ),
+        (
+            bool(config.sglang.rollout_external_engine_addrs),
+            f"{ADAPTER} with {spelled(config, 'rollout_external_engine_addrs')}: SGLang gives a "
+            "request no adapter by default, and waits for ever for aborted ones when an adapter "
+            "is unloaded; only engines that the run starts do neither. Use --rollout-num-gpus, "
+            "or --update-weight-mode full",
+        ),
+    ]
+    return [problem for is_broken, problem in rules if is_broken]
+
+
+def _server_problems(config: Config) -> list[str]:
+    """Options of SGLang."""
+    given = config.sglang.server_args
+    algorithm, workers = given.get("speculative_algorithm"), given.get("tokenizer_worker_num", 1)
+    problems = [
+        f"--sglang-{name.replace('_', '-')}: this follows from --lora-rank and --lora-targets with "
+        f"{ADAPTER}; leave it out"
+        for name in ("lora_paths", *adapter_args(config))
+        if name in given
+    ]
+    rules = [
+        (
+            config.sglang.shares_attention,
+            f"--sglang-enable-dp-attention with {ADAPTER}: SGLang then keeps a slot without an "
+            "adapter beside pinned ones, which engines here do not; leave it out, or use "
+            "--update-weight-mode full",
+        ),
+        (
+            workers > 1,
+            f"--sglang-tokenizer-worker-num {workers} with {ADAPTER}: each of these processes has "
+            "a list of adapters of its own, and a request to load one reaches only one of them; "
+            "use 1",
+        ),
+        (
+            algorithm is not None and str(algorithm).upper() not in DRAFTING,
+            f"--sglang-speculative-algorithm {algorithm} with {ADAPTER}: SGLang combines adapters "
+            f"with {', '.join(DRAFTING)} alone; use one of them, or --update-weight-mode full",
+        ),
+    ]
+    return problems + [problem for is_broken, problem in rules if is_broken]
+
+
+def adapter_engine_model_problems(config: Config, model: Mapping[str, Any]) -> list[str]:
+    """Models whose layers or weights engines cannot combine with adapters."""
+    if not config.sends_adapters or config.lora.lora_rank is None:
+        return []
+    problems = []
+    method = (model.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        problems.append(
+            f"{ADAPTER}: --hf-checkpoint has {method} weights, which are the base of the engines, "
+            "but the trainer's base is in its own precision; use a checkpoint in bf16, or "
+            "--update-weight-mode full with --update-weight-transport memory"
+        )
+    has_experts = any(model.get(key) for key in EXPERT_KEYS)
+    if has_experts and any(target not in ATTENTION for target in config.lora.lora_targets):
+        problems.append(
+            f"{ADAPTER} with {spelled(config, 'lora_targets')}: in a model with routed experts "
+            "SGLang takes adapters of gate, up and down projections for those of the experts; use "
+            "--lora-targets linear_qkv linear_proj, or --update-weight-mode full"
+        )
+    return problems

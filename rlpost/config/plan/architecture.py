@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from common.counting import counted
+from common.units import counted
 from rlpost.config.wording import value_text
 from rlpost.models.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.models.family import Family

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.counting import counted
+from common.units import counted
 from rlpost.config.checks.batch import is_uneven
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate

@@ -2,9 +2,11 @@
 
 Input: settings, the shape of the model and the memory of a GPU. Output: a ``PlannedUpdate``.
 
-The weights are assigned to buckets by the trainer's function (``rlpost.config.plan.bucket_plan``). They
-are listed as in ``rlpost.trainer.weights.inventory``: one entry for each Megatron parameter; for experts,
-one for the parameters at the same place of all expert-parallel ranks.
+The trainer (``rlpost.trainer.weights.trainer_side.Buckets``) assigns the weights to buckets with the
+same functions. They are listed as in ``rlpost.trainer.weights.inventory``: one entry for each Megatron
+parameter; for experts, one for the parameters at the same place of all expert-parallel ranks. For
+every bucket the driver sends one request to each engine, with the handles of all its ranks: large
+buckets need fewer requests, but more memory on trainer and engine.
 """
 
 from __future__ import annotations
@@ -13,18 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from rlpost.config.plan.adapters import served_adapters
-from rlpost.config.plan.bucket_plan import (
-    RECEIVED_BUFFERS,
-    SENT_BUFFERS,
-    SHARED_BUFFERS,
-    Travelling,
-    bucket_bytes,
-    deal,
-)
 from rlpost.config.plan.shape import FP8_SIDE, Layout, LinearAttention, Shape, layers_of
-from rlpost.config.tree import Config
+
+if TYPE_CHECKING:
+    from rlpost.config.tree import Config
 
 FP8_WIDTH = 1
 
@@ -237,3 +234,69 @@ def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[Pl
 
 def _num_blocks(shape: Sequence[int]) -> int:
     return math.prod(-(-length // FP8_SIDE) for length in shape)
+
+
+SMALLEST = 512 * 2**20
+"""Bytes of a bucket from which the transfer takes longer than the request."""
+REQUESTS = 256
+"""Target number of requests of an update, over all engines."""
+MEMORY_SHARE = 1 / 6
+"""Fraction of a GPU's memory that buckets may use."""
+SHARED_BUFFERS = 3
+"""Buckets on a GPU that trainer and engine share: one being gathered, two shared with the engine.
+"""
+SENT_BUFFERS = 2
+"""Buckets on a GPU that sends: the tensors, and their concatenated bytes."""
+RECEIVED_BUFFERS = 2
+"""Buckets on an engine's GPU that receives: SGLang's ``_receive_bucketed_weights_from_distributed``
+allocates a tensor for each name, and concatenates them into the tensor that it receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """A weight to send: the pipeline stage that holds it, and its bytes."""
+
+    stage: int
+    num_bytes: int
+    joins: bool = False
+    """Whether it must be in the bucket of the weight before it, which is of the same stage."""
+
+
+def bucket_bytes(total: int, *, limit: int, num_engines: int, device_bytes: int | None) -> int:
+    """The size of a bucket for weights of ``total`` bytes.
+
+    Args:
+        total: bytes of all weights.
+        limit: the user's bound in bytes (``--update-weight-buffer-size``).
+        num_engines: number of engines.
+        device_bytes: memory of a GPU; None on a CPU, where memory is not a bound.
+    """
+    for_few_requests = -(-total * max(1, num_engines) // REQUESTS)
+    chosen = max(SMALLEST, for_few_requests)
+    if device_bytes is not None:
+        chosen = min(chosen, int(device_bytes * MEMORY_SHARE / SHARED_BUFFERS))
+    return min(chosen, limit)
+
+
+def deal(weights: Sequence[Travelling], max_bytes: int) -> list[list[int]]:
+    """Indices of the weights of each bucket, by stage and in order.
+
+    A bucket holds at most ``max_bytes`` of weights of one stage; a larger weight is alone in its
+    bucket, with those that join it.
+    """
+    units: list[list[int]] = []
+    for index in sorted(range(len(weights)), key=lambda index: weights[index].stage):
+        if weights[index].joins:
+            units[-1].append(index)
+        else:
+            units.append([index])
+    buckets: list[list[int]] = []
+    remaining, stage = 0, -1
+    for unit in units:
+        num_bytes = sum(weights[index].num_bytes for index in unit)
+        if not buckets or num_bytes > remaining or weights[unit[0]].stage != stage:
+            buckets.append([])
+            remaining, stage = max_bytes, weights[unit[0]].stage
+        buckets[-1] += unit
+        remaining -= num_bytes
+    return buckets

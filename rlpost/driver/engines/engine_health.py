@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from common.bounded import await_unless, cancel_all, for_each
-from common.counting import counted
+from common.units import counted
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engines import Fleet

@@ -40,8 +40,7 @@ from rlpost.engines.external import external_addresses
 from rlpost.engines.features import check_servers
 from rlpost.engines.places import Place
 from rlpost.errors import EngineDied
-from rlpost.observe.spans import SPANS
-from rlpost.observe.trace import ProcessSpans, clock_offset
+from rlpost.observe.spans import SPANS, ProcessSpans, clock_offset
 from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.counting import counted
+from common.units import counted
 from rlpost.engines.fleet.records import EngineRecord, EngineState, Orders
 
 NEW_WEIGHTS = "new weights"

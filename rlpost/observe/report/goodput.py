@@ -27,10 +27,9 @@ from common.fleet_name import POLICY
 from common.ledger import Entry
 from common.units import duration_text
 from rlpost.observe.pace import finite, is_timed
-from rlpost.observe.report.clock import without_jumps_back
 from rlpost.observe.report.fleet_use import FleetUse, fleet_use
 from rlpost.observe.report.gpu_layout import GpuLayout
-from rlpost.observe.report.timeline import COMES_BACK
+from rlpost.observe.report.timeline import COMES_BACK, without_jumps_back
 
 Use = Literal[
     "trained",

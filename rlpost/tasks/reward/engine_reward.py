@@ -1,4 +1,4 @@
-"""Reward functions that use engines: ``async def reward(prompt, sample, engines)``.
+"""Rewards from servers: functions ``async def reward(prompt, sample, engines)``, and ``remote_rm``.
 
 Input: a function, the clients of the run's groups by name, a prompt and its samples. Output:
 rewards. Such a function is called on the driver's event loop, as functions that generate answers
@@ -13,6 +13,7 @@ same: the answer itself, for example its length, may be the cause, and a 0 would
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.algorithm.signatures import Kind, not_async, signature_of, takes_engines
 from rlpost.config.checks.functions import declared
 from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.engines.group_client import EngineClients
+from rlpost.engines.group_client import EngineClients, GroupClient
 from rlpost.errors import ConfigError, GradingLost, RolloutError
 from rlpost.tasks.reward.reward_number import reward_number
 from rlpost.types import Prompt, Sample
@@ -84,3 +85,46 @@ def engine_reward(rollout: RolloutConfig, engines: EngineClients) -> EngineRewar
     if isinstance(node, ast.FunctionDef):
         raise ConfigError(f"{KEY} {path}: {not_async(node.name)}")
     return EngineReward(load_function(path, key=KEY), engines, rollout)
+
+
+KEYS = ("reward", "score")
+
+
+class RemoteReward:
+    """The reward model of the group of --rm-url, behind an HTTP server.
+
+    The request is ``{"prompt", "response", "label", "metadata"}`` as JSON; the response is a number,
+    or an object with one under ``reward`` or ``score``. ``engines.group_client`` repeats requests.
+    """
+
+    def __init__(self, client: GroupClient) -> None:
+        self._client = client
+
+    async def score(self, prompt: Prompt, sample: Sample) -> float:
+        """Return the reward of a sample.
+
+        Raises:
+            GradingLost: see ``GroupClient.post``.
+            RolloutError: the server refused the request or did not return a number.
+        """
+        body = {
+            "prompt": prompt.text,
+            "response": sample.text,
+            "label": prompt.label,
+            "metadata": dict(prompt.metadata),
+        }
+        # metadata from Parquet may hold dates
+        answer = await self._client.post("", json.dumps(body, default=str).encode())
+        return self._number(answer.decode(errors="replace"))
+
+    def _number(self, text: str) -> float:
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            answer = next((answer[key] for key in KEYS if key in answer), None)
+        if isinstance(answer, bool | int | float) and math.isfinite(answer):
+            return float(answer)
+        wanted = "a number, or an object with one under 'reward' or 'score'"
+        raise RolloutError(f"{self._client.where} answered {text[:500]!r}; it must return {wanted}")

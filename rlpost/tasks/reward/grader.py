@@ -26,7 +26,7 @@ from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
 from rlpost.tasks.judge.judge import REFUSED, UNPARSABLE, Judge
 from rlpost.tasks.judge.judge_file import prompt_values, read_judge
 from rlpost.tasks.judge.verdicts import NoVerdict
-from rlpost.tasks.reward.engine_reward import EngineReward, engine_reward
+from rlpost.tasks.reward.engine_reward import EngineReward, RemoteReward, engine_reward
 from rlpost.tasks.reward.pool import (
     GradingFailed,
     GradingPool,
@@ -42,7 +42,6 @@ from rlpost.tasks.reward.registry import (
     is_isolated,
     reward_function,
 )
-from rlpost.tasks.reward.remote import RemoteReward
 from rlpost.tasks.reward.worker import is_lost
 from rlpost.types import Prompt, Sample
 

@@ -27,7 +27,7 @@ RewardFunction = Callable[[str, str | None, Mapping[str, object]], float]
 
 BOXED = "boxed_"
 REMOTE = "remote_rm"
-"""Computed by a server (``rlpost.tasks.reward.remote``), so only its name is known here."""
+"""Computed by a server (``rlpost.tasks.reward.engine_reward``), so only its name is known here."""
 JUDGE = "judge"
 """Given by a language model (``rlpost.tasks.judge``), in the driver."""
 OTHERS = (REMOTE, JUDGE)

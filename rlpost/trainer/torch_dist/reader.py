@@ -8,12 +8,16 @@ besides the tensors. Not collective: each rank reads independently.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import Metadata, filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -21,7 +25,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlpost.errors import CheckpointError
-from rlpost.trainer.torch_dist.metadata import read_metadata
 from rlpost.trainer.torch_dist.shards import Chunk
 
 NUM_THREADS = 2
@@ -121,3 +124,55 @@ def _part(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> tor
     for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(axis, offset, length)
     return tensor
+
+
+SEARCHED = {"torch", "torch.distributed.checkpoint.metadata"}
+"""Modules from which values like ``torch.float32`` and classes that are defined there are admitted."""
+VALUES = (torch.dtype, torch.memory_format, torch.layout)
+ADMITTED = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ADMITTED:
+            return super().find_class(module, name)
+        # One name, without dots: "dump.__globals__" would lead out of the module.
+        found = getattr(sys.modules.get(module), name, None) if module in SEARCHED else None
+        is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
+        if is_own_class or isinstance(found, VALUES):
+            return found
+        raise pickle.UnpicklingError(
+            f".metadata names {module}.{name}, which no checkpoint needs: do not use this folder "
+            "unless you trust its author"
+        )
+
+
+def load(file: BinaryIO) -> Any:
+    """Unpickle metadata. Raises pickle.UnpicklingError when it names anything else.
+
+    A pickle can call any function, and folders of converted weights are shared. This replaces
+    torch's for every reader in this process, Megatron's included.
+    """
+    return _Unpickler(file).load()
+
+
+filesystem.pickle = SimpleNamespace(**{**vars(pickle), "load": load})  # type: ignore[attr-defined]
+
+
+def read_metadata(folder: str) -> Metadata:
+    """Return the metadata of a folder.
+
+    Raises:
+        OSError: there is none.
+        pickle.UnpicklingError: it names functions or classes that do not belong there.
+    """
+    return filesystem.FileSystemReader(folder).read_metadata()

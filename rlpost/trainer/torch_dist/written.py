@@ -20,9 +20,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlpost.trainer.torch_dist import optimizer_state
-from rlpost.trainer.torch_dist.boxes import share_of
 from rlpost.trainer.torch_dist.optimizer_state import ParameterState
-from rlpost.trainer.torch_dist.shards import Region, Shard, regions_of
+from rlpost.trainer.torch_dist.shards import Region, Shard, regions_of, share_of
 
 OPTIMIZER_PREFIX = "optimizer.state."
 SHARED_FROM = 1024**2

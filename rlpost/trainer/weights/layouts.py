@@ -11,13 +11,14 @@ up] regroups it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from rlpost.errors import WeightError
 from rlpost.models.names import Dimensions, Layout
+from rlpost.types import Bucket
 
 GATED = ("gated", "fused_gated")
 LINEAR = ("linear_qkv", "linear_qkvz", "linear_ba")
@@ -146,3 +147,40 @@ def _split_by_key_head(
         parts.append(torch.cat([kind.flatten(0, 1) for kind in kinds]))
         start += sum(group)
     return tuple(parts)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[...] -> [nbytes], uint8.
+
+    There is no padding. With tensors of larger elements first (``exporter.describe``) every tensor
+    starts at a multiple of its element size, so all views are aligned.
+    """
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def tensor_bytes(bucket: Bucket) -> dict[str, int]:
+    """Return the bytes of each tensor of a bucket, by name."""
+    tensors = zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
+    return {name: num_bytes(shape, getattr(torch, dtype)) for name, shape, dtype in tensors}
+
+
+def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the bytes of the tensors: [num_bytes], uint8."""
+    return torch.cat([as_bytes(tensor) for tensor in tensors])
+
+
+def unpack(
+    flat: torch.Tensor, likes: Iterable[tuple[Sequence[int], torch.dtype]]
+) -> list[torch.Tensor]:
+    """Return views of the output of ``pack``, given the shapes and dtypes of the tensors."""
+    tensors, start = [], 0
+    for shape, dtype in likes:
+        end = start + num_bytes(shape, dtype)
+        tensors.append(flat[start:end].view(dtype).view(tuple(shape)))
+        start = end
+    return tensors

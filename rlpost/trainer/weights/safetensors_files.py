@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from common.counting import counted
+from common.units import counted
 from rlpost.errors import WeightError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -32,11 +32,11 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rlpost.config.plan.bucket_plan import bucket_bytes
+from rlpost.config.plan.weight_update import bucket_bytes
 from rlpost.errors import SyncError
 from rlpost.trainer.weights.engine_group import EngineGroup
 from rlpost.trainer.weights.exporter import Exporter, describe, sent_bytes
-from rlpost.trainer.weights.flat import as_bytes, tensor_bytes
+from rlpost.trainer.weights.layouts import as_bytes, tensor_bytes
 from rlpost.trainer.weights.quantise import BlockFp8
 
 # indices among the arguments of torch's rebuild_cuda_tensor

@@ -26,12 +26,11 @@ from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.models.families import family
-from rlpost.rehearsal.contradictions import Expected, plan_problems
+from rlpost.rehearsal.contradictions import Expected, plan_problems, update_plans
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import Weight
-from rlpost.rehearsal.update_plan import update_plans
 from rlpost.trainer.settings_of_actors import actor_settings
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import SUFFIX, BlockFp8

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bootstrap.agent.early_exits import with_likely_cause
 from bootstrap.agent.rendezvous import describe_missing
-from bootstrap.agent.symptoms import with_likely_cause
 from common.files import tail
 
 

@@ -18,7 +18,7 @@ from bootstrap.preflight.table import (
     Requirements,
     SandboxOffer,
 )
-from common.file_systems import mount_of
+from common.jit_caches import mount_of
 
 WANTED = Requirements(num_gpus=8, object_store_memory=2 * GIB)
 GPUS = tuple(

@@ -4,8 +4,8 @@ the bad ones.
 
 import pytest
 
+from bootstrap.agent.gathering import choose_hosts
 from bootstrap.agent.rendezvous import BringupError
-from bootstrap.agent.selection import choose_hosts
 from bootstrap.check_result import Check
 from bootstrap.preflight.table import Preflight
 

@@ -9,10 +9,9 @@ from typing import cast
 
 import pytest
 
-from bootstrap.agent.gathering import Gathering
+from bootstrap.agent.gathering import Gathering, Levels, by_topology, topology_path
 from bootstrap.agent.options import Options
 from bootstrap.agent.rendezvous import NodeReport, Reception
-from bootstrap.agent.topology import Levels, by_topology, topology_path
 from bootstrap.check_result import Check
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.secret_flags import take_keys
+from rlpost.cli.secret_file import take_keys
 from rlpost.cli.submit import main
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import make_project

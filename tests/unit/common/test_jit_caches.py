@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common import jit_caches
+from common.files import own_folder
 from common.jit_caches import (
     BASE,
     FOLDERS,
@@ -19,7 +20,6 @@ from common.jit_caches import (
     jit_cache_environment,
     needs_local_caches,
 )
-from common.private_folders import own_folder
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0

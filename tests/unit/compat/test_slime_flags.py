@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import rlpost
-from rlpost.cli.secret_flags import KEY_FLAGS
+from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import flags, pass_through
 from rlpost.config.load import load
 from rlpost.config.megatron_options import option_names
-from rlpost.config.server_arg_table import server_arg_table
+from rlpost.config.server_arg_values import server_arg_table
 from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
 from tools.pages.slime_flags import slime_flags
@@ -23,7 +23,7 @@ NO_USE = (
     "config/groups/",
     "config/checks/",
     "compat/",
-    "config/plugin_settings.py",
+    "config/signatures.py",
     "config/slime_flags.py",
     "durable/provenance.py",
     "durable/journal.py",

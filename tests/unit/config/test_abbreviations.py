@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from rlpost.config import flags, megatron_options, pass_through
-from rlpost.config.abbreviations import ABBREVIATIONS, DERIVED, REMOVED
 from rlpost.config.load import load
+from rlpost.config.slime_flags import ABBREVIATIONS, DERIVED, REMOVED
 from rlpost.errors import ConfigError
 
 OF_COMMANDS = {"--run-folder", "--sglang-mem-fraction-static"}

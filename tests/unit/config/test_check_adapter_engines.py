@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.checks.adapter_engines import (
+from rlpost.config.checks.lora import (
     adapter_engine_model_problems,
     adapter_engine_problems,
 )

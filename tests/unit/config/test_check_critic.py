@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.config.checks.algorithm import algorithm_problems
+from rlpost.config.checks.algorithm import (
+    algorithm_problems,
+    own_critic_model_problems,
+    own_critic_problems,
+)
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.checks.critic import own_critic_model_problems, own_critic_problems
 from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import estimate

@@ -9,7 +9,7 @@ from rlpost.cli.check import main as check_main
 from rlpost.cli.plan import main as plan_main
 from rlpost.cli.submit import main as submit_main
 from rlpost.config.load import JOBS, load, read_toml
-from rlpost.config.plan.reference import host_bytes, reference_note, training_share
+from rlpost.config.plan.rank_memory import host_bytes, reference_note, training_share
 from rlpost.config.plan.shape import Shape
 from tests.unit.cli.projects import make_project
 

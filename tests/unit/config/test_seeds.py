@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.command_line import make_parser
-from rlpost.cli.secret_flags import take_keys
+from rlpost.cli.secret_file import take_keys
 from rlpost.config import flags
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import load

@@ -14,17 +14,16 @@ import pytest
 
 from rlpost.cli import plan
 from rlpost.cli.check_settings import check
-from rlpost.config import flags, server_arg_table
+from rlpost.config import flags, server_arg_values
 from rlpost.config.load import dump, load, parse_dump
-from rlpost.config.server_arg_table import OPAQUE
-from rlpost.config.server_arg_values import LIMITS, typed_args, typed_value
+from rlpost.config.server_arg_values import LIMITS, OPAQUE, typed_args, typed_value
 from rlpost.engines.server_args import OURS, check_server_args
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import make_project
 from tools.server_arg_source import source_args
 
 SGLANG = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-TABLE = server_arg_table.server_arg_table()
+TABLE = server_arg_values.server_arg_table()
 
 
 def config(*words):
@@ -219,15 +218,15 @@ def test_a_login_node_without_sglang_has_the_copy(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(server_arg_table.importlib.metadata, "version", absent)
-    found = server_arg_table.server_arg_table.__wrapped__()
+    monkeypatch.setattr(server_arg_values.importlib.metadata, "version", absent)
+    found = server_arg_values.server_arg_table.__wrapped__()
     assert found.source.startswith("the pinned SGLang ")
     assert found.args == TABLE.args
 
 
 def table_of(monkeypatch, version):
-    monkeypatch.setattr(server_arg_table.importlib.metadata, "version", lambda name: version)
-    return server_arg_table.server_arg_table.__wrapped__()
+    monkeypatch.setattr(server_arg_values.importlib.metadata, "version", lambda name: version)
+    return server_arg_values.server_arg_table.__wrapped__()
 
 
 def test_a_later_version_has_the_settings_in_which_it_differs(monkeypatch):
@@ -264,7 +263,7 @@ def test_an_engine_gets_typed_values():
 
 
 def test_the_copy_is_of_the_pinned_version():
-    copy = json.loads(server_arg_table.COPY.read_text())
+    copy = json.loads(server_arg_values.COPY.read_text())
     pinned = (Path(__file__).parents[3] / "setup.cfg").read_text()
     assert f"sglang=={copy['sglang']}\n" in pinned
 

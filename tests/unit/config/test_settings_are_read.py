@@ -33,7 +33,7 @@ WITHOUT_EFFECT = (
     "config/show.py",
     "config/wording.py",
     "cli/check_settings.py",
-    "config/plugin_settings.py",
+    "config/signatures.py",
     "durable/provenance.py",
     "compat",
     "rehearsal",

@@ -14,8 +14,7 @@ from rlpost.driver.checkpoints import SaveTimes
 from rlpost.driver.observation import Flops, Observation, pace, run_metrics, steps_again
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.errors import Preempted, RlpostError
-from rlpost.observe.spans import SPANS, span
-from rlpost.observe.trace import ProcessSpans
+from rlpost.observe.spans import SPANS, ProcessSpans, span
 from rlpost.types import Sample, SampleGroup, ScoredSample
 from tests.metric_names import undeclared
 

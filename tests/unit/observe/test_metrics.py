@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from rlpost.errors import Fenced
-from rlpost.observe.train_progress import duration, progress_line
+from rlpost.observe.pace import duration, progress_line
 from rlpost.observe.writer import MetricsWriter, eval_rewards, read_metrics
 from tests.unit.paused_thread import PausedThread
 

@@ -8,8 +8,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.observe.spans import Spans
-from rlpost.observe.trace import ProcessSpans, clock_offset, lanes, trace
+from rlpost.observe.spans import ProcessSpans, Spans, clock_offset, lanes, trace
 
 MOMENTS = st.floats(0, 100, allow_nan=False)
 

@@ -18,10 +18,10 @@ import pytest
 
 from common.ledger import Ledger
 from slurm.batch import run as batch_run
+from slurm.batch.engine import _pass_on
 from slurm.batch.host import Host
 from slurm.batch.options import Options
 from slurm.batch.place import Place
-from slurm.batch.sandbox import _pass_on
 from slurm.batch.signals import Signals
 from slurm.batch.slurm_job import SlurmJob
 from slurm.container import Container

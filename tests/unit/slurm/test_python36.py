@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-STARTS = ("slurm/enroot.py", "slurm/evidence.py", "slurm/image.py", "slurm/remaining_hosts.py")
+STARTS = ("slurm/enroot.py", "slurm/evidence.py", "slurm/image.py", "slurm/supervise.py")
 OURS = ("common", "slurm", "bootstrap", "rlpost")
 
 
@@ -54,7 +54,7 @@ FILES = reachable()
 def test_imports_are_followed() -> None:
     names = {str(path.relative_to(ROOT)) for path in FILES}
     assert {name.split("/")[0] for name in names} == {"common", "slurm"}
-    assert {*STARTS, "common/__init__.py", "common/srun_output.py", "slurm/causes.py"} <= names
+    assert {*STARTS, "common/__init__.py", "common/host_lists.py", "slurm/causes.py"} <= names
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vermin") is None, reason="vermin is not installed")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm.client import explain_rejection
 from slurm.errors import SubmitError
 from slurm.executor import submit_script
-from slurm.rejection import explain_rejection
 from tests.unit.slurm.stand_ins import commands
 
 SINFO = """gpu*|up|1-00:00:00|4|gpu:h100:8|h100,ib

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from rlpost.errors import DataError
-from rlpost.tasks import fingerprint
-from rlpost.tasks.fingerprint import BLOCK_BYTES, NUM_BLOCKS, data_fingerprint
+from rlpost.tasks import prompt_settings
+from rlpost.tasks.prompt_settings import BLOCK_BYTES, NUM_BLOCKS, data_fingerprint
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_of_a_large_file_only_size_head_tail_and_some_blocks_are_read(tmp_path, 
     os.truncate(path, size + 1)
     assert data_fingerprint([path]) != before
     blocks = []
-    real = fingerprint._blocks
+    real = prompt_settings._blocks
     monkeypatch.setattr(
-        fingerprint, "_blocks", lambda *given: (blocks.append(b) or b for b in real(*given))
+        prompt_settings, "_blocks", lambda *given: (blocks.append(b) or b for b in real(*given))
     )
     data_fingerprint([path])
     assert sum(map(len, blocks)) == NUM_BLOCKS * BLOCK_BYTES == 16 << 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.trainer import latent_attention
-from rlpost.trainer.latent_attention import LatentAttention
+from rlpost.trainer import layer_specs
+from rlpost.trainer.layer_specs import LatentAttention
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 GROUP = SimpleNamespace(size=lambda: 2)
@@ -20,7 +20,7 @@ def test_the_gradient_of_the_shared_key_is_summed_over_two_ranks(
 ) -> None:
     """Both ranks have equal values, so a sum is twice the gradient of one of them."""
     monkeypatch.setattr(
-        latent_attention,
+        layer_specs,
         "gather_from_tensor_model_parallel_region",
         lambda values, group: torch.cat([values, values], dim=-1),
     )

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlpost.trainer import windowed
-from rlpost.trainer.windowed import attend_windowed
+from rlpost.trainer import attention
+from rlpost.trainer.attention import attend_windowed
 from tests.unit.trainer.test_varlen import GROUPS, HEADS, SCALE, bounds_of, rows
 
 LENGTHS = [1, 7, 4]
@@ -99,9 +99,9 @@ def test_each_sequence_has_its_window_and_its_sinks(
 
     ``flash``: the kernel's algorithm, in place of its two operators on a GPU.
     """
-    monkeypatch.setattr(windowed, "BLOCK", 2)
+    monkeypatch.setattr(attention, "BLOCK", 2)
     if kernel == "flash":
-        monkeypatch.setattr(windowed, "has_flash", lambda query: True)
+        monkeypatch.setattr(attention, "has_flash", lambda query: True)
         request.getfixturevalue("flash_on_cpu")
     torch.manual_seed(3)
     inputs = [rows(sum(LENGTHS), heads, torch.float32) for heads in (HEADS, GROUPS, GROUPS)]

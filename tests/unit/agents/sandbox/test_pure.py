@@ -26,7 +26,7 @@ from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.agents.sandbox.server import LEASE_SECONDS, LeaseWatch, serve
 from rlpost.agents.sandbox.settings import limits_of, pool_of
 from rlpost.agents.sandbox.verify import DROPPED, reported, selected
-from rlpost.config.checks.sandbox import sandbox_problems
+from rlpost.config.checks.agents import sandbox_problems
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, GradingLost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.plan.bucket_plan import REQUESTS, SMALLEST, Travelling, bucket_bytes, deal
+from rlpost.config.plan.weight_update import REQUESTS, SMALLEST, Travelling, bucket_bytes, deal
 
 GB = 10**9
 LIMIT = 4 * 2**30

@@ -95,7 +95,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_where_most_are_skipped_a_coll
     odd: int,
 ) -> None:
     """It skips the last one of its pair and waits with the other pair, its peer waits for it."""
-    peer, later = odd ^ 1, Frame("/code/rlpost/trainer/metric_reduction.py", 20, "global_metrics")
+    peer, later = odd ^ 1, Frame("/code/rlpost/trainer/passes.py", 20, "global_metrics")
     pair = tuple(sorted((odd, peer)))
     pairs = {rank: group(f"tp{rank // 2}", (rank & 2, rank & 2 | 1), 9) for rank in range(4)}
     everybody = (0, 1, 2, 3)
@@ -137,7 +137,7 @@ def test_without_collectives_the_rank_that_has_not_returned_is_to_blame() -> Non
 
 
 def test_the_one_in_another_collective_than_most_is_to_blame() -> None:
-    here = Frame("/code/rlpost/trainer/metric_reduction.py", 20, "global_metrics")
+    here = Frame("/code/rlpost/trainer/passes.py", 20, "global_metrics")
     positions = [at(STEP, REDUCE), at(here, BARRIER), at(STEP, REDUCE)]
     assert compare(positions).ranks == (1,)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rlpost.observe.report.attempts import (
+from rlpost.observe.report.page import (
     MAX_PARTS,
     bar_marks,
     bar_spans,
@@ -14,8 +14,7 @@ from rlpost.observe.report.attempts import (
     committed_steps,
     steps_lost,
 )
-from rlpost.observe.report.clock import MAX_CLOCK_POINTS, hours_of_steps
-from rlpost.observe.report.timeline import Attempt, timeline
+from rlpost.observe.report.timeline import MAX_CLOCK_POINTS, Attempt, hours_of_steps, timeline
 from tests.unit.observe.report.runs import BEGIN
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.cli.main import main
 from rlpost.errors import ConfigError
-from rlpost.observe.report.gate import outcome, parse_gate
+from rlpost.observe.report.compare import outcome, parse_gate
 from tests.unit.observe.report.runs import make_run
 
 NAMES = ("base", "new")

@@ -6,11 +6,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from rlpost.config.load import dump, load
-from rlpost.observe.report.clock import without_jumps_back
 from rlpost.observe.report.fleet_use import fleet_use
 from rlpost.observe.report.goodput import goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
-from rlpost.observe.report.timeline import timeline
+from rlpost.observe.report.timeline import timeline, without_jumps_back
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 FOUR_COLOCATED = GpuLayout(gpus_per_node=4, num_nodes=1, trainer=4, engines=4, is_colocated=True)

@@ -16,7 +16,6 @@ from scipy import stats
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
-from rlpost.tasks.judge.agreement import agreement, cohen_kappa, spearman
 from rlpost.tasks.judge.judge import (
     COUNTED,
     FLIPPED,
@@ -27,7 +26,16 @@ from rlpost.tasks.judge.judge import (
     opponents,
 )
 from rlpost.tasks.judge.judge_file import JudgeFile, answer_values, prompt_values, read_judge
-from rlpost.tasks.judge.verdicts import PAIR_WORDS, Grammar, NoVerdict, Verdict, parse_verdict
+from rlpost.tasks.judge.verdicts import (
+    PAIR_WORDS,
+    Grammar,
+    NoVerdict,
+    Verdict,
+    agreement,
+    cohen_kappa,
+    parse_verdict,
+    spearman,
+)
 from rlpost.tasks.reward import grader as grader_module
 from rlpost.tasks.reward.grader import LOST, Grader, make_grader
 from rlpost.types import Prompt, Sample

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpost.trainer.torch_dist.boxes import boxes_of_range, share_of, split_range
+from rlpost.trainer.torch_dist.shards import boxes_of_range, share_of, split_range
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

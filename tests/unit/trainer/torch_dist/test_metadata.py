@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from rlpost.errors import CheckpointError
 from rlpost.trainer.checkpoint_keys import fit_to_checkpoint
-from rlpost.trainer.torch_dist.metadata import read_metadata
-from rlpost.trainer.torch_dist.reader import StoredTensors
+from rlpost.trainer.torch_dist.reader import StoredTensors, read_metadata
 from rlpost.trainer.torch_dist.shards import Chunk, Shard
 
 

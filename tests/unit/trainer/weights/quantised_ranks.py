@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions, to_hugging_face
-from rlpost.trainer.weights import layouts, quantised_gather
+from rlpost.trainer.weights import exporter, layouts
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -165,13 +165,13 @@ def count_bytes() -> dict[str, int]:
     quantises.
     """
     given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
-    quantise = quantised_gather.quantise
+    quantise = exporter.quantise
 
     def counted_quantise(weight: torch.Tensor, block: tuple[int, int]) -> Any:
         given["quantised"] += weight.numel()
         return quantise(weight, block)
 
-    quantised_gather.quantise = counted_quantise
+    exporter.quantise = counted_quantise
     all_gather, broadcast = dist.all_gather, dist.broadcast
 
     def counted_gather(outputs: Any, tensor: torch.Tensor, **how: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from rlpost.trainer.weights import trainer_side
-from rlpost.trainer.weights.flat import as_bytes
+from rlpost.trainer.weights.layouts import as_bytes
 from rlpost.trainer.weights.quantise import FP8
 
 
