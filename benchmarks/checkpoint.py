@@ -225,18 +225,18 @@ def main() -> int:
         folder = Path(name)
         num_parameters = make_model(folder / "model", options.size)
         actor = started(folder / "model", buffer_gb=options.buffer_gb)
-        found = asyncio.run(measure(actor, folder, options.rounds))
+        measurement = asyncio.run(measure(actor, folder, options.rounds))
         actor.close()
-    median = {kind: statistics.median(each) for kind, each in found.seconds.items()}
+    median = {kind: statistics.median(each) for kind, each in measurement.seconds.items()}
     share = median["background, blocking"] / median["waited for"]
     lines = [
         f"One rank, {num_parameters / 1e6:.0f} million parameters in float32 with Adam's moments, "
-        f"{found.num_bytes / 1e9:.2f} GB a checkpoint,",
+        f"{measurement.num_bytes / 1e9:.2f} GB a checkpoint,",
         f"{options.rounds} interleaved rounds. A background save through a buffer of {options.buffer_gb:g} GB",
-        f"held {found.memory['background'] / 1e9:.2f} GB more than before it, and training waited for "
+        f"held {measurement.memory['background'] / 1e9:.2f} GB more than before it, and training waited for "
         f"{100 * share:.1f} % of the",
         f"time of a synchronous save (goal: {100 * GOAL:.0f} %). A resume held",
-        f"{found.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
+        f"{measurement.memory['resume'] / 1e9:.2f} GB more than before it. torch {torch.__version__},",
         f"{where}:",
         "",
         "```bash",
@@ -245,7 +245,7 @@ def main() -> int:
         "",
         *table(
             ["", "median s", "least s", "time, plain write = 1", "of a save that is waited for"],
-            rows(found.seconds),
+            rows(measurement.seconds),
         ),
     ]
     show(HEADING, lines, write=options.write)

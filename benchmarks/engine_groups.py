@@ -175,15 +175,17 @@ def run_both(num_steps: int) -> dict[str, dict[str, float]]:
 
 def measure_evaluation(rounds: int, num_steps: int) -> list[str]:
     """Return the lines of evaluation beside training."""
-    found = []
+    round_times = []
     for number in range(rounds):
-        found.append(run_both(num_steps))
-        print(f"round {number + 1}: {found[-1]}", file=sys.stderr, flush=True)
-    costs = [100 * (one["beside"]["step_s"] / one["without"]["step_s"] - 1) for one in found]
+        round_times.append(run_both(num_steps))
+        print(f"round {number + 1}: {round_times[-1]}", file=sys.stderr, flush=True)
+    costs = [100 * (one["beside"]["step_s"] / one["without"]["step_s"] - 1) for one in round_times]
     rows = []
     for way in WAYS:
-        steps = [one[way]["step_s"] for one in found]
-        parts = [statistics.median(one[way][name] for one in found) for name in found[0][way]]
+        steps = [one[way]["step_s"] for one in round_times]
+        parts = [
+            statistics.median(one[way][name] for one in round_times) for name in round_times[0][way]
+        ]
         cells = [f"{parts[0]:.3f}", f"{min(steps):.3f} to {max(steps):.3f}"]
         rows.append([way, *cells, *(f"{part:.2f}" for part in parts[1:])])
     header = ["evaluation", "step s", "rounds", "generate", "train", "written", "evaluated"]

@@ -206,23 +206,23 @@ async def measure(load: Load, num_rounds: int) -> list[str]:
     if load.delay is None:
         with tempfile.TemporaryDirectory() as folder:
             async with serving(Path(folder), concurrency=load.conversations) as served:
-                found = await rounds_of(load, served.engines, num_rounds)
+                rounds = await rounds_of(load, served.engines, num_rounds)
     else:
         with prepared_engines(load.length, delay=load.delay, largest_id=LAST_ID) as url:
             engines = RunEngines.of([url], KEY, capacity=load.conversations)
-            found = await rounds_of(load, engines, num_rounds)
+            rounds = await rounds_of(load, engines, num_rounds)
     ratios = [
         by_gateway.tokens_per_s / directly.tokens_per_s
-        for directly, by_gateway in zip(*found, strict=True)
+        for directly, by_gateway in zip(*rounds, strict=True)
     ]
     return [
         load.name,
         f"{load.conversations} x {load.turns} x {load.length}",
-        *_medians(found, lambda one: one.tokens_per_s, ",.0f"),
+        *_medians(rounds, lambda one: one.tokens_per_s, ",.0f"),
         f"{_loss(statistics.median(ratios))} ({_loss(max(ratios))} to {_loss(min(ratios))})",
-        *_medians(found, lambda one: one.loop_s, ".2f"),
-        *_medians(found, lambda one: one.all_s, ".2f"),
-        *_medians(found, lambda one: 1000 * one.lag_s, ".0f"),
+        *_medians(rounds, lambda one: one.loop_s, ".2f"),
+        *_medians(rounds, lambda one: one.all_s, ".2f"),
+        *_medians(rounds, lambda one: 1000 * one.lag_s, ".0f"),
     ]
 
 

@@ -150,8 +150,8 @@ def main() -> int:
         *table(
             ["", "p50", "p99.9", "most", "own p99.9", "own most", "bytes a token"],
             [
-                [*lag_row(row, found.lags), f"{found.bytes_per_token:.2f}"]
-                for row, found in (("groups alone", alone), ("single answers", single))
+                [*lag_row(row, measurement.lags), f"{measurement.bytes_per_token:.2f}"]
+                for row, measurement in (("groups alone", alone), ("single answers", single))
             ],
         ),
         "",

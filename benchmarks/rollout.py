@@ -174,11 +174,17 @@ async def measure_modes(served: Served, *, rounds: int, folder: Path) -> LoopTim
         generated, times = [], LoopTimes(alone, alone)
         for _ in range(rounds):
             for mode in MODES:
-                found = await lines(mode, times.train_s)
-                times.step_s[mode].append(statistics.mean(line["time/step_s"] for line in found))
-                times.sync_s[mode].append(statistics.mean(line["time/sync_s"] for line in found))
+                step_lines = await lines(mode, times.train_s)
+                times.step_s[mode].append(
+                    statistics.mean(line["time/step_s"] for line in step_lines)
+                )
+                times.sync_s[mode].append(
+                    statistics.mean(line["time/sync_s"] for line in step_lines)
+                )
                 if mode == "sync":
-                    generated.append(statistics.mean(line["time/generate_s"] for line in found))
+                    generated.append(
+                        statistics.mean(line["time/generate_s"] for line in step_lines)
+                    )
         times.generate_s = statistics.median(generated)
     return times
 

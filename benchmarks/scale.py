@@ -192,15 +192,17 @@ def prompts(folder: Path) -> list[Row]:
             file.write(f'{{"prompt": "What is {n} plus {n + 1}?", "label": "{2 * n + 1}"}}\n')
     fields = PromptFields("prompt", "label")
     with timer.of(f"index of {NUM_PROMPTS} prompts"):
-        found = PromptSet(path, tokenize=lambda content, tools: (str(content), (1,)), fields=fields)
-    cursor = PromptCursor(found, shuffle=True, seed=1)
+        prompt_set = PromptSet(
+            path, tokenize=lambda content, tools: (str(content), (1,)), fields=fields
+        )
+    cursor = PromptCursor(prompt_set, shuffle=True, seed=1)
     with timer.of("order of an epoch, the first 1,000 prompts"):
         cursor.take(1000)
     with timer.of("the next 1,000 prompts"):
         cursor.take(1000)
     state = {**cursor.state(), "epoch": 3, "offset": NUM_PROMPTS // 2}
     with timer.of("resume in the fourth epoch, 1,000 prompts"):
-        PromptCursor.from_state(found, state, shuffle=True, seed=1).take(1000)
+        PromptCursor.from_state(prompt_set, state, shuffle=True, seed=1).take(1000)
     part = folder / "part.jsonl"
     with path.open() as file, part.open("w") as first:
         first.writelines(line for line, _ in zip(file, range(NUM_PROMPTS // 10), strict=False))
@@ -351,10 +353,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(SUBJECTS[options.one](Path(folder))))
         return 0
-    where, found = machine(), []
+    where, timings = machine(), []
     for name in options.names or SUBJECTS:
-        found += in_separate_process(name)
-    rows = [[what, f"{seconds:.2f}", note] for what, seconds, note in found]
+        timings += in_separate_process(name)
+    rows = [[what, f"{seconds:.2f}", note] for what, seconds, note in timings]
     lines = [
         "Processor seconds of the driver, or of a command, at sizes that a small machine can only simulate",
         f"([scale](scale.md)). {where}:",

@@ -101,8 +101,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         folder, case, shares, count = sys.argv[2:]
         chosen = tuple(json.loads(case))
-        found = run_steps(Path(folder), chosen, shares=bool(int(shares)), count=int(count))
-        print(json.dumps(asdict(found)))
+        measurement = run_steps(Path(folder), chosen, shares=bool(int(shares)), count=int(count))
+        print(json.dumps(asdict(measurement)))
         return 0
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="measured steps (default: 3)")

@@ -161,18 +161,18 @@ def padded(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
     prompts = max(sample.prompt_length for sample in samples)
     responses = max(sample.response_length for sample in samples)
     shape = {"prompt": prompts, "completion": responses}
-    made = {}
+    tensors = {}
     for name, width in shape.items():
         for kind in ("ids", "mask"):
-            made[f"{name}_{kind}"] = torch.zeros(len(samples), width, dtype=torch.long)
+            tensors[f"{name}_{kind}"] = torch.zeros(len(samples), width, dtype=torch.long)
     for row, sample in enumerate(samples):
         parts = sample.token_ids[: sample.prompt_length], sample.token_ids[sample.prompt_length :]
-        made["prompt_ids"][row, prompts - len(parts[0]) :] = torch.tensor(parts[0])
-        made["prompt_mask"][row, prompts - len(parts[0]) :] = 1
-        made["completion_ids"][row, : len(parts[1])] = torch.tensor(parts[1])
-        made["completion_mask"][row, : len(parts[1])] = 1
-    made["advantages"] = torch.tensor([sample.advantage for sample in samples])
-    return {name: value.to(DEVICE) for name, value in made.items()}
+        tensors["prompt_ids"][row, prompts - len(parts[0]) :] = torch.tensor(parts[0])
+        tensors["prompt_mask"][row, prompts - len(parts[0]) :] = 1
+        tensors["completion_ids"][row, : len(parts[1])] = torch.tensor(parts[1])
+        tensors["completion_mask"][row, : len(parts[1])] = 1
+    tensors["advantages"] = torch.tensor([sample.advantage for sample in samples])
+    return {name: value.to(DEVICE) for name, value in tensors.items()}
 
 
 def _whole(part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,18 +115,18 @@ def run_trl(steps: int, out: Path) -> None:
     def reward(
         completions: list[list[dict[str, str]]], label: list[str], **_: object
     ) -> list[float]:
-        found = [
+        scores = [
             gsm8k(answer[0]["content"], expected, {})
             for answer, expected in zip(completions, label, strict=True)
         ]
-        rewards.append(statistics.fmean(found))
-        return found
+        rewards.append(statistics.fmean(scores))
+        return scores
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
-        def _generate(self, *given: object, **options: object) -> object:
+        def _generate(self, *arguments: object, **options: object) -> object:
             began = time.time()
             try:
-                return super()._generate(*given, **options)
+                return super()._generate(*arguments, **options)
             finally:
                 generate_s.append(time.time() - began)
 
@@ -172,8 +172,8 @@ def run_trl(steps: int, out: Path) -> None:
     ).train()
     step_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    found = {"step_s": step_s, "generate_s": generate_s, "rewards": rewards, "ends": ends}
-    out.write_text(json.dumps(found | {"peak_gb": peak}))
+    measurements = {"step_s": step_s, "generate_s": generate_s, "rewards": rewards, "ends": ends}
+    out.write_text(json.dumps(measurements | {"peak_gb": peak}))
 
 
 def measure_trl(steps: int, folder: Path) -> Measured:
@@ -223,21 +223,21 @@ def _run(command: Sequence[str], log: Path) -> Watch:
     return watch
 
 
-def row(name: str, found: Measured) -> list[str]:
+def row(name: str, measurement: Measured) -> list[str]:
     """A row of the table; the first step, which warms up, does not count."""
-    later = slice(1, None) if len(found.step_s) > 1 else slice(None)
+    later = slice(1, None) if len(measurement.step_s) > 1 else slice(None)
     step, generate = (
-        statistics.median(found.step_s[later]),
-        statistics.median(found.generate_s[later]),
+        statistics.median(measurement.step_s[later]),
+        statistics.median(measurement.generate_s[later]),
     )
-    rewards = " ".join(f"{reward:.2f}" for reward in found.rewards)
+    rewards = " ".join(f"{reward:.2f}" for reward in measurement.rewards)
     return [
         name,
         f"{step:.1f}",
         f"{generate:.1f}",
         f"{step - generate:.1f}",
-        f"{found.peak_gb:.1f}",
-        f"{found.busy_cores / (os.cpu_count() or 1):.0%}",
+        f"{measurement.peak_gb:.1f}",
+        f"{measurement.busy_cores / (os.cpu_count() or 1):.0%}",
         rewards,
     ]
 
@@ -253,12 +253,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_trl(options.steps, options.as_trl)
         return 0
     where = machine()
-    found = {}
+    measurements = {}
     with tempfile.TemporaryDirectory(prefix="rlpost-trl-") as folder:
         for name in options.only:
             measure = measure_trl if name == "trl" else measure_rlpost
-            found[name] = measure(options.steps, Path(folder))
-            print(f"{name}: {row(name, found[name])}", file=sys.stderr, flush=True)
+            measurements[name] = measure(options.steps, Path(folder))
+            print(f"{name}: {row(name, measurements[name])}", file=sys.stderr, flush=True)
     header = [
         "trainer",
         "step, s",
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{PROMPTS} prompts of addition, {ANSWERS} answers each of at most {LENGTH} tokens, float32, learning",
         f"rate {LR:g}, reward `gsm8k`. Medians without the first step. {where}.",
         "",
-        *table(header, [row(name, one) for name, one in found.items()]),
+        *table(header, [row(name, one) for name, one in measurements.items()]),
     ]
     show(HEADING, lines, write=options.write)
     return 0

@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
-    made = make_parser(
+    parser = make_parser(
         "python -m rlpost.train",
         "Train. The agent starts this on the head node; users run rlpost.submit.",
     )
-    made.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
-    add_switch(made, FROM_AGENT, "read the cluster from standard input")
-    options, loaded = settings(made, arguments)
+    parser.add_argument("--run-folder", type=Path, metavar="FOLDER", help="the folder of the run")
+    add_switch(parser, FROM_AGENT, "read the cluster from standard input")
+    options, loaded = settings(parser, arguments)
     if not options.cluster_from_stdin or options.run_folder is None:
         raise ConfigError(
             "rlpost.train runs inside a cluster that is up; "

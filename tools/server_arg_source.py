@@ -91,24 +91,24 @@ def _generic(kind: ast.expr) -> tuple[str, list[ast.expr]]:
     return ast.unparse(kind.value).rpartition(".")[2], list(parts)
 
 
-def _described(found: ServerArg, described: ast.Call) -> ServerArg:
+def _described(arg: ServerArg, described: ast.Call) -> ServerArg:
     """Add the information of ``Arg(...)``."""
     words = {word.arg: word.value for word in described.keywords if word.arg}
     parser = ast.unparse(words["type_parser"]) if "type_parser" in words else ""
     nargs = _literal(words.get("nargs")) or _nargs_of_action(words.get("action_kwargs"))
     if parser in _JSON_PARSERS:
-        found = dataclasses.replace(found, kind="json")
-    elif _literal(words.get("no_cli")) and found.kind not in _SCALARS:
-        found = dataclasses.replace(found, kind=OPAQUE)
+        arg = dataclasses.replace(arg, kind="json")
+    elif _literal(words.get("no_cli")) and arg.kind not in _SCALARS:
+        arg = dataclasses.replace(arg, kind=OPAQUE)
     choices = _literal(words.get("choices"))
     names = _literal(words.get("aliases")) or []
     return dataclasses.replace(
-        found,
+        arg,
         suffixes=parser in _SUFFIX_PARSERS,
-        is_list=found.is_list or nargs in ("*", "+"),
+        is_list=arg.is_list or nargs in ("*", "+"),
         may_be_empty=nargs == "*",
         const=_literal(words.get("const")),
-        choices=tuple(choices) if choices else found.choices,
+        choices=tuple(choices) if choices else arg.choices,
         aliases=tuple(alias.lstrip("-").replace("-", "_") for alias in names),
     )
 

@@ -99,10 +99,10 @@ def parse_answer(text: str, form: Format, tools: Tools, *, opens_thinking: bool 
     read = _READERS[form]
     valid: list[ParsedCall] = []
     invalid: list[str] = []
-    for found in _CALL.finditer(content):
-        call = read(found[1], tools)
+    for match in _CALL.finditer(content):
+        call = read(match[1], tools)
         if call is None:
-            invalid.append(found[0])
+            invalid.append(match[0])
         else:
             valid.append(call)
     if not valid:
@@ -165,8 +165,8 @@ def _xml_call(text: str, tools: Tools) -> ParsedCall | None:
     name, body = function[1].strip(), function[2].partition("</function>")[0]
     schemas = _parameters(name, tools)
     arguments: dict[str, object] = {}
-    for found in _XML_ARGUMENT.finditer(body):
-        key, value = found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
+    for match in _XML_ARGUMENT.finditer(body):
+        key, value = match[1].strip(), match[2].removeprefix("\n").removesuffix("\n")
         if value.lower() == "null":
             arguments[key] = None
         elif allows_string(schemas.get(key), if_unknown=True):

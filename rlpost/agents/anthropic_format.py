@@ -35,12 +35,12 @@ Event = dict[str, object]
 def messages_request(body: Mapping[str, object], *, needs_answer: bool = True) -> ChatRequest:
     """Read a request; without ``needs_answer`` it may end with an answer. Raises BadRequest."""
     overridden = request_fields.MESSAGES.check(body)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise BadRequest("messages must be a list with at least one message", param="messages")
     system = text_of(_without_billing(body.get("system")), "system")
     messages = [Message("system", system)] if system else []
-    for place, raw in enumerate(given):
+    for place, raw in enumerate(raw_messages):
         messages += _messages(raw, f"messages[{place}]")
     return ChatRequest(
         messages=checked(messages, needs_answer=needs_answer),
@@ -125,16 +125,16 @@ def _messages(raw: Any, where: str) -> list[Message]:
         raise BadRequest(f"{where}.content must be a string or a list of blocks", param=where)
     if role == "assistant":
         return [_assistant(blocks, where)]
-    found, texts = [], []
+    messages, texts = [], []
     for block in blocks:
         if block.get("type") == "tool_result":
             text = text_of(block.get("content"), where)
-            found.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id") or "")))
+            messages.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id") or "")))
         else:
             texts.append(text_of([block], where))
-    if texts or not found:
-        found.append(Message(role, "".join(texts)))
-    return found
+    if texts or not messages:
+        messages.append(Message(role, "".join(texts)))
+    return messages
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
@@ -156,8 +156,8 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
 
 
 def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    given, choice = body.get("tools") or [], body.get("tool_choice") or {"type": "auto"}
-    if not isinstance(given, list) or not isinstance(choice, Mapping):
+    raw_tools, choice = body.get("tools") or [], body.get("tool_choice") or {"type": "auto"}
+    if not isinstance(raw_tools, list) or not isinstance(choice, Mapping):
         raise BadRequest("tools must be a list, and tool_choice an object", param="tools")
     if choice.get("type") == "none":
         return ()
@@ -166,7 +166,7 @@ def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
             f"tool_choice {choice.get('type')!r}", "tool_choice", remedy="use 'auto' or 'none'"
         )
     tools: list[Tool] = []
-    for place, tool in enumerate(given):
+    for place, tool in enumerate(raw_tools):
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
         kind = str(tool.get("type") or "")

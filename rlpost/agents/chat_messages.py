@@ -148,11 +148,11 @@ class Message:
         return found
 
     def _fields(self, convert_arguments: Callable[[str], object]) -> dict[str, object]:
-        found: dict[str, object] = {"role": self.role, "content": self.content}
+        fields: dict[str, object] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            fields["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [
+            fields["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -164,10 +164,10 @@ class Message:
                 for call in self.tool_calls
             ]
         if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
+            fields["tool_call_id"] = self.tool_call_id
         if self.name:
-            found["name"] = self.name
-        return found
+            fields["name"] = self.name
+        return fields
 
 
 def messages_from_openai(given: object) -> tuple[Message, ...]:

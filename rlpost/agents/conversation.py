@@ -369,10 +369,10 @@ class Conversation:
             plain_text = self._template.render(plain, tools)
         except DataError:  # templates may require a call before each output of a tool
             return None
-        found = plain_text.find(probe)
-        if found < start or not base.prompt.is_in(plain_text):
+        probe_start = plain_text.find(probe)
+        if probe_start < start or not base.prompt.is_in(plain_text):
             return None
-        rest = plain_text[found + len(probe) :]
+        rest = plain_text[probe_start + len(probe) :]
         if not text.endswith(rest):
             return None
         written = text[start : len(text) - len(rest)]

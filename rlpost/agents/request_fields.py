@@ -74,8 +74,8 @@ class Fields:
         Raises:
             BadRequest: a field is not known, or would change the answer.
         """
-        given = {field: value for field, value in body.items() if value is not None}
-        for field, value in given.items():
+        fields = {field: value for field, value in body.items() if value is not None}
+        for field, value in fields.items():
             if field in self.read or field in _SAMPLING | _ANY_API | _THINKING:
                 continue
             # Types are compared too, for 0 == False.
@@ -89,7 +89,7 @@ class Fields:
                     f"{remedy}",
                     param=field,
                 )
-        return tuple(sorted(given.keys() & (_SAMPLING | _THINKING)))
+        return tuple(sorted(fields.keys() & (_SAMPLING | _THINKING)))
 
 
 CHAT = Fields(

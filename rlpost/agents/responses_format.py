@@ -181,25 +181,25 @@ def _items(choice: ChatChoice, number: int) -> list[dict[str, object]]:
     return items
 
 
-def _messages(given: object) -> list[Message]:
+def _messages(raw_input: object) -> list[Message]:
     """Convert the field ``input``. Raises BadRequest."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    if not isinstance(given, list) or not given:
+    if isinstance(raw_input, str):
+        return [Message("user", raw_input)]
+    if not isinstance(raw_input, list) or not raw_input:
         raise BadRequest("input must be a string or a list with at least one item", param="input")
     items: list[_Item] = []
-    for place, item in enumerate(given):
+    for place, item in enumerate(raw_input):
         where = f"input[{place}]"
         if not isinstance(item, Mapping):
             raise BadRequest(f"{where} must be an object", param=where)
         items.append((where, item))
-    found: list[Message] = []
+    messages: list[Message] = []
     for is_answer, neighbours in itertools.groupby(items, key=_is_of_the_assistant):
         if is_answer:
-            found.append(_answer(neighbours))
+            messages.append(_answer(neighbours))
         else:
-            found += [_message(item, where) for where, item in neighbours]
-    return found
+            messages += [_message(item, where) for where, item in neighbours]
+    return messages
 
 
 def _is_of_the_assistant(located: _Item) -> bool:

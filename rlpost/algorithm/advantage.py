@@ -211,19 +211,21 @@ def estimate(
         return _whitened_returns(groups, masks, penalties, gamma)
     if penalties is not None:
         groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
-    found: list[tuple[float, ...]] = []
+    advantages: list[tuple[float, ...]] = []
     num_tokens: list[int] = []
     if known.of_group is None:
         raise ValueError(f"{estimator}: advantages need the values of a critic")
     for rewards, of_group in zip(groups, masks, strict=True):
         lengths = [mask.total() for mask in of_group]
         is_raw = raw and known.has_raw_rewards
-        found.append(tuple(rewards) if is_raw else known.of_group(rewards, lengths, normalize_std))
+        advantages.append(
+            tuple(rewards) if is_raw else known.of_group(rewards, lengths, normalize_std)
+        )
         num_tokens += lengths
     if not (known.whitens or normalize_advantages):
-        return list(found)
-    flat = whiten(list(itertools.chain.from_iterable(found)), num_tokens)
-    return [tuple(part) for part in partition(flat, map(len, found))]
+        return list(advantages)
+    flat = whiten(list(itertools.chain.from_iterable(advantages)), num_tokens)
+    return [tuple(part) for part in partition(flat, map(len, advantages))]
 
 
 def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -> list[float]:
@@ -268,18 +270,18 @@ def custom_advantages(
     if penalties is not None:
         of_tokens = [list(map(tuple, group)) for group in penalties]
     with blamed_on(path, key=key):
-        found = load_function(path, key=key)(groups, of_tokens)
+        raw_advantages = load_function(path, key=key)(groups, of_tokens)
     try:
-        by_group = [tuple(map(_advantage, group)) for group in found]
+        by_group = [tuple(map(_advantage, group)) for group in raw_advantages]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: got {found!r:.200} ({error}); return for each group a list with a number, or "
+            f"{where}: got {raw_advantages!r:.200} ({error}); return for each group a list with a number, or "
             "a list of numbers, for each sample"
         ) from error
-    got, wanted = list(map(len, by_group)), [len(group.samples) for group in groups]
-    if got != wanted:
+    got, group_sizes = list(map(len, by_group)), [len(group.samples) for group in groups]
+    if got != group_sizes:
         raise ConfigError(
-            f"{where}: got {got} advantages by group for {wanted} samples; return one for each "
+            f"{where}: got {got} advantages by group for {group_sizes} samples; return one for each "
             "sample"
         )
     samples = [scored.sample for group in groups for scored in group.samples]

@@ -52,10 +52,12 @@ def estimate_by_answer(
         parts = partition(group.rewards, of_group)
         rewards.append([math.fsum(own) / len(own) for own in parts])
         masks.append([_joined_mask(own) for own in partition(group.masks, of_group)])
-    found = estimate(rewards, masks, None if penalties is None else _joined(penalties, sizes))
+    answer_advantages = estimate(
+        rewards, masks, None if penalties is None else _joined(penalties, sizes)
+    )
     return [
         _of_samples(advantages, group, of_group)
-        for advantages, group, of_group in zip(found, groups, sizes, strict=True)
+        for advantages, group, of_group in zip(answer_advantages, groups, sizes, strict=True)
     ]
 
 

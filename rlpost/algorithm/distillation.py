@@ -41,13 +41,13 @@ def distances(student: FloatColumn, teacher: FloatColumn, mask: RunColumn) -> Do
             f"{len(teacher)} of the teacher"
         )
     difference = student.array.astype("float64") - teacher.array.astype("float64")
-    found = np.where(mask.array != 0, difference, 0.0)
-    if not np.isfinite(found).all():
+    log_ratios = np.where(mask.array != 0, difference, 0.0)
+    if not np.isfinite(log_ratios).all():
         raise DataError(
             "the log-prob of a token under the policy or the teacher is not finite; check that the "
             "teacher has the vocabulary of --hf-checkpoint"
         )
-    return DoubleColumn.view(found)
+    return DoubleColumn.view(log_ratios)
 
 
 def distilled(

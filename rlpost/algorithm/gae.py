@@ -101,7 +101,7 @@ def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Ar
     trained token of that turn, and the sample's reward is not used.
     """
     mask = scored.sample.mask.array
-    found = np.zeros(len(mask))
+    rewards = np.zeros(len(mask))
     turns = turns_of(scored.sample.extra)
     ends = [(0, len(mask), scored.reward)]
     if turns is not None:
@@ -109,10 +109,10 @@ def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Ar
     for start, end, reward in ends:
         trained = np.flatnonzero(mask[start:end])
         if len(trained):
-            found[start + trained[-1]] += reward
+            rewards[start + trained[-1]] += reward
     if penalties is not None:
-        found -= np.asarray(penalties, dtype=np.float64)
-    return found * mask
+        rewards -= np.asarray(penalties, dtype=np.float64)
+    return rewards * mask
 
 
 def estimate_with_values(
@@ -133,20 +133,20 @@ def estimate_with_values(
     of_samples = list(itertools.chain.from_iterable(values))
     charged = [None] * len(samples) if penalties is None else [p for own in penalties for p in own]
     masks = [scored.sample.mask.array.astype(bool) for scored in samples]
-    found: list[tuple[Array, Array]] = []
+    gae_estimates: list[tuple[Array, Array]] = []
     for scored, value, penalty, mask in zip(samples, of_samples, charged, masks, strict=True):
         rewards = token_rewards(scored, penalty)
-        found.append(gae(rewards[mask], value.array.astype(np.float64)[mask], discounts))
+        gae_estimates.append(gae(rewards[mask], value.array.astype(np.float64)[mask], discounts))
     metrics = _value_metrics(
         np.concatenate([value.array[mask] for value, mask in zip(of_samples, masks, strict=True)]),
-        np.concatenate([returns for _, returns in found]),
+        np.concatenate([returns for _, returns in gae_estimates]),
     )
-    advantages = [advantage for advantage, _ in found]
+    advantages = [advantage for advantage, _ in gae_estimates]
     if normalize_advantages:
         advantages = _whitened(advantages)
     advantage_columns = list(map(_column, advantages, masks))
     return_columns = [
-        _column(returns, mask) for (_, returns), mask in zip(found, masks, strict=True)
+        _column(returns, mask) for (_, returns), mask in zip(gae_estimates, masks, strict=True)
     ]
     return Estimates(
         advantages=[tuple(own) for own in by_group(groups, advantage_columns)],

@@ -135,12 +135,12 @@ class Guards:
             check_initial_kl(metrics, bounds.guard_initial_kl, is_fresh=self._is_fresh)
         self._is_fresh = False
         norm = metrics.get("train/grad_norm", 0.0)
-        found = [
+        warnings = [
             mismatch_warning(metrics, bounds.guard_rollout_logprob_diff) if is_first else None,
             spike_warning(norm, self._norms, bounds.guard_grad_norm_factor),
         ]
         self._norms = [*self._norms, norm][-MAX_NORMS:]
-        return [warning for warning in found if warning is not None]
+        return [warning for warning in warnings if warning is not None]
 
 
 def _has_tokens(micro_batch: MicroBatch) -> bool:

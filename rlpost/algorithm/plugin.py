@@ -90,15 +90,15 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key} = {path}: cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         public = ", ".join(
             word for word, value in vars(module).items() if callable(value) and word[0] != "_"
         )
         raise ConfigError(
             f"{key} = {path}: {file} has no function {name}; it has {public or 'none'}"
         )
-    return found
+    return function
 
 
 @contextmanager
@@ -145,10 +145,10 @@ def checked_interface(
         return "rlpost"  # a built-in; checked when it is called
     if why := problem(kind, path.rpartition(":" if ":" in path else ".")[2], signature):
         raise ConfigError(f"{key} = {path}: {why}")
-    found = interface(kind, signature)
-    if found == "slime" and (why := foreign_adapters().refusal(kind)):
+    interface_name = interface(kind, signature)
+    if interface_name == "slime" and (why := foreign_adapters().refusal(kind)):
         raise ConfigError(f"{key} = {path}: {why}")
-    return found or "rlpost"
+    return interface_name or "rlpost"
 
 
 def _from_file(file: Path) -> ModuleType:

@@ -139,7 +139,7 @@ def schedule_with_prefixes(
         for count in range(fewest, min(fewest + unit, len(prefixes.lengths)) + 1, unit):
             bundles = prefixes.split(joined, count)
             work = [prefixes.work(bundle) for bundle in bundles]
-            found = schedule(
+            candidate = schedule(
                 [math.ceil(prefixes.size(bundle)) for bundle in bundles],
                 data_parallel_size=data_parallel_size,
                 max_tokens=max_tokens,
@@ -147,9 +147,9 @@ def schedule_with_prefixes(
                 multiple_of=multiple_of,
                 work=work if balances else None,
             )
-            busiest = max(sum(work[i] for i in itertools.chain(*rank)) for rank in found)
+            busiest = max(sum(work[i] for i in itertools.chain(*rank)) for rank in candidate)
             if busiest < least:
-                best = [[samples_of(bundles, one) for one in rank] for rank in found]
+                best = [[samples_of(bundles, one) for one in rank] for rank in candidate]
                 least = busiest
     return best
 

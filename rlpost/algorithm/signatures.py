@@ -112,20 +112,22 @@ def takes_evaluation(signature: Signature) -> bool:
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
     """Return the signature of a function in a syntax tree; default values are placeholders."""
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
-    first_default = len(positional) - len(given.defaults)
-    found = []
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
+    parameters = []
     for at, argument in enumerate(positional):
-        kind = _POSITIONAL[0] if at < len(given.posonlyargs) else _POSITIONAL[1]
-        found.append(_parameter(argument, kind, has_default=at >= first_default))
-    if given.vararg is not None:
-        found.append(_parameter(given.vararg, Parameter.VAR_POSITIONAL, has_default=False))
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(_parameter(argument, Parameter.KEYWORD_ONLY, has_default=default is not None))
-    if given.kwarg is not None:
-        found.append(_parameter(given.kwarg, Parameter.VAR_KEYWORD, has_default=False))
-    return Signature(found)
+        kind = _POSITIONAL[0] if at < len(arguments.posonlyargs) else _POSITIONAL[1]
+        parameters.append(_parameter(argument, kind, has_default=at >= first_default))
+    if arguments.vararg is not None:
+        parameters.append(_parameter(arguments.vararg, Parameter.VAR_POSITIONAL, has_default=False))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(
+            _parameter(argument, Parameter.KEYWORD_ONLY, has_default=default is not None)
+        )
+    if arguments.kwarg is not None:
+        parameters.append(_parameter(arguments.kwarg, Parameter.VAR_KEYWORD, has_default=False))
+    return Signature(parameters)
 
 
 def signature_of_object(function: object) -> Signature | None:

@@ -88,10 +88,10 @@ def group_turn_advantages(
     for own in episodes.values():
         own.sort(key=lambda turn: turn.number)
         rewards.append([turn.reward for turn in own])
-    found = turn_advantages(rewards, normalize_std=normalize_std)
+    episode_advantages = turn_advantages(rewards, normalize_std=normalize_std)
     by_turn = {
         (index, turn.number): advantage
-        for (index, own), advantages in zip(episodes.items(), found, strict=True)
+        for (index, own), advantages in zip(episodes.items(), episode_advantages, strict=True)
         for turn, advantage in zip(own, advantages, strict=True)
     }
     spread: list[Advantage] = []

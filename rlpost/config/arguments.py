@@ -29,10 +29,10 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_UNKNOWN):
             word = message.removeprefix(_UNKNOWN).split()[0]
             raise ConfigError(self._unknown(word))
-        found = _ARGUMENT.match(message)
-        if found is None:
+        match = _ARGUMENT.match(message)
+        if match is None:
             raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-        names, what = found["names"].split("/")[-1], found["what"]
+        names, what = match["names"].split("/")[-1], match["what"]
         bad = _BAD_VALUE.match(what)
         if bad is not None:
             kind = _KINDS.get(bad["kind"], f"a {bad['kind']}")

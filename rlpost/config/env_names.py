@@ -48,7 +48,7 @@ def parse_env(word: str) -> EnvName:
     Raises ConfigError.
     """
     named = _NAMED.fullmatch(word)
-    given, environment = named.groups() if named else (None, word)
+    label, environment = named.groups() if named else (None, word)
     prefix, colon, target = environment.partition(":")
     if not colon or not target:
         raise ConfigError(
@@ -56,7 +56,7 @@ def parse_env(word: str) -> EnvName:
             f"tau2:DOMAIN, harbor:FOLDER or nemogym:URL{suggestion(environment, ADAPTERS)}"
         )
     if kind := ADAPTERS.get(prefix):
-        return EnvName(given or _label_of(kind, target), kind, target, word)
+        return EnvName(label or _label_of(kind, target), kind, target, word)
     module, _, name = environment.rpartition(":")
     is_module = all(part.isidentifier() for part in module.split("."))
     is_slip = bool(suggestion(prefix, ADAPTERS, cutoff=0.85))  # verifier: instead of verifiers:
@@ -65,7 +65,7 @@ def parse_env(word: str) -> EnvName:
             f"--env {word}: neither pkg.mod:Class nor FILE.py:Class, and {prefix} is no adapter"
             f"{suggestion(prefix, ADAPTERS)}; adapters are {', '.join(ADAPTERS)}"
         )
-    return EnvName(given or name, "own", environment, word)
+    return EnvName(label or name, "own", environment, word)
 
 
 def _label_of(kind: str, target: str) -> str:

@@ -117,17 +117,17 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
         )
     if unknown := raw.keys() - {"defaults", "datasets"}:
         raise ConfigError(f"{file}: unknown key '{min(unknown)}'; known: 'defaults' and 'datasets'")
-    found = []
+    sets = []
     for number, entry in enumerate(raw["datasets"], 1):
         if not isinstance(entry, dict):
             raise ConfigError(
                 f"{file}: dataset {number} is {entry!r}; a table with name and path is needed"
             )
-        found.append(_entry(file, number, {**(raw.get("defaults") or {}), **entry}))
-    names = [each.name for each in found]
+        sets.append(_entry(file, number, {**(raw.get("defaults") or {}), **entry}))
+    names = [each.name for each in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
-    return tuple(found)
+    return tuple(sets)
 
 
 def _entry(file: Path, number: int, entry: dict[str, object]) -> EvalSet:

@@ -53,19 +53,19 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     flag with several values it would be one of them.
     """
     usage = f"{prog} [RECIPE] [--flag value ...]"
-    made = SettingsParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
-    made.set_defaults(recipe=None)
-    made.add_argument(
+    parser = SettingsParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    parser.set_defaults(recipe=None)
+    parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="show every setting of a recipe as well"
     )
     for name, group in groups().items():
-        section = made.add_argument_group(f"[{name}]", first_sentence(group.__doc__ or ""))
-        made.settings_sections.append(section)
+        section = parser.add_argument_group(f"[{name}]", first_sentence(group.__doc__ or ""))
+        parser.settings_sections.append(section)
         for key, field in group.model_fields.items():
             section.add_argument(
                 flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field)
             )
-    return made
+    return parser
 
 
 class SettingsParser(Parser):
@@ -132,7 +132,7 @@ def flag(key: str) -> str:
 
 
 def parse(
-    made: argparse.ArgumentParser, arguments: Sequence[str]
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, Values]:
     """Parse a command line. Raises ConfigError with a line for each unknown or refused flag.
 
@@ -143,8 +143,8 @@ def parse(
     """
     words = list(arguments)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
-    known = list(made._option_string_actions)
-    actions = made._option_string_actions
+    known = list(parser._option_string_actions)
+    actions = parser._option_string_actions
     switches = [name for name in known if actions[name].nargs == 0]
     booleans = [name for name in known if actions[name].metavar == "BOOL"]
     sorted_words = pass_through.split(words, known, booleans)
@@ -155,7 +155,7 @@ def parse(
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    namespace, unknown = made.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(_unknown_word(unknown[0], words, known, switches))
     namespace.recipe = recipe

@@ -124,38 +124,38 @@ def _meant(group: str, key: str, value: object) -> object:
     return value if any(NONE in typing.get_args(kind) for kind in kinds(field.annotation)) else None
 
 
-def files_of(recipe: Path | None, given: Mapping[str, str | None]) -> list[Path]:
+def files_of(recipe: Path | None, profiles: Mapping[str, str | None]) -> list[Path]:
     """The files of a run in the order of ``load``: model, base, recipe, cluster profile.
 
     Args:
         recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or
             ``cluster = "FILE.toml"`` in it, instead of the table, names the file, and ``base =
             "NAME"`` a recipe whose values it overrides.
-        given: what the command line names for "model" and "cluster"; it wins over the recipe.
+        profiles: what the command line names for "model" and "cluster"; it wins over the recipe.
 
     ``none`` is no file. A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative
     to the recipe, or to the working directory if it is from the command line. Raises ConfigError for
     an unreadable recipe.
     """
     recipes = with_base(recipe_file(recipe))
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for table, folder in PROFILES.items():
-        word, base = given.get(table), Path()
+        word, base = profiles.get(table), Path()
         for path, named in recipes:
-            if given.get(table) is None and isinstance(named.get(table), str):
+            if profiles.get(table) is None and isinstance(named.get(table), str):
                 word, base = str(named[table]), path.parent
         if word is not None and word != NONE:
             is_path = word.endswith(".toml") or "/" in word
             what = "model" if table == "model" else "cluster profile"
-            found[table] = [
+            files[table] = [
                 base / Path(word).expanduser()
                 if is_path
                 else _named_file(Path(word), what, JOBS / folder)
             ]
     return [
-        *found.get("model", []),
+        *files.get("model", []),
         *(path for path, _ in recipes),
-        *found.get("cluster", []),
+        *files.get("cluster", []),
     ]
 
 
@@ -234,11 +234,13 @@ def read_toml(path: Path) -> Values:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         # glob finds nothing in a folder that does not exist
-        there = sorted(file.name for file in path.parent.glob("*.toml"))
+        toml_files = sorted(file.name for file in path.parent.glob("*.toml"))
         known = "; give a name in jobs/recipes or a TOML file"
-        if there:
-            known = f"; there is {listed(there, 'and')}"
-        raise ConfigError(f"{shown}: no such file{suggestion(path.name, there) or known}") from None
+        if toml_files:
+            known = f"; there is {listed(toml_files, 'and')}"
+        raise ConfigError(
+            f"{shown}: no such file{suggestion(path.name, toml_files) or known}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -270,8 +272,8 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
         for key in entries:
             if key in tables[group].model_fields or _is_passed_through(group, key, owner):
                 continue
-            there = tables[group].model_fields or option_names() or ()
-            hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, there)
+            known_keys = tables[group].model_fields or option_names() or ()
+            hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, known_keys)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
 
@@ -343,9 +345,9 @@ def absolute_paths(config: Config, base: Path) -> Config:
             changed |= {
                 key: value.model_copy(
                     update={
-                        path: absolute(given)
+                        path: absolute(raw_path)
                         for path in path_keys(EngineGroup)
-                        if (given := getattr(value, path))
+                        if (raw_path := getattr(value, path))
                     }
                 )
                 for key, value in node.groups.items()

@@ -63,17 +63,17 @@ def split(words: Sequence[str], known: Collection[str], switches: Collection[str
         if not word.startswith("--"):
             values.append(word)
             continue
-        name, given, value = word.partition("=")
+        name, equals, value = word.partition("=")
         name = OTHER_NAME_OF_SETTING.get(name[2:], name)
         switch = name.replace("--no-", "--", 1)
         if name in known:
-            result.own.append(f"{name}{given}{value}")
+            result.own.append(f"{name}{equals}{value}")
             values = result.own
-        elif switch in switches and not given:
+        elif switch in switches and not equals:
             result.own.append(f"{switch}=false")
             values = result.own
         else:
-            values = [value] if given else []
+            values = [value] if equals else []
             _sort(name, values, known=known, result=result, texts=texts)
     specs = texts.pop("", {}).get("spec", [])
     if any(word.startswith(SPECS_OF_FAMILIES) for word in specs[:1]):
@@ -83,7 +83,9 @@ def split(words: Sequence[str], known: Collection[str], switches: Collection[str
             f"--spec {' '.join(specs)}: layers cannot be replaced; write a family (docs/extending.md)"
         )
     for group, options in texts.items():
-        result.passed[group] = {key: _values(key, given) for key, given in options.items()}
+        result.passed[group] = {
+            key: _values(key, option_texts) for key, option_texts in options.items()
+        }
     return result
 
 

@@ -7,10 +7,10 @@ from rlpost.config.tree import Config
 
 def settings_of(config: Config) -> dict[str, object]:
     """Return all settings in one table, as JSON values; for example ``{"lr": 1e-6, ...}``."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     # groups of engines have names of the user's, which are no settings
     for table in config.model_dump(mode="json", exclude={"engines"}).values():
-        found |= table
+        settings |= table
     rollout = config.rollout
     sources = list(rollout.prompt_data)
     own = {
@@ -35,4 +35,4 @@ def settings_of(config: Config) -> dict[str, object]:
         "sglang_enable_deterministic_inference": False,
         "sglang_speculative_algorithm": None,
     }
-    return {**sglang, **found, **own}
+    return {**sglang, **settings, **own}

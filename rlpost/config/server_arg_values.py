@@ -133,7 +133,7 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def typed_args(
-    given: Mapping[str, object], table: ServerArgTable | None = None
+    server_args: Mapping[str, object], table: ServerArgTable | None = None
 ) -> dict[str, object]:
     """Return the settings by SGLang's names with typed values.
 
@@ -141,8 +141,8 @@ def typed_args(
     default is None.
     """
     table = table or server_arg_table()
-    found: dict[str, object] = {}
-    for key, value in given.items():
+    typed_settings: dict[str, object] = {}
+    for key, value in server_args.items():
         name = table.name_of(key)
         arg = table.args.get(name)
         try:
@@ -150,10 +150,10 @@ def typed_args(
         except ValueError:
             typed = value
         if typed is None and (arg is None or arg.default is None):
-            found.pop(name, None)  # an earlier alias of the same field
+            typed_settings.pop(name, None)  # an earlier alias of the same field
         else:
-            found[name] = typed
-    return found
+            typed_settings[name] = typed
+    return typed_settings
 
 
 def typed_value(name: str, arg: ServerArg, value: object) -> object:

@@ -129,10 +129,10 @@ def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
     if not optimizer.use_precision_aware_optimizer or optimizer.optimizer_cpu_offload:
         return
     for name in OPTIMIZER_TYPES:
-        given = getattr(optimizer, name)
-        if given != "fp32":
+        dtype = getattr(optimizer, name)
+        if dtype != "fp32":
             yield Need(
-                f"{flag(name)} {given}",
+                f"{flag(name)} {dtype}",
                 "its Adam keeps other types than float32",
                 f"give {flag(name)} fp32",
                 is_required=True,

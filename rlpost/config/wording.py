@@ -103,10 +103,10 @@ def with_origins(line: str, config: Config, origins: Mapping[str, str]) -> str:
         origin = origins.get(f"{fields()[key]}.{key}", DEFAULT)
         text = spelled(config, key)
         if origin != COMMAND_LINE and " " in text:
-            found = re.search(rf"(?<![\w-]){re.escape(text)}(?=$|[\s;,:)])", line)
-            if found:
+            match = re.search(rf"(?<![\w-]){re.escape(text)}(?=$|[\s;,:)])", line)
+            if match:
                 shown = "same file" if origin in seen else near_path(origin)
-                line = f"{line[: found.end()]} ({shown}){line[found.end() :]}"
+                line = f"{line[: match.end()]} ({shown}){line[match.end() :]}"
                 seen |= {origin} - {DEFAULT}
     return line
 

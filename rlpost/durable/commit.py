@@ -370,12 +370,12 @@ def _candidates(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot list checkpoints in {folder}: {error}") from error
-    found = [folder / name for name in names | {_latest(folder) or ""} if _NAME.fullmatch(name)]
+    folders = [folder / name for name in names | {_latest(folder) or ""} if _NAME.fullmatch(name)]
     for name in names:
         if name.startswith(WRITING):
-            found += _stepped_aside(folder / name)
-    found = [path for path in found if path.is_dir()]
-    return sorted(found, key=lambda path: (-step_of(path), path.name.startswith(REPLACED)))
+            folders += _stepped_aside(folder / name)
+    folders = [path for path in folders if path.is_dir()]
+    return sorted(folders, key=lambda path: (-step_of(path), path.name.startswith(REPLACED)))
 
 
 def _latest(folder: Path) -> str | None:

@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 def start_in_daemon(act: Callable[[], T]) -> Future[T]:
     """Run ``act`` in a daemon thread; return a future of its result, which cannot be cancelled."""
-    found: Future[T] = Future()
+    future: Future[T] = Future()
     # Otherwise a caller of ``in_daemon`` that is cancelled would cancel the future, and the thread
     # could not set its result.
-    found.set_running_or_notify_cancel()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result = act()
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
         else:
-            found.set_result(result)
+            future.set_result(result)
 
     threading.Thread(target=run, daemon=True).start()
-    return found
+    return future
 
 
 async def in_daemon(act: Callable[[], T]) -> T:

@@ -118,7 +118,7 @@ class Journal:
         """
         make_folder(folder)
         try:
-            there, unreadable = read_folder(folder)
+            segments, unreadable = read_folder(folder)
         except OSError as error:
             raise CheckpointError(
                 f"the journal in {folder} cannot be listed: {error}; repair the storage"
@@ -129,9 +129,9 @@ class Journal:
                     f"{each.path}: {each.problem}; resume the run with rlpost {RESUMES_WITH} until its next "
                     "checkpoint, or delete the file to generate its groups again"
                 )
-        paths = [each.path for each in there] + [each.path for each in unreadable]
-        found = follow(there, base, step, settings, data=data, unreadable=unreadable)
-        for problem in found.problems:
+        paths = [each.path for each in segments] + [each.path for each in unreadable]
+        tail = follow(segments, base, step, settings, data=data, unreadable=unreadable)
+        for problem in tail.problems:
             logger.warning("journal: %s", problem)
         header = Header(
             number=max([base - 1, *(int(path.stem) for path in paths)]) + 1,
@@ -140,23 +140,23 @@ class Journal:
             settings=settings,
             format=FORMAT,
             data=data,
-            previous=found.previous,
+            previous=tail.previous,
         )
         segment = SegmentWriter(folder, header, check=check)
         journal = cls(folder, segment)
-        journal._waiting.extend(record for record in found.records if record.kind != EVALUATION)
-        for record in found.parts:
+        journal._waiting.extend(record for record in tail.records if record.kind != EVALUATION)
+        for record in tail.parts:
             journal._parts.add(record.part_key, Appended(record.meta, record))
-        evaluations = [record.meta for record in found.records if record.kind == EVALUATION]
+        evaluations = [record.meta for record in tail.records if record.kind == EVALUATION]
         journal._evaluations = {
             each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
         }
         segment.create(journal._first(), journal._copied())
         journal._waiting = deque(segment.copies or journal._waiting)
         if segment.copies is not None:
-            delete_superseded(there, found.chain, check)
-        if found.records:
-            kinds = [record.kind for record in found.records]
+            delete_superseded(segments, tail.chain, check)
+        if tail.records:
+            kinds = [record.kind for record in tail.records]
             logger.info(
                 "journal: %d finished groups, %d batches and %d evaluations follow step %d",
                 *(kinds.count(kind) for kind in (GROUP, BATCH, EVALUATION)),
@@ -309,7 +309,7 @@ class Journal:
         if self.is_written:
             with self._timed():
                 answers = self._answers.get(group.prompt_id)
-                self._append(group_content(group, wanted=wanted, prompt=prompt, answers=answers))
+                self._append(group_content(group, is_kept=wanted, prompt=prompt, answers=answers))
         self._parts.drop(group.prompt_id)
         self._answers.pop(group.prompt_id, None)
 

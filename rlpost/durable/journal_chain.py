@@ -59,7 +59,7 @@ def read_folder(folder: Path) -> tuple[list[Segment], list[Unreadable]]:
 
 
 def follow(
-    found: Iterable[Segment],
+    segments: Iterable[Segment],
     base: int,
     step: int,
     settings: str | None = None,
@@ -73,7 +73,7 @@ def follow(
     first counts. Segments written with other ``settings`` or other prompt ``data`` are not used;
     None skips that comparison.
     """
-    ordered = sorted(found, key=lambda segment: segment.header.number)
+    ordered = sorted(segments, key=lambda segment: segment.header.number)
     chain: list[Segment] = []
     problems: list[str] = []
     following = _start(ordered, base, step)

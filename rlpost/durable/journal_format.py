@@ -251,11 +251,11 @@ class Framing:
 def group_content(
     group: SampleGroup,
     *,
-    wanted: bool,
+    is_kept: bool,
     prompt: Prompt | None = None,
     answers: Answers | None = None,
 ) -> bytes:
-    """Encode a finished group, the answers to ``prompt``; not ``wanted`` if a filter dropped it.
+    """Encode a finished group, the answers to ``prompt``; ``is_kept``: no filter dropped it.
 
     ``answers``: those that the journal holds, to which the record refers.
     """
@@ -263,7 +263,7 @@ def group_content(
     samples = [scored.sample for scored in group.samples]
     record = group_record(group, columns, answers or {})
     meta = _describe(group.prompt_id, _runs(samples), prompt) | {
-        "wanted": wanted,
+        "wanted": is_kept,
         "refers_to": sorted(
             {scored["answer"][0] for scored in record["samples"] if "answer" in scored}
         ),

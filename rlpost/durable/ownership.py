@@ -92,26 +92,26 @@ class Claim:
             Fenced: another attempt owns the folder; the message names it.
         """
         try:
-            found, has_lane = read_owner(self.folder), self.lane.is_dir()
+            current_owner, has_lane = read_owner(self.folder), self.lane.is_dir()
         except OSError as error:
             logger.warning(
                 "cannot read %s (%s): ownership is not verified", self.folder / OWNER, error
             )
             return
-        if has_lane and found is None:
+        if has_lane and current_owner is None:
             logger.warning(
                 "%s is missing or damaged; no attempt has claimed the folder since",
                 self.folder / OWNER,
             )
             return
-        if has_lane and found is not None and found.token == self.owner.token:
+        if has_lane and current_owner is not None and current_owner.token == self.owner.token:
             return
-        if found is None:
+        if current_owner is None:
             now = f"no attempt: {self.lane.name} and {OWNER} are missing"
-        elif found.token == self.owner.token:
+        elif current_owner.token == self.owner.token:
             now = f"no attempt: {self.lane.name} is missing"
         else:
-            now = str(found)
+            now = str(current_owner)
         raise Fenced(
             f"{self.folder} belongs to {now}; this is {self.owner}, which stops writing there. Give each run a "
             "separate --save; after a requeue the newer attempt resumes and this one ends"
@@ -165,14 +165,16 @@ def check_attempt(folder: Path, driver: str, run: str) -> None:
     Storage errors and a missing or damaged OWNER are ignored.
     """
     try:
-        found = read_owner(folder)
+        current_owner = read_owner(folder)
     except OSError:
         return
-    if found is None:
+    if current_owner is None:
         return
-    owner, _, of_run = found.attempt.partition(" of ")
+    owner, _, of_run = current_owner.attempt.partition(" of ")
     if of_run == run and _order(owner) > _order(driver):
-        raise Fenced(f"{folder} belongs to {found}; attempt {driver} of {run} stops writing")
+        raise Fenced(
+            f"{folder} belongs to {current_owner}; attempt {driver} of {run} stops writing"
+        )
 
 
 def _order(driver: str) -> tuple[int, ...]:

@@ -68,19 +68,19 @@ class JournalBatches:
             segments, unreadable = read_folder(folder)
         except OSError as error:
             raise CheckpointError(f"the journal in {folder} cannot be listed: {error}") from error
-        found = follow(segments, base, step, settings, data=data, unreadable=unreadable)
-        batches = {record.meta["step"]: record for record in found.records if record.kind == BATCH}
+        tail = follow(segments, base, step, settings, data=data, unreadable=unreadable)
+        batches = {record.meta["step"]: record for record in tail.records if record.kind == BATCH}
         groups: dict[int, Record | SampleGroup] = {group.prompt_id: group for group in backlog}
         groups |= {
-            record.meta["prompt_id"]: record for record in found.records if record.kind == GROUP
+            record.meta["prompt_id"]: record for record in tail.records if record.kind == GROUP
         }
-        for wanted in range(step, until):
-            batch = batches.get(wanted)
+        for batch_step in range(step, until):
+            batch = batches.get(batch_step)
             ids = [] if batch is None else batch.meta["prompt_ids"]
             if batch is None or any(prompt_id not in groups for prompt_id in ids):
-                problems = "; ".join(found.problems) or "it was not written completely"
+                problems = "; ".join(tail.problems) or "it was not written completely"
                 raise CheckpointError(
-                    f"the journal in {folder} does not hold the batch of step {wanted}, which "
+                    f"the journal in {folder} does not hold the batch of step {batch_step}, which "
                     f"follows the checkpoint of step {step}: {problems}"
                 )
         return cls(batches, groups)

@@ -72,7 +72,7 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
         token_ids = IntColumn(raw.get("output_ids") or ())
         if logprobs is None:
             logprobs = FloatColumn([entry[0] for entry in listed])
-        text, found = raw.get("text") or "", _routes(meta, routes)
+        text, parsed_routes = raw.get("text") or "", _routes(meta, routes)
         mask, of_mask = _sampling_mask(meta)
         logprobs = logprobs if of_mask is None else of_mask
         num_new = len(token_ids)
@@ -92,7 +92,7 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
     spans = version_spans(meta, before + num_new)
     if before:
         spans = RunColumn(spans)[before:].runs
-    return Answer(token_ids, logprobs, text, reason, spans, meta, found, mask)
+    return Answer(token_ids, logprobs, text, reason, spans, meta, parsed_routes, mask)
 
 
 def _sampling_mask(meta: dict[str, Any]) -> tuple[TokenSetColumn | None, FloatColumn | None]:

@@ -98,22 +98,22 @@ def _given_backends(server_args: Mapping[str, object]) -> dict[str, tuple[str, s
     Precedence as in SGLang's ``parse_cuda_graph_config``: JSON, then setting, then disabling
     switch.
     """
-    found: dict[str, tuple[str, str]] = {}
+    backends: dict[str, tuple[str, str]] = {}
     table = server_args.get("cuda_graph_config")
     for phase in ("decode", "prefill"):
         for switch in ("disable_cuda_graph", f"disable_{phase}_cuda_graph"):
             if server_args.get(switch):
-                found[phase] = (sglang_flag(switch), "disabled")
+                backends[phase] = (sglang_flag(switch), "disabled")
         setting = f"cuda_graph_backend_{phase}"
         if server_args.get(setting) is not None:
-            found[phase] = (sglang_flag(setting), str(server_args[setting]))
+            backends[phase] = (sglang_flag(setting), str(server_args[setting]))
         of_phase = table.get(phase) if isinstance(table, Mapping) else None
         if isinstance(of_phase, Mapping) and "backend" in of_phase:
-            found[phase] = (
+            backends[phase] = (
                 sglang_flag("cuda_graph_config") + f" {phase}.backend",
                 str(of_phase["backend"]),
             )
-    return found
+    return backends
 
 
 def _backends_against(server_args: Mapping[str, object]) -> dict[str, str]:

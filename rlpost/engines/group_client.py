@@ -125,11 +125,11 @@ class GroupClient:
         """
         fields = {"temperature": 0.0, **sampling}
         body = {"model": self._model, "messages": list(messages), **fields}
-        found = await self._json("/v1/chat/completions", body, cache=_is_fixed(fields, cache))
+        response = await self._json("/v1/chat/completions", body, cache=_is_fixed(fields, cache))
         try:
-            return ChatReply.of(found)
+            return ChatReply.of(response)
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._wrong("/v1/chat/completions", found, "a chat completion") from None
+            raise self._wrong("/v1/chat/completions", response, "a chat completion") from None
 
     async def generate(
         self,
@@ -154,10 +154,10 @@ class GroupClient:
         if not isinstance(prompt, str):
             content = {"input_ids": list(prompt)}
         body = {**content, "sampling_params": params, **(fields or {})}
-        found = await self._json("/generate", body, cache=_is_fixed(params, cache))
-        if not isinstance(found, dict):
-            raise self._wrong("/generate", found, "an object")
-        return found
+        response = await self._json("/generate", body, cache=_is_fixed(params, cache))
+        if not isinstance(response, dict):
+            raise self._wrong("/generate", response, "an object")
+        return response
 
     async def classify(self, texts: Sequence[str]) -> list[list[float]]:
         """Return the outputs of a classifier or reward head for each text, over SGLang's /classify.
@@ -166,14 +166,14 @@ class GroupClient:
         """
 
         async def outputs(text: str) -> list[float]:
-            found = await self._json("/classify", {"text": text}, cache=True)
+            response = await self._json("/classify", {"text": text}, cache=True)
             try:
-                numbers = [float(number) for number in found["embedding"]]
+                numbers = [float(number) for number in response["embedding"]]
             except (KeyError, TypeError, ValueError):
                 numbers = []
             if not numbers or not all(map(math.isfinite, numbers)):
                 raise self._wrong(
-                    "/classify", found, "an object with finite numbers as 'embedding'"
+                    "/classify", response, "an object with finite numbers as 'embedding'"
                 )
             return numbers
 
@@ -209,11 +209,11 @@ class GroupClient:
                 "apply_softmax": True,
                 "model": self._model,
             }
-            found = await self._json("/v1/score", body, cache=True)
+            response = await self._json("/v1/score", body, cache=True)
             try:
-                return [float(number) for number in found["scores"][0]]
+                return [float(number) for number in response["scores"][0]]
             except (KeyError, IndexError, TypeError, ValueError):
-                raise self._wrong("/v1/score", found, "an object with 'scores'") from None
+                raise self._wrong("/v1/score", response, "an object with 'scores'") from None
 
         return list(await asyncio.gather(*map(one, items)))
 

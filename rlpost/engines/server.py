@@ -228,15 +228,15 @@ def run_engine(
             use_threads(gpus_per_node)
             keep_memory()
             start_by_fork()
-        given = typed_args(arguments)  # SGLang's names and types
+        settings = typed_args(arguments)  # SGLang's names and types
         if has_cuda:
-            graphs = graph_settings(given, os.environ)
+            graphs = graph_settings(settings, os.environ)
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
-            given |= graphs.server_args
-        elif (folder := Path(str(given["model_path"]))).is_dir():
+            settings |= graphs.server_args
+        elif (folder := Path(str(settings["model_path"]))).is_dir():
             free = psutil.virtual_memory().available
-            fraction = memory_fraction(folder, {**WITHOUT_CUDA, **given}, free)
-            given = {"mem_fraction_static": fraction} | given
+            fraction = memory_fraction(folder, {**WITHOUT_CUDA, **settings}, free)
+            settings = {"mem_fraction_static": fraction} | settings
         from sglang.srt.entrypoints.http_server import app, launch_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
@@ -244,7 +244,7 @@ def run_engine(
 
         load_plugins()  # as SGLang's command does, because plugins may change settings
 
-    server_args = ServerArgs(**engine_arguments(given, has_cuda=has_cuda))
+    server_args = ServerArgs(**engine_arguments(settings, has_cuda=has_cuda))
     server_args.resolve_once()  # values that follow from others
     app.add_middleware(RequestSpans)
     app.add_middleware(EngineActivity)

@@ -44,11 +44,13 @@ def server_arg_names() -> frozenset[str]:
     return frozenset(server_arg_table().args)
 
 
-def check_server_args(given: Mapping[str, object], *, gpus_per_engine: int | None = None) -> None:
+def check_server_args(
+    server_args: Mapping[str, object], *, gpus_per_engine: int | None = None
+) -> None:
     """Check that each setting exists in SGLang, has a valid value and is not set by rlpost itself.
 
     Args:
-        given: settings by SGLang's names, without the prefix ``sglang_``.
+        server_args: settings by SGLang's names, without the prefix ``sglang_``.
         gpus_per_engine: tensor-parallel size of an engine; None skips the checks that depend on it.
 
     Raises:
@@ -57,18 +59,18 @@ def check_server_args(given: Mapping[str, object], *, gpus_per_engine: int | Non
     table = server_arg_table()
     problems = [
         problem
-        for name, value in given.items()
+        for name, value in server_args.items()
         if (problem := _problem(table, name, value)) is not None
     ]
     if not problems:
-        problems = list(_size_problems(typed_args(given, table), gpus_per_engine))
+        problems = list(_size_problems(typed_args(server_args, table), gpus_per_engine))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
-    name = table.name_of(given)
-    flag = sglang_flag(given)
+def _problem(table: ServerArgTable, setting: str, value: object) -> str | None:
+    name = table.name_of(setting)
+    flag = sglang_flag(setting)
     if name in OURS:
         return f"{flag}: this follows from {OURS[name]}; leave it out"
     arg = table.args.get(name)
@@ -79,7 +81,7 @@ def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
             other for other, one in table.args.items() if other not in OURS and one.kind != OPAQUE
         ]
         near = suggestion(flag, [sglang_flag(other) for other in (*settable, *table.names)])
-        return f"{flag}: {table.source} has no setting {given!r}{near}"
+        return f"{flag}: {table.source} has no setting {setting!r}{near}"
     try:
         typed_value(name, arg, value)
     except ValueError as error:
@@ -89,11 +91,11 @@ def _problem(table: ServerArgTable, given: str, value: object) -> str | None:
     return None
 
 
-def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
+def _size_problems(server_args: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
     """Yield problems of the parallel sizes inside an engine."""
-    replicas = given.get("dp_size", 1)
+    replicas = server_args.get("dp_size", 1)
     of_engine = f"the {gpus} GPUs of an engine" if gpus and gpus > 1 else "the GPU of an engine"
-    if replicas > 1 and not given.get("enable_dp_attention"):
+    if replicas > 1 and not server_args.get("enable_dp_attention"):
         yield (
             f"--sglang-dp-size {replicas}: without data-parallel attention SGLang starts {replicas} whole replicas, "
             f"which need {replicas} times {of_engine}; add --sglang-enable-dp-attention, or use more engines instead "
@@ -101,12 +103,12 @@ def _size_problems(given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
         )
     elif gpus and gpus % replicas:
         yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {listed(divisors(gpus))}"
-    if (stages := given.get("pp_size", 1)) > 1:
+    if (stages := server_args.get("pp_size", 1)) > 1:
         yield (
             f"--sglang-pp-size {stages}: tensor parallelism takes all of {of_engine}, none are left for pipeline "
             "stages; leave it out and use a larger --rollout-num-gpus-per-engine"
         )
-    dense = given.get("moe_dense_tp_size")
+    dense = server_args.get("moe_dense_tp_size")
     if gpus and dense is not None and dense not in (1, gpus):
         yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {of_engine}; use 1 or leave it out"
 

@@ -67,21 +67,21 @@ def rope(hf: HfConfig) -> RopeOptions:
     """
     nested, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     top = {key: hf[key] for key in TOP_LEVEL if hf.get(key) is not None}
-    given = scaling or nested
+    nested_options = scaling or nested
     if FULL in nested:  # those of Gemma-3 are updated by rope_scaling
-        given = {**nested[FULL], **scaling}
-    found = _options({**top, **given})
-    if rope_type(found) not in WITH_CONTEXT:
-        return found
+        nested_options = {**nested[FULL], **scaling}
+    options = _options({**top, **nested_options})
+    if rope_type(options) not in WITH_CONTEXT:
+        return options
     key = "original_max_position_embeddings"
-    option = found.get("original_max_position_embeddings")
+    option = options.get("original_max_position_embeddings")
     context = hf.get(key) or option or hf.get("max_position_embeddings")
     if context is None:
         raise WeightError(
-            f"has no max_position_embeddings, which rope_type = {rope_type(found)!r} needs without "
+            f"has no max_position_embeddings, which rope_type = {rope_type(options)!r} needs without "
             f"{key}; add what the model's page says"
         )
-    return {**found, "original_max_position_embeddings": context}
+    return {**options, "original_max_position_embeddings": context}
 
 
 def _options(given: HfConfig) -> RopeOptions:

@@ -53,12 +53,12 @@ def gpu_used_fracs() -> list[float]:
         return []
     try:
         names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
-        found = []
+        used_fracs = []
         for name in names:
             with contextlib.suppress(pynvml.NVMLError):
                 held = pynvml.nvmlDeviceGetMemoryInfo(_gpu(str(name).strip()))
-                found.append(held.used / held.total)
-        return found
+                used_fracs.append(held.used / held.total)
+        return used_fracs
     finally:
         pynvml.nvmlShutdown()
 

@@ -83,7 +83,7 @@ class PrometheusServer:
         class Handler(_Handler):
             """The handler with this server's token and registry."""
 
-            wanted = f"Bearer {token}".encode()
+            authorization = f"Bearer {token}".encode()
             content_type = CONTENT_TYPE_LATEST
 
             def page(self) -> bytes:
@@ -171,7 +171,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    wanted: bytes
+    authorization: bytes
     content_type: str
     timeout = REQUEST_S
 
@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Serve ``/metrics`` to a client with the token."""
         shown = (self.headers.get("Authorization") or "").encode()
-        if not hmac.compare_digest(shown, self.wanted):
+        if not hmac.compare_digest(shown, self.authorization):
             message = b"the attempt's token is required: Authorization: Bearer TOKEN\n"
             self._answer(401, message, "text/plain")
         elif self.path.split("?")[0] != "/metrics":

@@ -77,7 +77,7 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
         return []
     if size > MAX_READ:
         lines = lines[1:]
-    found: dict[tuple[object, ...], dict[str, object]] = {}
+    episodes: dict[tuple[object, ...], dict[str, object]] = {}
     for line in lines:
         try:
             record = json.loads(line)
@@ -86,9 +86,9 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
                 key = (record["evaluation"], *key[1:], record["began"])
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-        found.pop(key, None)
-        found[key] = record
-    return list(found.values())
+        episodes.pop(key, None)
+        episodes[key] = record
+    return list(episodes.values())
 
 
 def chosen(records: Sequence[Mapping[str, Any]], *, most: int) -> list[Mapping[str, object]]:

@@ -141,10 +141,10 @@ class MetricsWriter:
         # Left by a crash, or written by an older attempt, whose rename then fails.
         for leftover in folder.glob(f".{name}.*.new"):
             leftover.unlink(missing_ok=True)
-        found = read_lines(self._path)
-        for problem in found.problems:
+        contents = read_lines(self._path)
+        for problem in contents.problems:
             logger.warning("%s: %s; it is left out", self._path, problem)
-        kept = [line for line in found.lines if through is None or line["step"] <= through]
+        kept = [line for line in contents.lines if through is None or line["step"] <= through]
         if more is not None:
             kept = _with_values(kept, more)
         data = "".join(json.dumps(line) + "\n" for line in kept).encode()
@@ -288,9 +288,9 @@ def _longest_ascent(steps: Sequence[int]) -> list[int]:
             at.append(index)
         elif step < tops[length]:
             tops[length], at[length] = step, index
-    found: list[int] = []
+    indices: list[int] = []
     index_or_none = at[-1] if at else None
     while index_or_none is not None:
-        found.append(index_or_none)
+        indices.append(index_or_none)
         index_or_none = before[index_or_none]
-    return found[::-1]
+    return indices[::-1]

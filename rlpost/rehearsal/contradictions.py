@@ -73,11 +73,11 @@ def parameter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> It
     """Compare parameter counts: of each rank with the planner, of all ranks with transformers."""
     layout = expected.layout
     for rank, facts in ranks.items():
-        found = parameters_of(facts)
-        wanted = rank_parameters(expected.shape, layout, place(layout, rank).pipeline)
-        if found != wanted:
-            yield f"rank {rank}: {found} are built, the planner counts {wanted}"
-        held = found.total + sum(one.size for one in facts.adapters)
+        built_parameters = parameters_of(facts)
+        planned_parameters = rank_parameters(expected.shape, layout, place(layout, rank).pipeline)
+        if built_parameters != planned_parameters:
+            yield f"rank {rank}: {built_parameters} are built, the planner counts {planned_parameters}"
+        held = built_parameters.total + sum(one.size for one in facts.adapters)
         if held != facts.num_parameters:
             yield f"rank {rank}: its modules have {facts.num_parameters} parameters, the weights {held}"
     total = expected.published.num_parameters
@@ -120,10 +120,10 @@ def adapter_problems(ranks: Mapping[int, RankFacts], expected: Expected) -> Iter
         return
     shards: dict[tuple[str, int], set[int]] = {}
     for rank, facts in ranks.items():
-        where, found = place(layout, rank), _counted(facts.adapters)
-        wanted = adapter_parameters(lora, expected.shape, layout, where.pipeline)
-        if found != wanted:
-            yield f"rank {rank}: {found} are in adapters, the planner counts {wanted}"
+        where, built_parameters = place(layout, rank), _counted(facts.adapters)
+        planned_parameters = adapter_parameters(lora, expected.shape, layout, where.pipeline)
+        if built_parameters != planned_parameters:
+            yield f"rank {rank}: {built_parameters} are in adapters, the planner counts {planned_parameters}"
         for one in facts.adapters:
             shards.setdefault((one.name, one.num_shards), set()).add(one.shard)
             coordinate = where.expert_tensor if one.is_expert else where.tensor
@@ -228,7 +228,7 @@ def update_plans(
     held = {
         rank: distinct.setdefault(facts.entries, facts.entries) for rank, facts in ranks.items()
     }
-    made: dict[tuple[int, ...], Plan] = {}
+    plan_by_key: dict[tuple[int, ...], Plan] = {}
     plans: dict[int, Plan] = {}
     for rank, facts in ranks.items():
         peers = facts.groups["pipeline"]
@@ -236,7 +236,7 @@ def update_plans(
             continue
         stages = tuple(held[peer] for peer in peers)
         key = tuple(map(id, stages))
-        if key not in made:
+        if key not in plan_by_key:
             buckets = Buckets(
                 Exporter(cast(Inventory, _Entries(in_order(stages)))),
                 limit=config.sync.update_weight_buffer_size,
@@ -244,6 +244,6 @@ def update_plans(
                 device_bytes=gpu_bytes,
                 quantisation=quantisation,
             )
-            made[key] = buckets.plan
-        plans[rank] = made[key]
+            plan_by_key[key] = buckets.plan
+        plans[rank] = plan_by_key[key]
     return plans

@@ -71,10 +71,10 @@ def weight_problems(
         held = Counter(
             name for one in facts.weights if not one.is_tied_copy for name in one.hugging_face
         )
-        wanted = Counter(by_place.get((where.pipeline, where.expert), ()))
-        for name in sorted((wanted - held).keys()):
+        expected_names = Counter(by_place.get((where.pipeline, where.expert), ()))
+        for name in sorted((expected_names - held).keys()):
             yield f"rank {rank}: it lacks {name}"
-        for name in sorted((held - wanted).keys()):
+        for name in sorted((held - expected_names).keys()):
             yield f"rank {rank}: it holds {name}, which belongs on other ranks or is held twice"
         for one in facts.weights:
             if not one.is_tied_copy and pieces.keys() >= set(one.hugging_face):
@@ -82,9 +82,9 @@ def weight_problems(
                 yield from _shard_problems(rank, one, where, tensors)
                 for name, piece in _pieces(one, tensors, shape):
                     pieces[name].add(piece)
-    for name, found in pieces.items():
-        if not _tiles(found, tensors[name]):
-            yield f"{name} of shape {tensors[name]}: its shards are {sorted(found)}"
+    for name, tensor_pieces in pieces.items():
+        if not _tiles(tensor_pieces, tensors[name]):
+            yield f"{name} of shape {tensors[name]}: its shards are {sorted(tensor_pieces)}"
     yield from _tied_problems(ranks, layout, shape)
 
 
@@ -202,16 +202,16 @@ def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Itera
             kind = "expert_data" if weight.is_expert else "data_with_context"
             group = facts.groups[kind] if spread else (facts.rank,)
             sizes[group, weight.name] = weight.size
-            found = ranges.setdefault((group, weight.name), [])
+            intervals = ranges.setdefault((group, weight.name), [])
             if weight.optimizer is not None:
-                found.append(weight.optimizer)
-    for (group, name), found in ranges.items():
+                intervals.append(weight.optimizer)
+    for (group, name), intervals in ranges.items():
         position, is_whole = 0, True
-        for start, end in sorted(found):
+        for start, end in sorted(intervals):
             is_whole &= start == position
             position = end
         if not is_whole or position != sizes[group, name]:
-            yield f"ranks {group}: the optimizer has {sorted(found)} of the {sizes[group, name]} elements of {name}"
+            yield f"ranks {group}: the optimizer has {sorted(intervals)} of the {sizes[group, name]} elements of {name}"
 
 
 def checkpoint_problems(
@@ -231,26 +231,26 @@ def checkpoint_problems(
         for part in facts.checkpoint:
             parts.setdefault(part.key, []).append(part)
     totals = {"weights": 0, "optimizer": 0}
-    for key, found in parts.items():
+    for key, tensor_parts in parts.items():
         if not key.endswith(UNTRAINED):
             kind = "optimizer" if key.startswith(OPTIMIZER_PREFIX) else "weights"
-            totals[kind] += math.prod(found[0].global_shape)
-        if problem := _part_problem(found):
+            totals[kind] += math.prod(tensor_parts[0].global_shape)
+        if problem := _part_problem(tensor_parts):
             yield f"checkpoint: {key}: {problem}"
     padding = -next(iter(published.tensors[EMBEDDING])) % layout.tensor
-    wanted = 0
+    num_elements = 0
     for name, shape in published.tensors.items():
         rows = shape[0] + (padding if name in VOCABULARY else 0)
-        wanted += 0 if name.endswith(UNTRAINED_HF) else math.prod((rows, *shape[1:]))
+        num_elements += 0 if name.endswith(UNTRAINED_HF) else math.prod((rows, *shape[1:]))
     whose = "the model has {} with its padded vocabulary"
     if num_adapted is not None:
-        wanted, whose = num_adapted, "the adapters have {}"
-    if totals["weights"] != wanted:
-        yield f"checkpoint: its weights have {totals['weights']} elements, {whose.format(wanted)}"
+        num_elements, whose = num_adapted, "the adapters have {}"
+    if totals["weights"] != num_elements:
+        yield f"checkpoint: its weights have {totals['weights']} elements, {whose.format(num_elements)}"
     if num_adapted is None and (frozen := num_frozen(ranks)):
-        wanted, whose = wanted - frozen, "{} are trained"
-    if totals["optimizer"] != wanted:
-        yield f"checkpoint: its optimizer has {totals['optimizer']} elements, {whose.format(wanted)}"
+        num_elements, whose = num_elements - frozen, "{} are trained"
+    if totals["optimizer"] != num_elements:
+        yield f"checkpoint: its optimizer has {totals['optimizer']} elements, {whose.format(num_elements)}"
 
 
 def num_frozen(ranks: Mapping[int, RankFacts]) -> int:

@@ -43,17 +43,17 @@ def weight_problems(
     ``expected`` is of the policy, and ``policy`` the model of transformers without a layer for
     multi-token prediction.
     """
-    found, layout = critics(ranks), expected.layout
-    if not found:
+    critic_facts, layout = critics(ranks), expected.layout
+    if not critic_facts:
         return
-    for rank, facts in found.items():
+    for rank, facts in critic_facts.items():
         held = parameters_of(facts)
-        wanted = critic_parameters(expected.shape, layout, place(layout, rank).pipeline)
-        if held != wanted:
-            yield f"critic: rank {rank}: {held} are built, the planner counts {wanted}"
+        planned_parameters = critic_parameters(expected.shape, layout, place(layout, rank).pipeline)
+        if held != planned_parameters:
+            yield f"critic: rank {rank}: {held} are built, the planner counts {planned_parameters}"
     untied = replace(expected.shape, tied=False, mtp=False)
     published = of_critic(policy, expected.shape.hidden)
-    yield from _named(coverage.weight_problems(found, layout, untied, published))
+    yield from _named(coverage.weight_problems(critic_facts, layout, untied, published))
 
 
 def optimizer_problems(ranks: Mapping[int, RankFacts], *, spread: bool) -> Iterator[str]:

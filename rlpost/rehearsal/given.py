@@ -162,8 +162,8 @@ class BalancedMap:
 @contextmanager
 def given_values() -> Iterator[Schedule]:
     """Context in which the values come from the plan."""
-    given = Given()
-    schedule = Schedule(given)
+    mode = Given()
+    schedule = Schedule(mode)
     with ExitStack() as stack:
         stack.enter_context(patch.object(P2P, "_communicate_shapes", _shapes_from(schedule)))
         stack.enter_context(patch.object(DISPATCHER, "preprocess", _balanced()))
@@ -174,7 +174,7 @@ def given_values() -> Iterator[Schedule]:
         stack.enter_context(patch.object(PackedMicroBatch, "to", _with_integers_on_host))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
         stack.enter_context(patch.object(attention, "attend_windowed", _fused_windowed))
-        stack.enter_context(given)
+        stack.enter_context(mode)
         yield schedule
 
 

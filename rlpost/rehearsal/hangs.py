@@ -66,7 +66,7 @@ def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
             continue
         of_group = {rank: sequences[rank].get(group, []) for rank in group}
         strangers = [
-            rank for rank, found in sequences.items() if rank not in group and group in found
+            rank for rank, calls in sequences.items() if rank not in group and group in calls
         ]
         for rank in strangers:
             call = sequences[rank][group][0]
@@ -112,9 +112,9 @@ def _is_real(
     if len(here) > 1:
         return True
     lengths = {len(calls) for calls in agreed.values()}
-    known = [frozenset(found) for found in lines.values()]
+    known = [frozenset(rank_lines) for rank_lines in lines.values()]
     shared = known[0].intersection(*known[1:])
-    now = {found[position] for found in lines.values()}
+    now = {rank_lines[position] for rank_lines in lines.values()}
     return len(lengths) > 1 and bool(now & shared)
 
 

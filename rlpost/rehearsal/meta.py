@@ -89,8 +89,8 @@ class MetaResults:
         key: list[object] = [func, torch.get_default_dtype()]
         if not (_describe(args, key) and (not options or _describe(_flat(options), key))):
             return compute(func, args, options)
-        found = tuple(key)
-        layouts = self._layouts.get(found)
+        call_key = tuple(key)
+        layouts = self._layouts.get(call_key)
         if layouts is not None:
             self.num_remembered += 1
             return args[0] if kind == IN_PLACE else layouts.made()
@@ -98,12 +98,12 @@ class MetaResults:
             before = _place(args[0])
             result = compute(func, args, options)
             if result is args[0] and _place(result) == before:
-                self._layouts[found] = UNCHANGED
+                self._layouts[call_key] = UNCHANGED
             return result
         result = compute(func, args, options)
         layouts = _layouts_of(result, (args, options))
         if layouts is not None:
-            self._layouts[found] = layouts
+            self._layouts[call_key] = layouts
         return result
 
 
@@ -182,11 +182,11 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (*where, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _layouts_of(result: Any, given: object) -> _Layouts | None:
+def _layouts_of(result: Any, arguments: object) -> _Layouts | None:
     """The layouts of new tensors; None if one is not, or has more memory than its layout needs."""
     sequence = type(result) if type(result) in (list, tuple) else None
     tensors: Sequence[object] = result if isinstance(result, list | tuple) else [result]
-    used = {one.untyped_storage()._cdata for one in _tensors(given)}
+    used = {one.untyped_storage()._cdata for one in _tensors(arguments)}
     layouts = []
     for one in tensors:
         if not isinstance(one, torch.Tensor) or type(one) is not torch.Tensor:

@@ -159,9 +159,9 @@ def _check_frozen(
     """Check the patterns of frozen weights with the weights of every rank."""
     exchange = dist.all_gather_object
 
-    def gathered(found: list[object], mine: object, **options: object) -> None:
-        exchange(found, mine, **options)
-        found[:] = [_trains(one) for _, one in sorted(facts.items())]
+    def gathered(objects: list[object], mine: object, **options: object) -> None:
+        exchange(objects, mine, **options)
+        objects[:] = [_trains(one) for _, one in sorted(facts.items())]
 
     with patch.object(dist, "all_gather_object", gathered):
         check(chunks, settings, stage=stage)

@@ -52,11 +52,11 @@ def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> P
     lengths = planned_lengths(config, longest, multiple=length_multiple(config, shape))
     dealt = _schedule(config, lengths)
     multiple = config.micro_batch_multiple
-    wanted = config.perf.pipeline_model_parallel_size + 1 if limit is None else limit
-    wanted += -wanted % multiple
+    num_micro_batches = config.perf.pipeline_model_parallel_size + 1 if limit is None else limit
+    num_micro_batches += -num_micro_batches % multiple
     micro_batches = tuple(
         tuple(_sample(lengths[index], config, index % 2) for index in micro)
-        for micro in dealt[0][:wanted]
+        for micro in dealt[0][:num_micro_batches]
     )
     batch = TrainBatch(
         micro_batches,

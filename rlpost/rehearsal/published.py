@@ -44,8 +44,10 @@ def published(
     from transformers.core_model_loading import revert_weight_conversion
 
     name = hf["architectures"][0]
-    given = {key: value for key, value in hf.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(hf.get("model_type") or family(name).model_type, **given)
+    config_values = {
+        key: value for key, value in hf.items() if key not in ("architectures", "model_type")
+    }
+    config = AutoConfig.for_model(hf.get("model_type") or family(name).model_type, **config_values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     num_parameters = model.num_parameters()

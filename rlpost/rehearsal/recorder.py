@@ -125,16 +125,16 @@ class CallRecorder(TorchDispatchMode):
             check_floating(args[0])
             return 1.0
         if self._transfers:
-            made = func(*args, **options)
+            outputs = func(*args, **options)
         elif func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # without data there is nothing to copy to host memory
         else:
             with torch._C.DisableTorchFunction():
-                made = self._made(func, args, options)
-        for tensor in _leaves(made):
+                outputs = self._made(func, args, options)
+        for tensor in _leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
-        return made
+        return outputs
 
     def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self._results is None:

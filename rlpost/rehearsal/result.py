@@ -176,7 +176,7 @@ def compared_parts(
     planned = ranks[most.rank * len(ranks) // len(memory)]
     of_critic = sum(size for part, size in most.held.items() if part.startswith("critic"))
     passing = most.peaks[TRAIN] - sum(most.held.values())
-    found = [
+    comparisons = [
         Compared("weights", planned.held.weights, most.held["weights"]),
         Compared("gradients", planned.held.gradients, most.held["gradients"]),
         Compared("optimizer", planned.held.optimizer, most.held["optimizer"]),
@@ -184,8 +184,8 @@ def compared_parts(
         Compared("all while training", planned.train - planned.context, most.peaks[TRAIN]),
     ]
     if of_critic:
-        found.insert(3, Compared("critic", planned.critic.total, of_critic))
-    return tuple(found)
+        comparisons.insert(3, Compared("critic", planned.critic.total, of_critic))
+    return tuple(comparisons)
 
 
 def bars(result: RehearsalResult) -> list[str]:

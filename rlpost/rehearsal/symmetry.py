@@ -54,21 +54,23 @@ def record(
     """
     recordings: dict[int, Recording] = {}
     ran: list[int] = []
-    found = classes(facts, all_gather=all_gather)
+    rank_classes = classes(facts, all_gather=all_gather)
     groups = {rank: of_rank.groups for rank, of_rank in facts.items()}
-    for members in found:
+    for members in rank_classes:
         first, last = members[0], members[-1]
         chosen = members if all_ranks else dict.fromkeys((first, last))
-        mine = made = {rank: run(rank) for rank in chosen}
+        mine = class_recordings = {rank: run(rank) for rank in chosen}
         if len(mine) < len(members):
             try:
-                made = _copies(mine[first], mine[last], members, groups)
+                class_recordings = _copies(mine[first], mine[last], members, groups)
             except ValueError as error:
                 say(f"all of the ranks {first} to {last} that are alike run: {error}")
-                mine = made = mine | {rank: run(rank) for rank in members if rank not in mine}
+                mine = class_recordings = mine | {
+                    rank: run(rank) for rank in members if rank not in mine
+                }
         ran += mine
-        recordings |= made
-    return Recorded(dict(sorted(recordings.items())), tuple(sorted(ran)), tuple(found))
+        recordings |= class_recordings
+    return Recorded(dict(sorted(recordings.items())), tuple(sorted(ran)), tuple(rank_classes))
 
 
 def _copies(
@@ -87,8 +89,8 @@ def _copies(
         raise ValueError(
             f"call {number} of rank {first.rank} is {ours}, that of rank {last.rank} is {theirs}"
         )
-    made = {rank: translated(first, rank, groups) for rank in members}
-    return made | {first.rank: first, last.rank: last}
+    copies = {rank: translated(first, rank, groups) for rank in members}
+    return copies | {first.rank: first, last.rank: last}
 
 
 def _key(facts: RankFacts) -> tuple[object, ...]:

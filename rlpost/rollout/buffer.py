@@ -315,7 +315,7 @@ class RolloutBuffer:
 
         Running groups are returned as they were started, groups in training as finished.
         """
-        found = Backlog(
+        backlog = Backlog(
             finished=(*self._in_training.values(), *self._finished.by_id.values()),
             unfinished=(*self._running.values(), *self._waiting.values()),
             num_fetched=self._tally.num_fetched,
@@ -325,8 +325,8 @@ class RolloutBuffer:
             counts={name: number for name, number in self._counts.items() if number},
             counts_in_training=self._counts_in_training if self._in_training else self._owed_counts,
         )
-        self._tally.check(found.prompt_ids)
-        return found
+        self._tally.check(backlog.prompt_ids)
+        return backlog
 
     def add_counts(self, more: Mapping[str, float]) -> None:
         """Add counts, by metric name."""

@@ -312,10 +312,10 @@ class Collector:
             scored = (replace(each, sample=without_older(each.sample)) for each in written.samples)
             written = replace(written, samples=tuple(scored))
         # A group without samples stands for a prompt that was given up.
-        wanted = bool(written.samples) and self._is_wanted(written)
-        self._journal.finished(written, wanted=wanted, prompt=entry.prompt)
-        self._buffer.finish(written, wanted=wanted)
-        if not wanted:
+        is_kept = bool(written.samples) and self._is_wanted(written)
+        self._journal.finished(written, wanted=is_kept, prompt=entry.prompt)
+        self._buffer.finish(written, wanted=is_kept)
+        if not is_kept:
             self._warn_if_many_dropped()
         if self._buffer.is_open and self._failure is None:
             self._fill()

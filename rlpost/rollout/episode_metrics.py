@@ -22,7 +22,7 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
             sample = scored.sample
             if ENV not in sample.extra:
                 continue
-            found = episodes.setdefault(
+            episode = episodes.setdefault(
                 (group.prompt_id, sample.index),
                 {
                     "label": sample.extra[ENV],
@@ -31,7 +31,7 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
                     "tokens": 0,
                 },
             )
-            found["tokens"] += len(sample.response_ids)
+            episode["tokens"] += len(sample.response_ids)
     metrics: dict[str, float] = {}
     for label in sorted({each["label"] for each in episodes.values()}):
         own = [each for each in episodes.values() if each["label"] == label]

@@ -94,7 +94,7 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
     rewards of their turns; that of the whole episode counts for the last turn.
     """
     extra = {ENV: label, REWARD: result.reward, NUM_TURNS: len(result.turns)}
-    found = []
+    samples = []
     for position, sample in enumerate(result.samples):
         own: dict[str, object] = dict(extra)
         if by_turn:
@@ -111,8 +111,8 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
                     if turn.sample == position
                 ]
             )
-        found.append(replace(sample, extra={**sample.extra, **own}))
-    return tuple(found)
+        samples.append(replace(sample, extra={**sample.extra, **own}))
+    return tuple(samples)
 
 
 def record_of(result: EpisodeResult) -> dict[str, object]:

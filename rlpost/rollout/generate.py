@@ -152,9 +152,9 @@ class GroupWriter:
         answers = await together(
             [self._answer(entry.prompt, log, so_far[index]) for index, log in enumerate(logs)]
         )
-        there = [several for several in answers if several is not None]
-        samples = [sample for several in there for sample in several]
-        if any(not several or several[-1].finish_reason == "abort" for several in there):
+        usable_answers = [several for several in answers if several is not None]
+        samples = [sample for several in usable_answers for sample in several]
+        if any(not several or several[-1].finish_reason == "abort" for several in usable_answers):
             return Unfinished(entry.prompt, tuple(samples))
         if not samples:
             return [], ()

@@ -76,12 +76,12 @@ class PromptCursor:
         Raises:
             DataError: a row is bad and bad rows are not skipped, or all rows are skipped.
         """
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         skipped = 0
-        while len(found) < n:
+        while len(prompts) < n:
             prompt = self._next()
             if prompt is not None:
-                found.append(prompt)
+                prompts.append(prompt)
                 skipped = 0
                 continue
             skipped += 1
@@ -90,7 +90,7 @@ class PromptCursor:
                     f"{skipped} consecutive rows are bad or longer than {LIMITS} allows, more than twice the number "
                     f"of rows ({len(self._prompts)}): no prompt is left to train on"
                 )
-        return found
+        return prompts
 
     def copy(self) -> PromptCursor:
         """Return a cursor at the same position over the same prompts."""

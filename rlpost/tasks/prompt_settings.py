@@ -42,9 +42,9 @@ def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
     """
     weights = rollout.prompt_data_weights
     if weights and tuple(sources) == rollout.prompt_data and len(weights) != len(sources):
-        given = " ".join(f"{weight:g}" for weight in weights)
+        flag_value = " ".join(f"{weight:g}" for weight in weights)
         raise ConfigError(
-            f"--prompt-data-weights {given}: {len(weights)} weights for {len(rollout.prompt_data)} --prompt-data; "
+            f"--prompt-data-weights {flag_value}: {len(weights)} weights for {len(rollout.prompt_data)} --prompt-data; "
             "give one for each file, in the same order, or none"
         )
     fields, applies = prompt_fields(rollout), rollout.apply_chat_template

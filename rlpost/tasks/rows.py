@@ -57,7 +57,7 @@ def num_rows(source: str | Path) -> int:
     Raises:
         DataError: the file cannot be read.
     """
-    path, wanted = split_source(source)
+    path, row_slice = split_source(source)
     try:
         if is_parquet(path):
             from pyarrow import ArrowException, parquet
@@ -73,7 +73,7 @@ def num_rows(source: str | Path) -> int:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     except OSError as error:
         raise unreadable(path, error) from error
-    return len(range(count)[wanted])
+    return len(range(count)[row_slice])
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
@@ -96,7 +96,7 @@ class Rows:
         Raises:
             DataError: the file cannot be read or has no rows.
         """
-        self.path, wanted = split_source(source)
+        self.path, row_slice = split_source(source)
         try:
             self._file = (
                 _as_lines(self.path, columns) if is_parquet(self.path) else self.path.open("rb")
@@ -109,7 +109,7 @@ class Rows:
                 ) from error
             raise unreadable(self.path, error) from error
         self._numbers, self._offsets = _index(self._file)
-        self._chosen = range(len(self._numbers))[wanted]
+        self._chosen = range(len(self._numbers))[row_slice]
         if not self._chosen:
             of = f" in {source}, which has {len(self._numbers)} rows" if self._numbers else ""
             raise DataError(f"{self.path}: no prompts{of}; it needs one JSON object a line")
@@ -133,18 +133,18 @@ class Rows:
         # pread has no file position: threads may read rows at the same time
         line = os.pread(self._file.fileno(), end - start, start)
         try:
-            found = json.loads(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self.where(position)}: not JSON ({error}); each line must be one JSON object"
             ) from error
-        if not isinstance(found, dict):
+        if not isinstance(row, dict):
             raise DataError(
-                f"{self.where(position)}: {type(found).__name__} instead of a JSON object"
+                f"{self.where(position)}: {type(row).__name__} instead of a JSON object"
             )
         if _MAY_BE_SURROGATE.search(line):
-            self._check_text(found, position)
-        return found
+            self._check_text(row, position)
+        return row
 
     def _check_text(self, row: dict[str, object], position: int) -> None:
         """Raise DataError for half of a surrogate pair, which no tokenizer accepts."""

@@ -272,11 +272,11 @@ def choose(
     comm = options.cp_comm_type
     if comm is None:
         comm = A2A if attention.has_window else P2P
-    wanted = frozenset({options.backend} if options.backend else {FLASH, FUSED})
+    candidates = frozenset({options.backend} if options.backend else {FLASH, FUSED})
     # Megatron-core 0.16.1 indexes a list with layer numbers from 1 (transformer_layer.py): unknown
-    if usable := wanted & backends(attention, gpu, cp_comm_type=str(comm)):
+    if usable := candidates & backends(attention, gpu, cp_comm_type=str(comm)):
         return Choice(usable, str(comm) if attention.context > 1 else None)
-    reason = _reasons(attention, gpu, str(comm), wanted)
+    reason = _reasons(attention, gpu, str(comm), candidates)
     if options.cp_comm_type is not None and attention.context > 1:
         return (
             f"--cp-comm-type {comm}: TransformerEngine's attention cannot shard this model's rows "

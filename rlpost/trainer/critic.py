@@ -106,14 +106,14 @@ class Critic:
 
         set_mode(self.model, training=False)
         with torch.no_grad():
-            found = step.run(
+            by_micro_batch = step.run(
                 self.model,
                 self._pack(log_prob_micro_batches(batch)),
                 loss_of=collect,
                 forward_only=True,
                 stop_points=self._stop_points,
             )
-        return as_trained(found, batch)
+        return as_trained(by_micro_batch, batch)
 
     def train_step(
         self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]

@@ -136,7 +136,7 @@ class GatedDeltaNet(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, object] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        found = make_sharded_tensors_for_checkpoint(
+        state_dict = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
             dict.fromkeys(("conv_weight", "A_log", "dt_bias"), 0),
@@ -145,10 +145,10 @@ class GatedDeltaNet(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         for name, module in self.named_children():
-            found |= sharded_state_dict_default(
+            state_dict |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )
-        return found
+        return state_dict
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:

@@ -56,16 +56,16 @@ def check_frozen(chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, 
         return
     names = [name for name, _ in named_tensors(chunks)]
     trains = any(parameter.requires_grad for one in chunks for parameter in one.parameters())
-    found: list[tuple[int, bool, list[str]]] = [(0, True, [])] * dist.get_world_size()
-    dist.all_gather_object(found, (stage, trains, names))
-    all_names = {name for _, _, names in found for name in names}
+    rank_records: list[tuple[int, bool, list[str]]] = [(0, True, [])] * dist.get_world_size()
+    dist.all_gather_object(rank_records, (stage, trains, names))
+    all_names = {name for _, _, names in rank_records for name in names}
     problems = [
         f"{flag} {pattern}: matches no parameter of this model, such as {min(all_names)}; correct the pattern"
-        for flag, given in patterns.items()
-        for pattern in given
+        for flag, flag_patterns in patterns.items()
+        for pattern in flag_patterns
         if not any(map(re.compile(pattern).search, all_names))
     ]
-    idle = sorted({stage for stage, trains, _ in found if not trains})
+    idle = sorted({stage for stage, trains, _ in rank_records if not trains})
     if idle and not problems:
         problems.append(
             f"pipeline stages {idle} have no parameter to train; train one in each, or use fewer stages with "

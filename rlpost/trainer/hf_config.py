@@ -55,12 +55,12 @@ def hf_config(arguments: ModelArguments) -> dict[str, Any]:
     if family.trains_extra_layer and arguments.get("mtp_num_layers"):
         common["num_nextn_predict_layers"] = arguments["mtp_num_layers"]
     hf = dict(family.hf_config(arguments, common))
-    given = {
+    model_values = {
         key: value
         for key, value in arguments.items()
         if value is not None and key != "override_hf_config"
     }
-    if wrong := problems(given, family, hf):
+    if wrong := problems(model_values, family, hf):
         first = f"[model] describes no model of a known family; the nearest is {name}:"
         raise ConfigError("\n".join([first, *wrong]))
     return hf

@@ -38,7 +38,7 @@ def kernel_fields(
         ConfigError: requested kernels are not available here; one line for each.
     """
     _check(description, settings, implementation=implementation)
-    given, fields = settings.model_args, description.fields
+    model_args, fields = settings.model_args, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
     is_grouped = _is_grouped(settings, implementation=implementation)
     chosen = {
@@ -56,17 +56,17 @@ def kernel_fields(
         and attention_factor(description.rope) == 1.0
         # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
         and not fields.get("multi_latent_attention")
-        and not given.get("no_rope_fusion", False),
+        and not model_args.get("no_rope_fusion", False),
         # Megatron's default dispatcher requires rows of equal length.
-        "moe_token_dispatcher_type": given.get("moe_token_dispatcher_type", "alltoall"),
+        "moe_token_dispatcher_type": model_args.get("moe_token_dispatcher_type", "alltoall"),
     }
     if "num_moe_experts" not in fields:
         return chosen
     return chosen | {
-        "moe_router_dtype": given.get("moe_router_dtype", "fp32"),
-        "moe_enable_deepep": given.get("moe_enable_deepep", False),
+        "moe_router_dtype": model_args.get("moe_router_dtype", "fp32"),
+        "moe_enable_deepep": model_args.get("moe_enable_deepep", False),
         "moe_grouped_gemm": is_grouped,
-        "moe_permute_fusion": with_engine and given.get("moe_permute_fusion", False),
+        "moe_permute_fusion": with_engine and model_args.get("moe_permute_fusion", False),
     }
 
 
@@ -192,10 +192,10 @@ def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]
         "num_experts": fields.get("num_moe_experts"),
         "rotary_interleaved": fields.get("rotary_interleaved"),
     }
-    found = needs(
+    all_needs = needs(
         model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron
     )
-    return [need for need in found if need.is_of_layers or not has_transformer_engine()]
+    return [need for need in all_needs if need.is_of_layers or not has_transformer_engine()]
 
 
 def _lack() -> str:

@@ -95,8 +95,8 @@ def top_logprobs(
     group, width = parallel.tensor_parallel_group(), logits_TV.size(1)
     below = min(rows.num_valid, max(0, limit - group.rank() * width))
     of_ids = replace(rows, num_valid=below)
-    found = [_chunk_top(logits_TV, of_ids, part, count) for part in _parts(rows)]
-    values, columns = (torch.cat(parts) for parts in zip(*found, strict=True))
+    chunk_tops = [_chunk_top(logits_TV, of_ids, part, count) for part in _parts(rows)]
+    values, columns = (torch.cat(parts) for parts in zip(*chunk_tops, strict=True))
     ids = columns + group.rank() * width
     if group.size() > 1:
         values, ids = (torch.cat(all_gather(each, group), dim=1) for each in (values, ids))

@@ -351,14 +351,14 @@ def load_weights(
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
     """
-    found = find_checkpoint(folder)
-    if found is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(found)), found)
-    _check_adapters(found, common.get("adapters"), None)
+    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint)
+    _check_adapters(checkpoint, common.get("adapters"), None)
     whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
-    _load(found, chunks, base, omitted=omitted)
+    _load(checkpoint, chunks, base, omitted=omitted)
     version: int | None = common.get("policy_version")
     return version
 
@@ -397,22 +397,22 @@ def _check_kind(folder: str | Path, optimizer: MegatronOptimizer, stored_muon: b
         )
 
 
-def _check_adapters(folder: str | Path, stored: object, given: Mapping[str, object] | None) -> None:
+def _check_adapters(folder: str | Path, stored: object, lora: Mapping[str, object] | None) -> None:
     """Raise CheckpointError if a checkpoint has other adapters than the model."""
-    if stored == given:
+    if stored == lora:
         return
     if stored is None:
         raise CheckpointError(
             f"{folder} has no LoRA adapters, and --lora-rank asks for them; use --ref-load to start from its weights, "
             "or --lora-rank none"
         )
-    if given is None:
+    if lora is None:
         raise CheckpointError(
             f"{folder} has the LoRA adapters of {stored} and no weights of a model; use these settings and the same "
             "--hf-checkpoint or --ref-load, or merged weights that --save-hf exported"
         )
     raise CheckpointError(
-        f"{folder} has LoRA adapters of {stored}, but the settings are {dict(given)}; use those of the checkpoint"
+        f"{folder} has LoRA adapters of {stored}, but the settings are {dict(lora)}; use those of the checkpoint"
     )
 
 
@@ -440,7 +440,7 @@ def _load_optimizer(
 def _fill(
     stored: StoredTensors, states: Sequence[ParameterState], regions: Regions, buffer_bytes: int
 ) -> None:
-    wanted: list[Chunk] = []
+    stored_chunks: list[Chunk] = []
     targets: dict[int, torch.Tensor] = {}
     kept = [state.tensors() for state in states]
     for state, tensors in zip(states, kept, strict=True):
@@ -448,9 +448,9 @@ def _fill(
         for shard, name in zip(shards, state.keys, strict=True):
             for chunk in chunks_of(shard, max_bytes=buffer_bytes):
                 if (renamed := _as_stored(chunk, stored)) is not None:
-                    wanted.append(renamed)
+                    stored_chunks.append(renamed)
             targets[id(shard)] = tensors[name]
-    stored.read_into(wanted, lambda chunk: chunk.within(targets[id(chunk.shard)]))
+    stored.read_into(stored_chunks, lambda chunk: chunk.within(targets[id(chunk.shard)]))
     for state, tensors in zip(states, kept, strict=True):
         if state.store is not None:
             state.store(tensors)

@@ -33,16 +33,20 @@ def configured(kind: type[T], options: Mapping[str, object]) -> Callable[..., T]
     """
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind) if known & options.keys() else {}
-    given = {
+    typed_options = {
         name: _typed(name, value, hints[name]) for name, value in options.items() if name in known
     }
 
     def construct(**ours: object) -> T:
         try:
-            return kind(**{**ours, **given})
+            return kind(**{**ours, **typed_options})
         except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
-            options_given = ", ".join(f"{name} = {value}" for name, value in given.items())
-            among = f" (options of Megatron-core in the settings: {options_given})" if given else ""
+            options_given = ", ".join(f"{name} = {value}" for name, value in typed_options.items())
+            among = (
+                f" (options of Megatron-core in the settings: {options_given})"
+                if typed_options
+                else ""
+            )
             raise ConfigError(
                 f"Megatron-core's {kind.__name__} refuses these settings: {error or type(error).__name__}{among}; "
                 "change what it names"

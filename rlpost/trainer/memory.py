@@ -102,11 +102,11 @@ class DeviceMemory:
             MemoryHeld: another process has not freed the memory within ``FREE_S``.
         """
         missing = [part for part in parts if part in self._offloaded]
-        wanted = sum(size for part in missing for _, _, size in self._offloaded[part])
+        num_bytes = sum(size for part in missing for _, _, size in self._offloaded[part])
         if missing and self._communicators is not None:
-            wanted += self._communicators.num_bytes
+            num_bytes += self._communicators.num_bytes
         reserve = self._reserve if GRADS in missing else 0
-        wait_until_free(wanted, " and ".join(missing), reserve=reserve)
+        wait_until_free(num_bytes, " and ".join(missing), reserve=reserve)
         if missing and self._communicators is not None:
             self._communicators.resume()
         with self.lock:

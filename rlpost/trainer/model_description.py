@@ -178,9 +178,9 @@ NEEDED = (
 
 
 def read_description(
-    hf_checkpoint: str | Path, given: Mapping[str, object] | None = None
+    hf_checkpoint: str | Path, model_values: Mapping[str, object] | None = None
 ) -> ModelDescription:
-    """Read config.json of a Hugging Face folder and apply ``given``, the values of [model].
+    """Read config.json of a Hugging Face folder and apply ``model_values``, the values of [model].
 
     Raises:
         WeightError: config.json is missing or lacks a key, the architecture is unknown, or the
@@ -197,7 +197,7 @@ def read_description(
         hf = json.loads(path.read_text())
         known = (hf.get("architectures") or ["none given"])[0]
         hf = families.family(known).resolved(hf)
-        description = ModelDescription(path, known, architecture.overridden(given or {}, hf))
+        description = ModelDescription(path, known, architecture.overridden(model_values or {}, hf))
         refused = {key: hf.get(key) for key in description.family.refused}
         if problem := architecture.routing_problem(description.fields):
             raise WeightError(problem)
@@ -209,7 +209,7 @@ def read_description(
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         if problem := architecture.rotary_problem(description.hf_config):
             raise WeightError(problem)
-        problems = architecture.problems(given or {}, description.family, hf)
+        problems = architecture.problems(model_values or {}, description.family, hf)
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
     except KeyError as error:

@@ -132,7 +132,7 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
     if is_hybrid:
         _check_hybrid(settings, dtype)
     precision = {} if is_hybrid else _precision(settings)
-    made = configured(OptimizerConfig, settings.megatron)(
+    config = configured(OptimizerConfig, settings.megatron)(
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -147,10 +147,10 @@ def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
         **placement,
         **precision,
     )
-    return _laid_out_for_hybrid(made) if is_hybrid else made
+    return _laid_out_for_hybrid(config) if is_hybrid else config
 
 
-def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
+def _laid_out_for_hybrid(config: OptimizerConfig) -> OptimizerConfig:
     """Select the gradient layout of HybridDeviceOptimizer, without TransformerEngine.
 
     ``use_precision_aware_optimizer`` selects that layout, so it is always set (Megatron-LM's command
@@ -162,10 +162,10 @@ def _laid_out_for_hybrid(made: OptimizerConfig) -> OptimizerConfig:
     it would set them for a version below 2.1: without weight remainders, an encoding of
     TransformerEngine's Adam.
     """
-    made.use_precision_aware_optimizer = True
-    made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    made.store_param_remainders = False
-    return made
+    config.use_precision_aware_optimizer = True
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    config.store_param_remainders = False
+    return config
 
 
 def _placement(settings: ActorSettings) -> dict[str, object]:

@@ -217,9 +217,9 @@ def raise_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -
         result = act()
     except OSError as error:
         problem = str(error)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    for rank, each in enumerate(found):
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, each in enumerate(problems):
         if each is not None:
             raise failed(f"rank {rank}: {each}")
     return result  # type: ignore[return-value]

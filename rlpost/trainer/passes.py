@@ -125,7 +125,7 @@ class Passes:
         set_mode(self._model, training=False)
         recorded = micro_batches if records_routes else ()
         with torch.no_grad(), self._routing.passing(is_training=False, micro_batches=recorded):
-            found = step.run(
+            by_micro_batch = step.run(
                 self._model,
                 packed,
                 loss_of=collect,
@@ -133,7 +133,7 @@ class Passes:
                 stop_points=self._stop_points,
                 routing=self._routing,
             )
-        return as_trained(found, batch)
+        return as_trained(by_micro_batch, batch)
 
     def gradients(
         self,

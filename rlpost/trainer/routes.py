@@ -101,10 +101,10 @@ def packed_routes(
         if kept is not None:
             routes[mine] = torch.from_numpy(kept[len(kept) - count :])  # without shared tokens
         elif sample.routes is not None and len(sample.routes):
-            given = torch.from_numpy(_of_rank(sample.routes, shape))
+            sample_routes = torch.from_numpy(_of_rank(sample.routes, shape))
             place = token[mine] - first_token
-            is_given = place < len(given)  # tokens at the end may be missing
-            routes[mine[is_given]] = given[place[is_given]]
+            is_given = place < len(sample_routes)  # tokens at the end may be missing
+            routes[mine[is_given]] = sample_routes[place[is_given]]
         first_token += len(sample.token_ids)
     return shape.part(routes).contiguous(), shape.part(token >= 0)
 

@@ -103,13 +103,13 @@ class LayerRouting:
         if routes is None:
             experts = own
         else:
-            given = routes[:, self._slot].long()
-            in_order = given.sort(1).values
+            replayed_experts = routes[:, self._slot].long()
+            in_order = replayed_experts.sort(1).values
             # A route with a repeated expert is treated as unknown: the probabilities would not add
             # up.
             is_repeated = (in_order[:, 1:] == in_order[:, :-1]).any(1)
-            is_known = (given != UNKNOWN).all(1) & ~is_repeated
-            experts = torch.where(is_known[:, None], given, own)
+            is_known = (replayed_experts != UNKNOWN).all(1) & ~is_repeated
+            experts = torch.where(is_known[:, None], replayed_experts, own)
             if current.is_training:
                 differs = (in_order != own.sort(1).values).any(1) & is_known
                 self._replay.counts[self._slot, :2] += torch.stack([is_known.sum(), differs.sum()])

@@ -15,13 +15,11 @@ from rlpost.trainer.settings import ActorSettings
 
 def actor_settings(config: Config) -> ActorSettings:
     """Return an actor's settings: settings of the same name in any table, and derived ones."""
-    wanted = {field.name for field in dataclasses.fields(ActorSettings)}
+    names = {field.name for field in dataclasses.fields(ActorSettings)}
     leaves = {
-        key: getattr(getattr(config, group), key)
-        for key, group in fields().items()
-        if key in wanted
+        key: getattr(getattr(config, group), key) for key, group in fields().items() if key in names
     }
-    grpo, given = config.grpo, config.model.model_dump()
+    grpo, model_values = config.grpo, config.model.model_dump()
     derived = {
         "temperature": config.rollout.rollout_temperature,
         "num_engines": config.num_engines,
@@ -29,7 +27,7 @@ def actor_settings(config: Config) -> ActorSettings:
         "eps_clip_high": grpo.eps_clip if grpo.eps_clip_high is None else grpo.eps_clip_high,
         "keeps_old_policy": config.keeps_old_policy,
         "lr_decay_iters": config.lr_decay_iters,
-        "model_args": {key: value for key, value in given.items() if value is not None},
+        "model_args": {key: value for key, value in model_values.items() if value is not None},
         "megatron": config.megatron.options,
         "use_critic": config.use_critic and not config.has_own_critic,
     }

@@ -185,15 +185,15 @@ def read_value_weights(
     Raises:
         WeightError, CheckpointError: the weights do not fit the model.
     """
-    found = find_checkpoint(folder)
-    if found is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         hidden = chunks[0].config.hidden_size
         source = ValueFolder(folder, seed=seed, hidden=hidden)
         import_weights(inventory, source)
         has_head = source.has_head
     else:
-        has_head = f"{STORED_HEAD}weight" in StoredTensors(found)
+        has_head = f"{STORED_HEAD}weight" in StoredTensors(checkpoint)
         omitted = () if has_head else (STORED_HEAD,)
-        megatron_checkpoint.load_weights(found, chunks=chunks, omitted=omitted)
+        megatron_checkpoint.load_weights(checkpoint, chunks=chunks, omitted=omitted)
     if not has_head:
         logger.info("%s has no value head: the critic's is random", folder)

@@ -183,7 +183,7 @@ def _memory_efficient(
     """The kernel that torch calls for jagged tensors; it does not support grouped queries."""
     if (repeats := query.size(1) // key.size(1)) > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    found, *_ = torch.ops.aten._efficient_attention_forward(
+    attention, *_ = torch.ops.aten._efficient_attention_forward(
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
@@ -197,7 +197,7 @@ def _memory_efficient(
         compute_log_sumexp=True,
         scale=scale,
     )
-    return found.squeeze(0)
+    return attention.squeeze(0)
 
 
 def _one_sequence(
@@ -209,7 +209,7 @@ def _one_sequence(
         whole = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device)
         mask = whole.tril(before)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-    found = F.scaled_dot_product_attention(
+    attention = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -218,7 +218,7 @@ def _one_sequence(
         scale=scale,
         enable_gqa=query.size(1) != key.size(1),
     )
-    return found.squeeze(0).transpose(0, 1)
+    return attention.squeeze(0).transpose(0, 1)
 
 
 def zigzag(

@@ -53,7 +53,7 @@ BESIDE = {
     "rlpost.cli": {"common", "slurm", "pydantic", "psutil", "submitit"},
 }
 WATCHED = {"common", "slurm", "bootstrap", "rlpost", "submitit", "psutil", "pydantic", "netifaces"}
-NAMED = ("common", "slurm", "bootstrap", "rlpost/cli", "rlpost/driver")
+NAMED = (*PACKAGES, "tools", "benchmarks")
 VAGUE, FEW_LINES = {"found", "given", "made", "wanted", "there"}, 15
 MAX_FILE, MAX_FUNCTION = 500, 80
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # keyword-only parameters count in the second only
@@ -251,9 +251,7 @@ def test_only_the_workers_module_and_the_ray_process_import_ray():
 def test_long_functions_name_their_locals_by_what_they_hold():
     """``found`` or ``made`` say what was done, which a reader of a long function looks up again."""
     vague = set()
-    for path in FILES:
-        if not path.relative_to(ROOT).as_posix().startswith(NAMED):
-            continue
+    for path in (path for folder in NAMED for path in (ROOT / folder).rglob("*.py")):
         for node in functions(path):
             if node.end_lineno - node.lineno < FEW_LINES:
                 continue

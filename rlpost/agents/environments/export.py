@@ -65,18 +65,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="the prompt file to write")
     parser.add_argument("--env-args", type=json.loads, default={}, help="as for a run")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
         rows = [
             row
-            for name in parse_envs(given.env)
-            for row in tasks_of(name, given.env_args.get(name.label, {}))
+            for name in parse_envs(options.env)
+            for row in tasks_of(name, options.env_args.get(name.label, {}))
         ]
     except RlpostError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{given.out}: {len(rows)} tasks")
+    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{options.out}: {len(rows)} tasks")
     return 0
 
 

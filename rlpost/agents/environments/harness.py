@@ -81,7 +81,7 @@ class HarnessRunner:
             )
             limit: Limit | None = None
             try:
-                given = await call(self.harness.run, asked)
+                return_value = await call(self.harness.run, asked)
             except Exception as error:
                 if episode.halted:
                     raise Halted from error
@@ -92,7 +92,7 @@ class HarnessRunner:
                     raise
                 # Clients raise when a request is refused. The policy caused it, by a loop or long
                 # answers, so the episode is scored.
-                given = Outcome(self.limit_reward, info={"error": f"{error}"[:2000]})
+                return_value = Outcome(self.limit_reward, info={"error": f"{error}"[:2000]})
             if episode.halted:
                 raise Halted
             if episode.error is not None:
@@ -100,7 +100,11 @@ class HarnessRunner:
             trajectories = episode.trajectories()
         if not trajectories:
             raise GradingLost(f"--env {self.word}: run ended without a request to the model")
-        outcome = given if isinstance(given, Outcome) else Outcome(finite(self.word, given, "run"))
+        outcome = (
+            return_value
+            if isinstance(return_value, Outcome)
+            else Outcome(finite(self.word, return_value, "run"))
+        )
         samples = to_samples(trajectories, prompt.prompt_id, builder.index, label=prompt.label)
         if limit is not None:
             samples = _truncated(samples, trajectories)
@@ -153,7 +157,7 @@ def turns_of_trajectories(
 
     ``rewards`` belong to requests in that order. The ``n`` answers to one request share its reward.
     """
-    found: list[tuple[int, int, TurnResult]] = []
+    turn_results: list[tuple[int, int, TurnResult]] = []
     numbers = _request_numbers(trajectories)
     for position, each in enumerate(trajectories):
         first = next(turn for turn in each.turns if turn.is_trained)
@@ -174,5 +178,5 @@ def turns_of_trajectories(
                 cause=each.cause if turn is first and position else "",
                 seconds=turn.ended_at - turn.began_at,
             )
-            found.append((turn.request, position, result))
-    return tuple(result for _, _, result in sorted(found, key=lambda entry: entry[:2]))
+            turn_results.append((turn.request, position, result))
+    return tuple(result for _, _, result in sorted(turn_results, key=lambda entry: entry[:2]))

@@ -72,8 +72,8 @@ def make_environments(
     shared = _Shared(pool, archives, gateway, clients)
     runners = {name.label: _runner(name, config, shared) for name in names}
     keeps = archives if pool.made is not None else None
-    made = EnvironmentSet(names, runners, settings, sandboxes=pool.made, archives=keeps)
-    return made, gateway.made
+    environments = EnvironmentSet(names, runners, settings, sandboxes=pool.made, archives=keeps)
+    return environments, gateway.made
 
 
 class _Once(Generic[T]):
@@ -119,17 +119,17 @@ class _Shared:
 def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
     """Return the runner of an environment's episodes."""
     max_turns = config.env.env_max_turns
-    given: Mapping[str, object] = config.env.env_args.get(name.label, {})
+    env_args: Mapping[str, object] = config.env.env_args.get(name.label, {})
     path = name.target
     arguments: tuple[object, ...] = ()
     if name.kind != "own":
         path, arguments = ADAPTERS[name.kind], (name.target,)
         if name.kind not in ("openenv", "harbor"):  # ``PlainRunner`` counts their turns
-            given = {"max_turns": max_turns, **given}
+            env_args = {"max_turns": max_turns, **env_args}
     module, _, cls = path.rpartition(":")
     dotted = path if not module or module.endswith(".py") else f"{module}.{cls}"  # FILE.py:Class
     kind = load_function(dotted, key=f"--env {name.word}")
-    create: Callable[[], Any] = partial(kind, *arguments, **given)
+    create: Callable[[], Any] = partial(kind, *arguments, **env_args)
     if getattr(kind, "uses_sandboxes", False):
         create = partial(_with_sandboxes, create, shared)
     if getattr(kind, "uses_engines", False):
@@ -142,27 +142,27 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
             f"(rlpost/agents/environments/protocol.py); it has {', '.join(public) or 'nothing'}"
         )
     try:
-        made = create()  # plain environments too, so that wrong arguments fail now
+        environment = create()  # plain environments too, so that wrong arguments fail now
     except ConfigError:
         raise
     except Exception as error:  # a user's class
         raise ConfigError(
             f"--env {name.word}: {type(error).__name__}: {error}; --env-args of {name.label} are "
-            f"{dict(given)!r}"
+            f"{dict(env_args)!r}"
         ) from error
     if not is_harness:
-        return PlainRunner(name.word, create, max_turns, resumption_of(made))
+        return PlainRunner(name.word, create, max_turns, resumption_of(environment))
     # An adapter's library has its own limits, at which it scores the episode.
     max_requests = max_turns if name.kind == "own" else None
     return HarnessRunner(
         name.word,
-        made,
+        environment,
         shared.gateway(),
         max_turns,
         max_requests=max_requests,
         limit_reward=config.env.env_limit_reward,
         # A harness has the state of all its episodes: it cannot be restored for one.
-        resumption="replayed" if getattr(made, "deterministic", False) else "begun again",
+        resumption="replayed" if getattr(environment, "deterministic", False) else "begun again",
     )
 
 

@@ -58,11 +58,11 @@ class Relay:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         assert self._session is not None
         conversation = request.headers.get(HEADER, "")
-        found = self._open.get(conversation)
-        if found is None:
+        endpoint = self._open.get(conversation)
+        if endpoint is None:
             message = f"no episode is open for the conversation in {HEADER}"
             return web.json_response({"error": {"message": message}}, status=401)
-        base_url, key = found
+        base_url, key = endpoint
         self._asked.add(conversation)
         headers = {
             name: value for name, value in request.headers.items() if name.lower() not in _HOP

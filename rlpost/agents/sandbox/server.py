@@ -126,8 +126,8 @@ class SandboxServer:
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(BaseException):
-                    given: Any = await task
-                    await given.close()  # a sandbox that was acquired after the driver had gone
+                    sandbox: Any = await task
+                    await sandbox.close()  # a sandbox that was acquired after the driver had gone
 
     async def close(self) -> None:
         """End all connections and the sandboxes of each."""
@@ -223,22 +223,24 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--image", help="folder with a root, or .sqsh file for enroot")
     parser.add_argument("--read-only", action="append", default=[], help="folder to show as well")
     parser.add_argument("--host", help="address to listen on; default: that of this node")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     configure_logging()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
-        host = given.host or _own_address()
-        with unpacked(given.image, given.name) as image:
-            root = Root(image, tuple(given.read_only))
-            images = ImageCache(f"{given.name}-task")
-            pool = LocalPool(Limits(), size=given.places, warm=given.warm, root=root, images=images)
+        host = options.host or _own_address()
+        with unpacked(options.image, options.name) as image:
+            root = Root(image, tuple(options.read_only))
+            images = ImageCache(f"{options.name}-task")
+            pool = LocalPool(
+                Limits(), size=options.places, warm=options.warm, root=root, images=images
+            )
             async with pool:
-                registry = Registry(given.run_folder)
+                registry = Registry(options.run_folder)
                 registry.create()
-                logger.info("%s serves %s sandboxes on %s", given.name, given.places, host)
-                return await serve(registry, given.name, pool, host, ended.is_set)
+                logger.info("%s serves %s sandboxes on %s", options.name, options.places, host)
+                return await serve(registry, options.name, pool, host, ended.is_set)
     except RlpostError as error:
         logger.error("%s: %s", os.uname().nodename, error)
         return EXIT_CONFIG

@@ -191,24 +191,24 @@ def request_params(payload: Mapping[str, Any]) -> RequestParams:
         raise ConfigError(
             f"post(/generate): {unsupported[0]} is not supported; a payload may have {', '.join(SUPPORTED)}"
         )
-    given = {
+    sampling_params = {
         name: value
         for name, value in (payload.get("sampling_params") or {}).items()
         if value is not None
     }
-    if payload.get("stream") or given.pop("n", 1) != 1:
+    if payload.get("stream") or sampling_params.pop("n", 1) != 1:
         raise ConfigError(
             "post(/generate): a request returns one complete answer; leave out stream and n"
         )
-    stop = given.pop("stop", ())
+    stop = sampling_params.pop("stop", ())
     return RequestParams(
-        max_new_tokens=int(given.pop("max_new_tokens", SGLANGS_MAX_NEW_TOKENS)),
-        temperature=float(given.pop("temperature", 1.0)),
-        top_p=float(given.pop("top_p", 1.0)),
-        top_k=int(given.pop("top_k", -1)),
+        max_new_tokens=int(sampling_params.pop("max_new_tokens", SGLANGS_MAX_NEW_TOKENS)),
+        temperature=float(sampling_params.pop("temperature", 1.0)),
+        top_p=float(sampling_params.pop("top_p", 1.0)),
+        top_k=int(sampling_params.pop("top_k", -1)),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(given.pop("stop_token_ids", ())),
-        fields=given,
+        stop_token_ids=tuple(sampling_params.pop("stop_token_ids", ())),
+        fields=sampling_params,
     )
 
 

@@ -88,12 +88,12 @@ class SlimeGenerate:
     async def _samples(self, engines: Engines, sampling_params: dict[str, object]) -> list[Sample]:
         siblings = self._args.n_samples_per_prompt
         sample = begun(engines.prompt, engines.index, siblings=siblings)
-        given = (self._args, sample, sampling_params)
+        arguments = (self._args, sample, sampling_params)
         with reachable(engines):
             if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
-                returned = await self._function(*given, **self._keywords)
+                returned = await self._function(*arguments, **self._keywords)
             else:  # in a thread, because it may wait for a tool
-                returned = await asyncio.to_thread(self._function, *given, **self._keywords)
+                returned = await asyncio.to_thread(self._function, *arguments, **self._keywords)
                 returned = await returned if inspect.isawaitable(returned) else returned
         samples = list(returned) if isinstance(returned, Sequence) else [returned]
         if not samples or not all(
@@ -131,8 +131,8 @@ def trained(sample: Sample, engines: Engines) -> Answer:
     )
     # the engines' outputs are not needed
     is_complete = num_versions == 1 and sample.rollout_log_probs is not None
-    found = [None] * length if is_complete else _found(response, engines.written)
-    versions = _versions(found, sample, engines, what)
+    origins = [None] * length if is_complete else _found(response, engines.written)
+    versions = _versions(origins, sample, engines, what)
     spans = RunColumn.of(versions).runs
     is_truncated = sample.status.value == Sample.Status.TRUNCATED.value
     return Answer(
@@ -140,7 +140,7 @@ def trained(sample: Sample, engines: Engines) -> Answer:
         index=engines.index,
         prompt_ids=IntColumn(tokens[:-length]),
         response_ids=IntColumn(response),
-        rollout_logprobs=_logprobs(found, mask, sample.rollout_log_probs, what),
+        rollout_logprobs=_logprobs(origins, mask, sample.rollout_log_probs, what),
         text=sample.response,
         finish_reason="length" if is_truncated else "stop",
         policy_version=versions[-1],
@@ -189,7 +189,7 @@ def _found(response: list[int], written: Sequence[EngineOutput]) -> list[tuple[f
 
     A response contains the outputs of engines in the order of the requests, complete or truncated.
     """
-    found: list[tuple[float, int] | None] = [None] * len(response)
+    origins: list[tuple[float, int] | None] = [None] * len(response)
     cursor = 0
     for answer in written:
         start = _place(response, list(answer.token_ids[:HEAD]), cursor)
@@ -201,9 +201,9 @@ def _found(response: list[int], written: Sequence[EngineOutput]) -> list[tuple[f
         ):
             if at == len(response) or response[at] != token:
                 break
-            found[at] = (logprob, version)
+            origins[at] = (logprob, version)
             cursor = at + 1
-    return found
+    return origins
 
 
 def _place(response: list[int], head: list[int], start: int) -> int | None:
@@ -214,7 +214,7 @@ def _place(response: list[int], head: list[int], start: int) -> int | None:
 
 
 def _versions(
-    found: Sequence[tuple[float, int] | None], sample: Sample, engines: Engines, what: str
+    origins: Sequence[tuple[float, int] | None], sample: Sample, engines: Engines, what: str
 ) -> list[int]:
     """Return the policy version of each token.
 
@@ -230,25 +230,25 @@ def _versions(
             "meta_info['weight_version'] of each answer to sample.weight_versions"
         )
     versions, last = [], min(known)
-    for entry in found:
+    for entry in origins:
         last = last if entry is None else entry[1]
         versions.append(last)
     return versions
 
 
 def _logprobs(
-    found: Sequence[tuple[float, int] | None],
+    origins: Sequence[tuple[float, int] | None],
     mask: Sequence[int],
-    given: Sequence[float] | None,
+    logprobs: Sequence[float] | None,
     what: str,
 ) -> FloatColumn:
-    if given is not None and len(given) == len(mask):
-        return FloatColumn([float(value) for value in given])
-    if given is None and all(
-        entry is not None for entry, trains in zip(found, mask, strict=True) if trains
+    if logprobs is not None and len(logprobs) == len(mask):
+        return FloatColumn([float(value) for value in logprobs])
+    if logprobs is None and all(
+        entry is not None for entry, trains in zip(origins, mask, strict=True) if trains
     ):
-        return FloatColumn([0.0 if entry is None else entry[0] for entry in found])
-    has = "no rollout_log_probs" if given is None else f"{len(given)} rollout_log_probs"
+        return FloatColumn([0.0 if entry is None else entry[0] for entry in origins])
+    has = "no rollout_log_probs" if logprobs is None else f"{len(logprobs)} rollout_log_probs"
     raise ConfigError(
         f"{what} has {has} for a response_length of {len(mask)}; take them from meta_info['output_token_logprobs'] of "
         "each answer, with the ids there, and 0.0 for the tokens of tools"

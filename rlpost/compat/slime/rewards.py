@@ -109,8 +109,8 @@ def dapo_score(
         is_right = pred == ground_truth
     else:
         is_right = dapo(solution_str, ground_truth, {}) == RIGHT
-        found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-GRADED_CHARACTERS:])
-        pred = normalized(found[-1]) if found else INVALID
+        answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-GRADED_CHARACTERS:])
+        pred = normalized(answers[-1]) if answers else INVALID
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 

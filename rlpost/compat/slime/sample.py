@@ -130,17 +130,17 @@ class Sample:
             ValueError: tokens of the model have no log-probs, or not one for each.
         """
         added = _numbers(tokens, int)
-        given = None if log_probs is None else _numbers(log_probs, float)
-        if trainable and added and given is None:
+        added_logprobs = None if log_probs is None else _numbers(log_probs, float)
+        if trainable and added and added_logprobs is None:
             raise ValueError(
                 "append_response_tokens: tokens of the model need log_probs, one for each"
             )
-        if given is not None and len(given) != len(added):
+        if added_logprobs is not None and len(added_logprobs) != len(added):
             raise ValueError(
-                f"append_response_tokens: {len(given)} log_probs for {len(added)} tokens"
+                f"append_response_tokens: {len(added_logprobs)} log_probs for {len(added)} tokens"
             )
         if not trainable:
-            given = [0.0] * len(added)
+            added_logprobs = [0.0] * len(added)
         before = self.response_length
         self.loss_mask = [1] * before if self.loss_mask is None and added else self.loss_mask
         self.tokens = [*self.tokens, *added]
@@ -148,8 +148,8 @@ class Sample:
         self.response_length = before + len(added)
         if added and self.loss_mask is not None:
             self.loss_mask += [int(trainable)] * len(added)
-        if given is not None:
-            self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
+        if added_logprobs is not None:
+            self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *added_logprobs]
         if meta_info is not None and update_terminal_info:
             self._end_as(meta_info)
 
@@ -208,24 +208,24 @@ def shown(
     reward: float | Mapping[str, float] | None = None,
 ) -> Sample:
     """Convert an answer to a sample, including the attributes set by a generate function."""
-    made = begun(prompt, answer.index, siblings=siblings)
-    made.tokens = [*answer.prompt_ids, *answer.response_ids]
-    made.response, made.response_length = answer.text, len(answer.response_ids)
-    made.loss_mask, made.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
-    made.rollout_routed_experts = None if answer.routes is None else answer.routes.array
+    sample = begun(prompt, answer.index, siblings=siblings)
+    sample.tokens = [*answer.prompt_ids, *answer.response_ids]
+    sample.response, sample.response_length = answer.text, len(answer.response_ids)
+    sample.loss_mask, sample.rollout_log_probs = list(answer.mask), list(answer.rollout_logprobs)
+    sample.rollout_routed_experts = None if answer.routes is None else answer.routes.array
     if answer.sampling_mask is not None:
-        made.rollout_top_p_token_ids = list(answer.sampling_mask.token_ids)
+        sample.rollout_top_p_token_ids = list(answer.sampling_mask.token_ids)
         sizes = answer.sampling_mask.sizes
-        made.rollout_top_p_token_offsets = list(itertools.accumulate(sizes, initial=0))
+        sample.rollout_top_p_token_offsets = list(itertools.accumulate(sizes, initial=0))
     versions = answer.version_spans or ((answer.policy_version, 0),)
-    made.weight_versions = [str(version) for version, _ in versions]
-    made.status = type(made).Status(STATUS[answer.finish_reason].value)
+    sample.weight_versions = [str(version) for version, _ in versions]
+    sample.status = type(sample).Status(STATUS[answer.finish_reason].value)
     for name, value in answer.extra.items():
-        setattr(made, name, copy.deepcopy(value))
+        setattr(sample, name, copy.deepcopy(value))
     if len(answer.version_spans) > 1:
-        made.metadata.setdefault(START, answer.oldest_version)
-    made.reward = reward
-    return made
+        sample.metadata.setdefault(START, answer.oldest_version)
+    sample.reward = reward
+    return sample
 
 
 def label_of(prompt: Prompt) -> object:

@@ -32,11 +32,11 @@ def agent_problems(config: Config) -> list[str]:
     """Problems of the table [env]."""
     settings = config.env
     if not settings.env:
-        given = [key for key in ("env_weights", "env_args") if getattr(settings, key)]
+        keys = [key for key in ("env_weights", "env_args") if getattr(settings, key)]
         if settings.env_reward == "turn":
-            given.append("env_reward")
-        words = listed([spelled(config, key) for key in given], "and")
-        return [f"{words} need an environment; add --env ENVIRONMENT"] if given else []
+            keys.append("env_reward")
+        words = listed([spelled(config, key) for key in keys], "and")
+        return [f"{words} need an environment; add --env ENVIRONMENT"] if keys else []
     try:
         names = parse_envs(settings.env)
     except ConfigError as error:
@@ -71,15 +71,15 @@ def _says_uses_sandboxes(target: str) -> bool:
     except (OSError, SyntaxError, ValueError):
         return False  # reported by ``agent_problems``
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    wanted, seen = [cls], set[str]()
-    while wanted:
-        found = classes.get(wanted.pop())
-        if found is None or found.name in seen:
+    pending, seen = [cls], set[str]()
+    while pending:
+        class_def = classes.get(pending.pop())
+        if class_def is None or class_def.name in seen:
             continue
-        seen.add(found.name)
-        if any(_sets_uses_sandboxes(statement) for statement in found.body):
+        seen.add(class_def.name)
+        if any(_sets_uses_sandboxes(statement) for statement in class_def.body):
             return True
-        wanted += [base.id for base in found.bases if isinstance(base, ast.Name)]
+        pending += [base.id for base in class_def.bases if isinstance(base, ast.Name)]
     return False
 
 
@@ -187,8 +187,8 @@ def _own(name: EnvName) -> list[str]:
         imported = any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
         if imported and not is_file:
             return []  # the module may import it
-        there = listed(sorted(classes)) or "none"
-        return [f"the file has no class {cls}{suggestion(cls, classes)}; it has {there}"]
+        class_names = listed(sorted(classes)) or "none"
+        return [f"the file has no class {cls}{suggestion(cls, classes)}; it has {class_names}"]
     if classes[cls].bases:
         return []
     methods = {
@@ -197,9 +197,9 @@ def _own(name: EnvName) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     if "run" in methods:
-        wanted = {"run": "episode"}
+        argument_names = {"run": "episode"}
     elif {"reset", "step"} <= methods.keys():
-        wanted = {"reset": "prompt", "step": "turn"}
+        argument_names = {"reset": "prompt", "step": "turn"}
     else:
         return [
             "the class has neither reset and step nor run; it has "
@@ -207,7 +207,7 @@ def _own(name: EnvName) -> list[str]:
         ]
     return [
         f"{method} takes {_count(methods[method])} arguments; write def {method}(self, {argument})"
-        for method, argument in wanted.items()
+        for method, argument in argument_names.items()
         if _count(methods[method]) != 2
     ]
 

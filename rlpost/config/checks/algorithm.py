@@ -195,8 +195,8 @@ def critic_problems(config: Config) -> list[str]:
     estimator = spelled(config, "advantage_estimator")
     row = ESTIMATORS[grpo.advantage_estimator]
     is_ppo = row.has_critic
-    given = critic.changed_keys
-    words = listed([spelled(config, key) for key in given], "and")
+    critic_keys = critic.changed_keys
+    words = listed([spelled(config, key) for key in critic_keys], "and")
     discount = listed(name for name, other in ESTIMATORS.items() if other.discounts)
     critic_lr = config.optimizer.lr if critic.critic_lr is None else critic.critic_lr
     sizes = (
@@ -209,9 +209,9 @@ def critic_problems(config: Config) -> list[str]:
     )
     rules = [
         (
-            bool(given) and not is_ppo,
-            f"{words} {'needs' if len(given) == 1 else 'need'} a critic, but {estimator} trains none; use "
-            f"--advantage-estimator ppo, or leave {'it' if len(given) == 1 else 'them'} out",
+            bool(critic_keys) and not is_ppo,
+            f"{words} {'needs' if len(critic_keys) == 1 else 'need'} a critic, but {estimator} trains none; use "
+            f"--advantage-estimator ppo, or leave {'it' if len(critic_keys) == 1 else 'them'} out",
         ),
         (
             grpo.gamma != 1.0 and not row.discounts,

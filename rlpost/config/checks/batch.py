@@ -76,16 +76,16 @@ def _whole_steps(config: Config) -> list[int]:
 def _not_the_samples(config: Config) -> str:
     """The samples of a rollout do not divide into optimizer steps of the given size."""
     rollout = config.rollout
-    given, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
+    batch_size, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
     samples = config.samples_per_rollout
     sizes = _whole_steps(config)
-    if given is None:
+    if batch_size is None:
         counts = sorted(samples // size for size in sizes)
         remedy = _other_prompts(config)
         if counts:
             remedy = f"use --num-steps-per-rollout {listed(nearest(counts, steps or 1))}"
         return f"{spelled(config, STEPS)} does not divide the {_samples(config)}; {remedy}"
-    near = nearest(sizes, given)
+    near = nearest(sizes, batch_size)
     why = f"{spelled(config, GLOBAL)} does not divide the {_samples(config)}"
     if steps is None:
         if not near:
@@ -97,14 +97,14 @@ def _not_the_samples(config: Config) -> str:
     remedies = []
     if samples % steps == 0 and samples // steps in sizes:
         remedies.append(f"--global-batch-size {samples // steps}")
-    if given in sizes:
-        remedies.append(f"--num-steps-per-rollout {samples // given}")
+    if batch_size in sizes:
+        remedies.append(f"--num-steps-per-rollout {samples // batch_size}")
     remedies += [
         f"--global-batch-size {size} --num-steps-per-rollout {samples // size}" for size in near[:1]
     ]
     if not remedies:
         return f"{why}; {_other_prompts(config)}"
-    product = f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {given * steps}"
+    product = f"{spelled(config, GLOBAL)} x {spelled(config, STEPS)} = {batch_size * steps}"
     return f"{product}, not the {_samples(config)}; use {listed(remedies[:2])}"
 
 

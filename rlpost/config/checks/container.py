@@ -28,9 +28,13 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     """
     if config.cluster.container in ("none", "auto"):
         return []
-    given = config.cluster.container_mounts
-    mounts = [_ends(mount) for mount in (*given, *always)]
-    shown = f"--container-mounts {' '.join(given)}" if given else "--container-mounts is not given"
+    user_mounts = config.cluster.container_mounts
+    mounts = [_ends(mount) for mount in (*user_mounts, *always)]
+    shown = (
+        f"--container-mounts {' '.join(user_mounts)}"
+        if user_mounts
+        else "--container-mounts is not given"
+    )
     lost, moved = [], []
     for name, path in _paths(config):
         if any(_is_below(path, target) for _, target in mounts):
@@ -48,7 +52,7 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     folders = dict.fromkeys(str(PurePosixPath(path).parent) for _, path in lost)
     return [
         *moved,
-        f"{names}: not visible in the container ({shown}); use --container-mounts {' '.join([*given, *folders])}",
+        f"{names}: not visible in the container ({shown}); use --container-mounts {' '.join([*user_mounts, *folders])}",
     ]
 
 

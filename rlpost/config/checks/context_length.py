@@ -34,9 +34,9 @@ def engine_context(config: Config, hf: HfConfig) -> int | None:
     ``rope_parameters`` as transformers resolves them: those of Llama-3 and YaRN have a context
     before the scaling, and nested ones, as Gemma-3 has, no factor.
     """
-    given = config.sglang.server_args.get("context_length")
-    if isinstance(given, int):
-        return given
+    context_length = config.sglang.server_args.get("context_length")
+    if isinstance(context_length, int):
+        return context_length
     text = hf.get("text_config") or hf
     positions = text.get("max_position_embeddings")
     if not isinstance(positions, int):
@@ -91,7 +91,7 @@ def _lengths(config: Config) -> list[RequestLengths]:
     # An environment's gateway bounds its requests; a custom function chooses its own.
     if not generates or config.env.env or rollout.custom_generate_function_path:
         return []
-    found = [
+    request_lengths = [
         RequestLengths(
             "--rollout",
             rollout.rollout_max_response_len,
@@ -100,11 +100,11 @@ def _lengths(config: Config) -> list[RequestLengths]:
         )
     ]
     if evaluation.eval_interval is None:
-        return found
+        return request_lengths
     try:
         sets = eval_sets(evaluation)
     except ConfigError:  # reported by another check
-        return found
+        return request_lengths
     for one in sets:
         if one.custom_generate_function_path:
             continue
@@ -117,9 +117,9 @@ def _lengths(config: Config) -> list[RequestLengths]:
         )
         if evaluation.eval_max_context_len is not None:
             lengths = replace(lengths, context_flag="--eval-max-context-len")
-        if lengths not in found:
-            found.append(lengths)
-    return found
+        if lengths not in request_lengths:
+            request_lengths.append(lengths)
+    return request_lengths
 
 
 def _source(config: Config) -> str:

@@ -35,23 +35,23 @@ def distillation_problems(config: Config) -> list[str]:
 
 def _teacher_problems(config: Config, kind: str) -> list[str]:
     """Problems of the teacher's location: in the trainer, or on a server."""
-    given, needed = config.distillation, _NEEDED[kind]
+    distillation, needed = config.distillation, _NEEDED[kind]
     problems = []
-    if kind == "sglang" and given.opd_teacher_engines is not None:
-        if given.opd_teacher_url is not None:
+    if kind == "sglang" and distillation.opd_teacher_engines is not None:
+        if distillation.opd_teacher_url is not None:
             problems.append(
                 f"{spelled(config, 'opd_teacher_engines')} and --opd-teacher-url name two teachers; "
                 "leave one of them out"
             )
-    elif getattr(given, needed) is None:
+    elif getattr(distillation, needed) is None:
         problems.append(f"--opd-type {kind} needs a teacher; add {flag(needed)} {_EXAMPLE[needed]}")
     for key in (key for other, keys in _OF_TYPE.items() if other != kind for key in keys):
-        if getattr(given, key) is not None:
+        if getattr(distillation, key) is not None:
             problems.append(
                 f"{spelled(config, key)} is not used with --opd-type {kind}; leave it out, or "
                 "choose the other type"
             )
-    url = given.opd_teacher_url
+    url = distillation.opd_teacher_url
     if kind == "sglang" and url is not None and not url.startswith(("http://", "https://")):
         problems.append(f"--opd-teacher-url {url!r}: must start with http:// or https://")
     return problems
@@ -59,8 +59,8 @@ def _teacher_problems(config: Config, kind: str) -> list[str]:
 
 def _conflicts(config: Config) -> list[str]:
     """Conflicts with settings of other tables."""
-    given, grpo, rollout = config.distillation, config.grpo, config.rollout
-    is_loss, is_alone = given.opd_form == "loss", given.opd_alone
+    distillation, grpo, rollout = config.distillation, config.grpo, config.rollout
+    is_loss, is_alone = distillation.opd_form == "loss", distillation.opd_alone
     rules = [
         (
             grpo.loss_type == "sft_loss",
@@ -73,17 +73,17 @@ def _conflicts(config: Config) -> list[str]:
             "use --opd-form advantage",
         ),
         (
-            given.opd_top_k is not None and not is_loss,
+            distillation.opd_top_k is not None and not is_loss,
             f"{spelled(config, 'opd_top_k')}: the divergence over several tokens is no advantage of "
             "the one that was generated; add --opd-form loss",
         ),
         (
-            given.opd_top_k is not None and grpo.use_rollout_sampling_mask,
+            distillation.opd_top_k is not None and grpo.use_rollout_sampling_mask,
             f"{spelled(config, 'opd_top_k')} compares both models over the vocabulary, and "
             "--use-rollout-sampling-mask leaves a part of it; use one of them",
         ),
         (
-            given.opd_type == "sglang" and rollout.rollout_temperature != 1.0,
+            distillation.opd_type == "sglang" and rollout.rollout_temperature != 1.0,
             f"{spelled(config, 'rollout_temperature')}: a server scores given tokens at temperature "
             "1, and the policy would be compared at another; use --rollout-temperature 1, or "
             "--opd-type megatron",
@@ -113,7 +113,7 @@ def _conflicts(config: Config) -> list[str]:
             "--normalize-advantages false, or --opd-form loss",
         ),
         (
-            is_alone and given.opd_kl_coef == 0,
+            is_alone and distillation.opd_kl_coef == 0,
             "--opd-alone with --opd-kl-coef 0 trains on nothing; use --opd-kl-coef 1",
         ),
     ]

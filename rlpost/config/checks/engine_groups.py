@@ -124,12 +124,12 @@ def _spare_problems(config: Config) -> Iterator[str]:
 
 def _url_problems(named: NamedGroup) -> Iterator[str]:
     group, label = named.settings, named.label
-    given = [key for key in group.changed_keys if key in _OF_STARTED]
-    given += [*(group.model_extra or {})]
-    if given:
+    engine_keys = [key for key in group.changed_keys if key in _OF_STARTED]
+    engine_keys += [*(group.model_extra or {})]
+    if engine_keys:
         yield (
-            f"{label}: url names servers that exist, and {listed(given, 'and')} "
-            f"{'is' if len(given) == 1 else 'are'} for engines that the run starts; leave "
+            f"{label}: url names servers that exist, and {listed(engine_keys, 'and')} "
+            f"{'is' if len(engine_keys) == 1 else 'are'} for engines that the run starts; leave "
             "one of them out"
         )
     variable = group.api_key_env
@@ -145,9 +145,9 @@ def _url_problems(named: NamedGroup) -> Iterator[str]:
 
 def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
     group, label = named.settings, named.label
-    if given := [key for key in _OF_URL if getattr(group, key) is not None]:
+    if url_keys := [key for key in _OF_URL if getattr(group, key) is not None]:
         yield (
-            f"{label}: {listed(given, 'and')} without url; engines that the run starts have a key of "
+            f"{label}: {listed(url_keys, 'and')} without url; engines that the run starts have a key of "
             "their own; leave it out, or add url"
         )
     if group.model is None and not group.follows_policy:

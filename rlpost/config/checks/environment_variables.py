@@ -91,7 +91,7 @@ def _communicator_problems(config: Config) -> list[str]:
     """Settings that --offload-nccl excludes."""
     if not config.cluster.offload_nccl:
         return []
-    given = config.cluster.environment.get("NCCL_CUMEM_ENABLE", "1")
+    cumem_enable = config.cluster.environment.get("NCCL_CUMEM_ENABLE", "1")
     rules = [
         (
             not (config.cluster.colocate and config.offload_train),
@@ -99,8 +99,8 @@ def _communicator_problems(config: Config) -> list[str]:
             "is offloaded; use it with --colocate and --offload-train, or leave it out",
         ),
         (
-            given == "0",
-            f"--environment NCCL_CUMEM_ENABLE={given} with --offload-nccl true: NCCL releases only "
+            cumem_enable == "0",
+            f"--environment NCCL_CUMEM_ENABLE={cumem_enable} with --offload-nccl true: NCCL releases only "
             "what it allocated with 1; leave the variable out",
         ),
     ]

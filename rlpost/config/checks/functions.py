@@ -52,17 +52,17 @@ WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
 
 def function_problems(config: Config) -> list[str]:
     """One line for each function that is missing or has the wrong signature."""
-    given = [
+    settings = [
         (flag(key), getattr(getattr(config, table), key), kind) for table, key, kind in SETTINGS
     ]
     with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
-        given += [
+        settings += [
             (f"--eval-config {config.eval.eval_config}: {one.name}.{key}", getattr(one, key), kind)
             for one in eval_sets(config.eval)
             for key, kind in OF_A_SET
         ]
     lines = []
-    for setting, path, kind in given:
+    for setting, path, kind in settings:
         if not path:
             continue
         try:
@@ -86,14 +86,17 @@ def whole_rollout_problems(config: Config) -> list[str]:
 
     Only this project's rollout accounts for every prompt and journals groups across a preemption.
     """
-    given = {"--loss-type": config.grpo.loss_type, "--rollout-mode": config.rollout.rollout_mode}
-    found = []
+    flag_values = {
+        "--loss-type": config.grpo.loss_type,
+        "--rollout-mode": config.rollout.rollout_mode,
+    }
+    problems = []
     for name, path in (
         ("--rollout-function-path", config.rollout.rollout_function_path),
         ("--eval-function-path", config.eval.eval_function_path),
     ):
         if path is not None and path not in WHOLE_ROLLOUTS:
-            found.append(
+            problems.append(
                 f"{name} {path}: replacing the whole rollout is not supported{suggestion(path, WHOLE_ROLLOUTS)}; use "
                 "--custom-generate-function-path for a response, --custom-rm-path for its reward, "
                 "--dynamic-sampling-filter-path for the selection of groups; --eval-config sets them per evaluation set"
@@ -102,13 +105,13 @@ def whole_rollout_problems(config: Config) -> list[str]:
         if (
             needed is not None
             and name == "--rollout-function-path"
-            and given[needed[0]] != needed[1]
+            and flag_values[needed[0]] != needed[1]
         ):
-            found.append(
-                f"{name} {path} corresponds to {' '.join(needed)}, but {needed[0]} {given[needed[0]]}; use "
+            problems.append(
+                f"{name} {path} corresponds to {' '.join(needed)}, but {needed[0]} {flag_values[needed[0]]}; use "
                 f"{' '.join(needed)}"
             )
-    return found
+    return problems
 
 
 def _kind(kind: Kind, config: Config) -> Kind:
@@ -119,8 +122,10 @@ def _problems(path: str, kind: Kind, config: Config) -> list[str]:
     file, colon, name = path.rpartition(":")
     # FILE.py reads as a module FILE with a function py
     if not colon and Path(path).is_file():
-        there = listed(sorted(set(_names(ast.parse(Path(path).read_bytes()))))) or "FUNCTION"
-        return [f"names a file without a function; write {path}:{there}"]
+        function_names = (
+            listed(sorted(set(_names(ast.parse(Path(path).read_bytes()))))) or "FUNCTION"
+        )
+        return [f"names a file without a function; write {path}:{function_names}"]
     if colon:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
@@ -175,21 +180,21 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctio
 
 def _missing_imports(tree: ast.Module) -> list[str]:
     """slime names that a file imports unconditionally and that rlpost does not provide."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for node in _always(tree):
         if isinstance(node, ast.Import):
-            wanted: list[tuple[str, str | None]] = [(alias.name, None) for alias in node.names]
+            imports: list[tuple[str, str | None]] = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            wanted = [(node.module, alias.name) for alias in node.names]
+            imports = [(node.module, alias.name) for alias in node.names]
         else:
             continue
-        for module, name in wanted:
+        for module, name in imports:
             if module.partition(".")[0] != SLIME:
                 continue
             why = lacking(module, None if name == "*" else name)
-            if why is not None and why not in found.values():
-                found[f"line {node.lineno}, {module}.{name}"] = why
-    return [f"{where.partition(',')[0]}: {why}" for where, why in found.items()]
+            if why is not None and why not in reasons.values():
+                reasons[f"line {node.lineno}, {module}.{name}"] = why
+    return [f"{where.partition(',')[0]}: {why}" for where, why in reasons.items()]
 
 
 def _always(node: ast.AST) -> Iterator[ast.AST]:

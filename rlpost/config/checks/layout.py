@@ -121,11 +121,11 @@ def parallel_problems(config: Config) -> list[str]:
     stage = world // perf.pipeline_model_parallel_size
     product = expert_tensor * perf.expert_model_parallel_size
     if stage % product:
-        given = EXPERT_TENSOR if perf.expert_tensor_parallel_size else TENSOR
+        factor = EXPERT_TENSOR if perf.expert_tensor_parallel_size else TENSOR
         tried = [(key, _that_fit(config, key)) for key in (EXPERT, EXPERT_TENSOR)]
         remedies = [f"{flag(key)} {listed(sizes)}" for key, sizes in tried if sizes]
         problems.append(
-            f"{spelled(config, EXPERT)} x {spelled(config, given)} = {product} does not divide the {stage} GPUs of a "
+            f"{spelled(config, EXPERT)} x {spelled(config, factor)} = {product} does not divide the {stage} GPUs of a "
             f"pipeline stage; use {remedies[0] if remedies else f'{flag(EXPERT)} 1 {flag(EXPERT_TENSOR)} 1'}"
         )
     return problems + _needs(config)
@@ -218,8 +218,8 @@ def _needs(config: Config) -> list[str]:
         "recompute_method": "--recompute-method uniform",
         "recompute_num_layers": "--recompute-num-layers 1",
     }
-    given = [key for key in recompute if value_of(config, key) is not None]
-    missing = [text for key, text in recompute.items() if key not in given]
+    recompute_keys = [key for key in recompute if value_of(config, key) is not None]
+    missing = [text for key, text in recompute.items() if key not in recompute_keys]
     of_gather = ("use_distributed_optimizer", "overlap_grad_reduce")
     gather = [key for key in of_gather if not value_of(config, key)]
     rules = [
@@ -244,14 +244,14 @@ def _needs(config: Config) -> list[str]:
             f"{_without(uneven)}, or --num-layers-per-virtual-pipeline-stage none",
         ),
         (
-            full and len(given) < len(recompute),
+            full and len(recompute_keys) < len(recompute),
             f"--recompute-granularity full needs --recompute-method and --recompute-num-layers; add "
             f"{' '.join(missing)}",
         ),
         (
-            not full and bool(given),
-            f"{listed([spelled(config, key) for key in given], 'and')} needs --recompute-granularity full; add it, or "
-            "leave the other flags out",
+            not full and bool(recompute_keys),
+            f"{listed([spelled(config, key) for key in recompute_keys], 'and')} needs --recompute-granularity full; "
+            "add it, or leave the other flags out",
         ),
         (
             perf.overlap_param_gather and bool(gather),

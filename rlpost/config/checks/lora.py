@@ -177,13 +177,16 @@ def _run_problems(config: Config) -> list[str]:
 
 def _server_problems(config: Config) -> list[str]:
     """Options of SGLang."""
-    given = config.sglang.server_args
-    algorithm, workers = given.get("speculative_algorithm"), given.get("tokenizer_worker_num", 1)
+    server_args = config.sglang.server_args
+    algorithm, workers = (
+        server_args.get("speculative_algorithm"),
+        server_args.get("tokenizer_worker_num", 1),
+    )
     problems = [
         f"--sglang-{name.replace('_', '-')}: this follows from --lora-rank and --lora-targets with "
         f"{ADAPTER}; leave it out"
         for name in ("lora_paths", *adapter_args(config))
-        if name in given
+        if name in server_args
     ]
     rules = [
         (

@@ -38,21 +38,21 @@ def is_there(sources: Iterable[str]) -> bool:
 def missing_problems(config: Config, recipe: str | None) -> list[str]:
     """Missing paths; those that `rlpost fetch` downloads share one line, and those it makes."""
     fetched: list[str] = []
-    made: list[str] = []
+    generated: list[str] = []
     others: list[str] = []
     folders = _of_the_hub(config)
     for name, path, kind in _needed(config):
         if has_folder(path) if kind == "folder" else os.path.exists(_file(path)):
             continue  # both are False without permission
         if is_made(path):
-            made.append(f"{name} {near_path(path)}")
+            generated.append(f"{name} {near_path(path)}")
         elif folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")
         else:
             others.append(f"{name} {path}: {_why(_file(path), kind)}{_of_a_hub(name, path)}")
     command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
-    if made:
-        others = [f"{listed(made, 'and')}: not made yet; run: {command}", *others]
+    if generated:
+        others = [f"{listed(generated, 'and')}: not made yet; run: {command}", *others]
     if not fetched:
         return others
     if config.cluster.assets_dir is not None:

@@ -37,11 +37,13 @@ def name_wrong_model_file(
         if origin not in ("", COMMAND_LINE, recipe):
             by_file.setdefault(origin, []).append(line)
     swapped = {file: lines for file, lines in by_file.items() if len(lines) >= FEWEST}
-    found = [_another_model(config, file, lines, origins) for file, lines in swapped.items()]
+    file_problems = [
+        _another_model(config, file, lines, origins) for file, lines in swapped.items()
+    ]
     replaced = {line for lines in swapped.values() for line in lines}
-    if found and _reference_of_files(config, origins):
+    if file_problems and _reference_of_files(config, origins):
         replaced |= {line for line in problems if line.startswith(f"{flag('ref_load')} ")}
-    return [*found, *(line for line in problems if line not in replaced)]
+    return [*file_problems, *(line for line in problems if line not in replaced)]
 
 
 def _another_model(

@@ -25,37 +25,37 @@ def optimizer_problems(config: Config) -> list[str]:
 
 def _rate_rules(config: Config) -> list[tuple[bool, str]]:
     """The learning rate over the steps."""
-    given, end = config.optimizer, config.lr_decay_iters
-    warmup: float = given.lr_warmup_iters
-    if given.lr_warmup_fraction is not None:
-        warmup = given.lr_warmup_fraction * end
+    settings, end = config.optimizer, config.lr_decay_iters
+    warmup: float = settings.lr_warmup_iters
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * end
     return [
         (
-            given.min_lr > given.lr,
-            f"{spelled(config, 'min_lr')} is above {spelled(config, 'lr')}; use --min-lr 0, or at most {given.lr:g}",
+            settings.min_lr > settings.lr,
+            f"{spelled(config, 'min_lr')} is above {spelled(config, 'lr')}; use --min-lr 0, or at most {settings.lr:g}",
         ),
         (
-            given.lr_warmup_init > given.lr,
+            settings.lr_warmup_init > settings.lr,
             f"{spelled(config, 'lr_warmup_init')} is above {spelled(config, 'lr')}; use --lr-warmup-init 0, or at most "
-            f"{given.lr:g}",
+            f"{settings.lr:g}",
         ),
         (
-            given.lr_warmup_iters > 0 and given.lr_warmup_fraction is not None,
+            settings.lr_warmup_iters > 0 and settings.lr_warmup_fraction is not None,
             f"{spelled(config, 'lr_warmup_iters')} and {spelled(config, 'lr_warmup_fraction')} both give the length of "
             "the warm-up; use --lr-warmup-iters 0 or --lr-warmup-fraction none",
         ),
         (
-            given.lr_decay_style != "constant" and warmup >= end,
+            settings.lr_decay_style != "constant" and warmup >= end,
             f"{_warmup(config)}: a warm-up of {warmup:g} steps leaves no step of {_end(config)}; use a shorter "
             f"warm-up, such as {_shorter(config)}",
         ),
         (
-            given.lr_decay_style == "WSD" and given.lr_wsd_decay_iters is None,
+            settings.lr_decay_style == "WSD" and settings.lr_wsd_decay_iters is None,
             "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of the decay at the end; add it, for instance "
             f"--lr-wsd-decay-iters {max(1, end // 10)}",
         ),
         (
-            (given.lr_wsd_decay_iters or 0) > end,
+            (settings.lr_wsd_decay_iters or 0) > end,
             f"{spelled(config, 'lr_wsd_decay_iters')} is more than {_end(config)}; use --lr-wsd-decay-iters "
             f"{max(1, end // 10)}, or at most {end}",
         ),
@@ -64,11 +64,11 @@ def _rate_rules(config: Config) -> list[tuple[bool, str]]:
 
 def _decay_rules(config: Config) -> list[tuple[bool, str]]:
     """The weight decay over the steps."""
-    given = config.optimizer
-    start_decay, end_decay = given.start_weight_decay, given.end_weight_decay
-    changes = given.weight_decay_incr_style != "constant"
-    low = given.weight_decay if start_decay is None else start_decay
-    high = given.weight_decay if end_decay is None else end_decay
+    settings = config.optimizer
+    start_decay, end_decay = settings.start_weight_decay, settings.end_weight_decay
+    changes = settings.weight_decay_incr_style != "constant"
+    low = settings.weight_decay if start_decay is None else start_decay
+    high = settings.weight_decay if end_decay is None else end_decay
     both = (("start_weight_decay", start_decay), ("end_weight_decay", end_decay))
     decays = [key for key, value in both if value is not None]
     given_decays = listed([spelled(config, key) for key in decays], "and")
@@ -89,20 +89,20 @@ def _decay_rules(config: Config) -> list[tuple[bool, str]]:
 
 def _memory_rules(config: Config) -> list[tuple[bool, str]]:
     """Placement of the optimizer state."""
-    given = config.optimizer
+    settings = config.optimizer
     return [
         (
-            given.use_precision_aware_optimizer and not config.perf.use_distributed_optimizer,
+            settings.use_precision_aware_optimizer and not config.perf.use_distributed_optimizer,
             "--use-precision-aware-optimizer true needs --use-distributed-optimizer; use --use-distributed-optimizer "
             "true",
         ),
         (
-            given.optimizer_cpu_offload and not config.perf.use_distributed_optimizer,
+            settings.optimizer_cpu_offload and not config.perf.use_distributed_optimizer,
             "--optimizer-cpu-offload true needs --use-distributed-optimizer, as Megatron's HybridDeviceOptimizer does; "
             "use --use-distributed-optimizer true",
         ),
         (
-            given.overlap_cpu_optimizer_d2h_h2d and not given.optimizer_cpu_offload,
+            settings.overlap_cpu_optimizer_d2h_h2d and not settings.optimizer_cpu_offload,
             "--overlap-cpu-optimizer-d2h-h2d true needs --optimizer-cpu-offload; add --optimizer-cpu-offload true, or "
             "use --overlap-cpu-optimizer-d2h-h2d false",
         ),
@@ -111,8 +111,8 @@ def _memory_rules(config: Config) -> list[tuple[bool, str]]:
 
 def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
     """Parameters that are frozen by name."""
-    given = config.optimizer
-    trained, frozen = given.only_train_params_name_list, given.freeze_params_name_list
+    settings = config.optimizer
+    trained, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list
     names = ("only_train_params_name_list", "freeze_params_name_list")
     return [
         (
@@ -122,7 +122,7 @@ def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         *(
             (
-                bool(getattr(given, name)) and config.lora.lora_rank is not None,
+                bool(getattr(settings, name)) and config.lora.lora_rank is not None,
                 f"{spelled(config, name)} with {spelled(config, 'lora_rank')}, which trains adapters alone; use "
                 f"--lora-targets, or omit {flag(name)}",
             )
@@ -133,8 +133,8 @@ def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
 
 def _muon_rules(config: Config) -> list[tuple[bool, str]]:
     """Requirements of Muon, and settings of Muon without it."""
-    given = config.optimizer
-    is_muon = given.optimizer == "muon"
+    settings = config.optimizer
+    is_muon = settings.optimizer == "muon"
     names = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale")
     return [
         (
@@ -149,7 +149,7 @@ def _muon_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         *(
             (
-                not is_muon and name in given.changed_keys,
+                not is_muon and name in settings.changed_keys,
                 f"{spelled(config, name)} has no effect with --optimizer adam; use --optimizer muon, or omit it",
             )
             for name in names
@@ -176,19 +176,19 @@ def _end(config: Config) -> str:
 
 
 def _dtype_rules(config: Config) -> list[tuple[bool, str]]:
-    given = config.optimizer
+    settings = config.optimizer
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    narrow = [name for name in names if getattr(given, name) != "fp32"]
+    narrow = [name for name in names if getattr(settings, name) != "fp32"]
     return [
         (
-            not given.use_precision_aware_optimizer,
+            not settings.use_precision_aware_optimizer,
             f"{spelled(config, name)} needs --use-precision-aware-optimizer; add --use-precision-aware-optimizer true, "
             f"or use {flag(name)} fp32",
         )
         for name in narrow
     ] + [
         (
-            given.optimizer_cpu_offload,
+            settings.optimizer_cpu_offload,
             f"{spelled(config, name)} with --optimizer-cpu-offload true, which keeps float32 state in host memory; use "
             f"{flag(name)} fp32 or --optimizer-cpu-offload false",
         )

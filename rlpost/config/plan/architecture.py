@@ -232,10 +232,10 @@ def _experts(fields: MegatronFields) -> dict[str, object]:
     }
 
 
-def problems(given: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
+def problems(arguments: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
     """Return one line per value of [model] that contradicts config.json without an override."""
-    allowed = tuple(given.get("override_hf_config", ()))
-    found = [
+    allowed = tuple(arguments.get("override_hf_config", ()))
+    contradictions = [
         f"--override-hf-config {name}: cannot be overridden, the weights are made for it; only "
         f"{', '.join(OVERRIDABLE)} can"
         for name in allowed
@@ -243,15 +243,15 @@ def problems(given: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
     ]
     compared = {
         name: value
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None and name not in NO_ARCHITECTURE
     }
     expected = architecture(family, hf) if compared else {}
     for name, value in compared.items():
         if name in allowed or _equal(value, expected.get(name)):
             continue
-        found.append(_difference(name, value, expected.get(name)))
-    return found
+        contradictions.append(_difference(name, value, expected.get(name)))
+    return contradictions
 
 
 def _difference(name: str, value: object, expected: object) -> str:
@@ -261,15 +261,13 @@ def _difference(name: str, value: object, expected: object) -> str:
     """
     flag = "--" + name.replace("_", "-")
     if expected is None:
-        there, correct = "has no such setting", f"{flag} none"
+        statement, correct = "has no such setting", f"{flag} none"
     else:
-        there, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
+        statement, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
     override = (
         f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
     )
-    return (
-        f"{flag} {value_text(value)}, but the model's config.json {there}; use {correct}{override}"
-    )
+    return f"{flag} {value_text(value)}, but the model's config.json {statement}; use {correct}{override}"
 
 
 def _equal(ours: object, theirs: object) -> bool:

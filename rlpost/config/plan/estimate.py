@@ -355,11 +355,11 @@ def _phases(
     buffers = ("buffers", update.gpu_bytes)
     shadow = () if config.offload_train else (*kept, *of_critic)
     sent = shadow or (("weights", max(most_weights, held.weights)),)
-    there = () if config.offload_rollout else (("engine", engine.resident),)
+    engine_part = () if config.offload_rollout else (("engine", engine.resident),)
     beside = ("engine's CUDA", engine.context)
     in_sync = engine.weights if config.offload_rollout else engine.resident
     phases = [
-        MemoryPhase("train", (*train, beside, *there)),
+        MemoryPhase("train", (*train, beside, *engine_part)),
         MemoryPhase("synchronise", (*sent, ("engine", in_sync), buffers, context, beside)),
         _generate(engine, (*shadow, context)),
     ]

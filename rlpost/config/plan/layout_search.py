@@ -83,17 +83,17 @@ def suggest(
     teacher: Shape | None = None,
 ) -> list[FittingLayout]:
     """All layouts that fit, the best first; each with the smallest engines that do."""
-    found: dict[tuple[Layout, bool], FittingLayout] = {}
+    fitting_layouts: dict[tuple[Layout, bool], FittingLayout] = {}
     for candidate in candidates(config, shape):
-        made = estimate(
+        memory_estimate = estimate(
             candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
         )
-        if not made.problems:
-            found.setdefault(
-                (made.layout, candidate.optimizer.optimizer_cpu_offload),
-                FittingLayout(made, _cost(made)),
+        if not memory_estimate.problems:
+            fitting_layouts.setdefault(
+                (memory_estimate.layout, candidate.optimizer.optimizer_cpu_offload),
+                FittingLayout(memory_estimate, _cost(memory_estimate)),
             )
-    return sorted(found.values(), key=lambda choice: (choice.cost, choice.words))
+    return sorted(fitting_layouts.values(), key=lambda choice: (choice.cost, choice.words))
 
 
 def nearest(config: Config, choices: list[FittingLayout]) -> FittingLayout | None:

@@ -76,7 +76,7 @@ def communicators(layout: Layout, shape: Shape) -> tuple[Communicator, ...]:
     Experts use separate communicators, also where their ranks are the same.
     """
     stage = layout.world // layout.pipeline
-    found = [
+    step_communicators = [
         Communicator("world", layout.world),
         Communicator("gradient norm", layout.world),
         Communicator("tensor", layout.tensor),
@@ -86,10 +86,12 @@ def communicators(layout: Layout, shape: Shape) -> tuple[Communicator, ...]:
     ]
     if shape.tied:
         ends = min(layout.pipeline, 2)
-        found.append(Communicator("embedding", ends, (layout.pipeline - 1) * stage or 1))
+        step_communicators.append(
+            Communicator("embedding", ends, (layout.pipeline - 1) * stage or 1)
+        )
     if any(shape.sparse):
         experts = layout.expert_tensor * layout.expert
-        found += [
+        step_communicators += [
             Communicator(
                 "expert", layout.expert, layout.expert_tensor, transfers=layout.expert - 1
             ),
@@ -97,7 +99,7 @@ def communicators(layout: Layout, shape: Shape) -> tuple[Communicator, ...]:
             Communicator("expert data", stage // experts, experts),
             Communicator("tensor with data", stage),
         ]
-    return tuple(found)
+    return tuple(step_communicators)
 
 
 def trainer_context(config: Config, layout: Layout, shape: Shape) -> int:

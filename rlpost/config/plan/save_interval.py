@@ -147,8 +147,8 @@ def interval_note(config: Config, best: SaveInterval) -> str | None:
     """
     if best.steps is None:
         return None
-    given = config.checkpoint.save_interval
-    steps = given or config.rollout.num_rollout
+    interval = config.checkpoint.save_interval
+    steps = interval or config.rollout.num_rollout
     loses = lost_frac(best, steps * best.seconds / best.steps)
     least = lost_frac(best, best.seconds)
     is_far = not best.steps / FAR <= steps <= best.steps * FAR
@@ -156,7 +156,7 @@ def interval_note(config: Config, best: SaveInterval) -> str | None:
         return None
     cause = "saves" if steps < best.steps else "training that a failure repeats"
     return (
-        f"--save-interval {given or 'is not given'}: about {loses:.1%} of the time goes to {cause}; "
+        f"--save-interval {interval or 'is not given'}: about {loses:.1%} of the time goes to {cause}; "
         f"{_flag(best)} loses {least:.1%} ({best.source}; rlpost plan shows the arithmetic)"
     )
 

@@ -120,15 +120,15 @@ class Agent:
     ) -> None:
         self._options, self._folder, self._notice = options, folder, notice
         self._make_engine, self._patience, self._poll_s = make_engine, patience, poll_s
-        there = folder.engine(options.engine)
+        old_record = folder.engine(options.engine)
         self._record = EngineRecord(
             engine=options.engine,
             incarnation="",
             state=EngineState.STARTING,
-            beat=0 if there is None else there.beat,  # grows over all starts of the job
+            beat=0 if old_record is None else old_record.beat,  # grows over all starts of the job
             num_gpus=options.num_gpus,
             host=socket.gethostname(),
-            alive_s=0.0 if there is None else there.alive_s,
+            alive_s=0.0 if old_record is None else old_record.alive_s,
         )
         self._alive_before_s, self._began = self._record.alive_s, time.monotonic()
         self._written_at = self._ledger_at = -1e9
@@ -272,14 +272,14 @@ def driver_address(lease: Lease) -> str:
     if "SLURMD_NODENAME" not in os.environ and lease.host in ("", socket.gethostname()):
         return lease.address  # both were started manually on this machine
     try:
-        found = str(socket.getaddrinfo(lease.host, None, type=socket.SOCK_DGRAM)[0][4][0])
+        address = str(socket.getaddrinfo(lease.host, None, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
         raise FleetError(
             f"the driver's host {lease.host} has no address here: {error}; with --socket-ifname the "
             "run uses an interface that other nodes reach"
         ) from error
     # Some hosts have a loopback address for their own name.
-    return ANYWHERE if ipaddress.ip_address(found).is_loopback else found
+    return ANYWHERE if ipaddress.ip_address(address).is_loopback else address
 
 
 def free_port(ports: range = PORTS) -> int:

@@ -156,15 +156,15 @@ class FleetFolder:
             names = sorted(os.listdir(folder))
         except OSError:
             return []
-        found = []
+        records = []
         for name in names:
             engine, _, suffix = name.rpartition(".")
             if suffix != "json" or not is_engine_name(engine):
                 continue  # also the temporary files of atomic writes
             record = self._read(folder / name, parse_engine)
             if record is not None and record.engine == engine:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def lease(self) -> Lease | None:
         """Return the lease; None before the first driver."""

@@ -193,12 +193,12 @@ def _parse(kind: type[R], text: str) -> R:
     try:
         # Validate the text, not ``raw``: strict mode accepts a list as a tuple only in JSON text.
         adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: a class is not hashable
-        found: R = adapter.validate_json(text, strict=True)
+        record: R = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise RecordError(f"{place}: {first['input']!r}: {first['msg']}") from None
-    return found
+    return record
 
 
 @cache  # making one takes longer than parsing a record

@@ -67,11 +67,11 @@ def _from_entry_point(architecture: str) -> Family:
         raise WeightError(f"architecture {architecture!r} is not known; known: {known}")
     where = f"{ENTRY_POINTS} {architecture} = {point.value}"
     try:
-        found = point.load()
+        loaded_family = point.load()
     except Exception as error:  # importing a package may raise anything
         raise WeightError(f"{where}: cannot load it: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Family):
+    if not isinstance(loaded_family, Family):
         raise WeightError(
-            f"{where}: got a {type(found).__name__}; provide an rlpost.models.family.Family"
+            f"{where}: got a {type(loaded_family).__name__}; provide an rlpost.models.family.Family"
         )
-    return found
+    return loaded_family

@@ -96,20 +96,20 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, object]:
 
 def hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
     """Keys of windows and of experts in addition to ``hf``."""
-    made: dict[str, object] = {**hf}
+    hf_fields: dict[str, object] = {**hf}
     if arguments.get("sliding_window"):
-        made["use_sliding_window"] = True
+        hf_fields["use_sliding_window"] = True
     if arguments.get("num_experts"):
         sparse = arguments.get("moe_layer_freq") or ()
-        made |= expert_keys(arguments) | {
+        hf_fields |= expert_keys(arguments) | {
             "num_experts": arguments["num_experts"],
             "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [number for number, one in enumerate(sparse) if not one],
         }
         if shared := arguments.get("moe_shared_expert_intermediate_size"):
-            made["shared_expert_intermediate_size"] = shared
-    return made
+            hf_fields["shared_expert_intermediate_size"] = shared
+    return hf_fields
 
 
 FAMILIES: dict[str, Family] = {

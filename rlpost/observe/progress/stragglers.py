@@ -112,16 +112,16 @@ class Stragglers:
         if not ranks:
             return {}
         slowest = max(ranks, key=lambda rank: ranks[rank].peer)
-        found: dict[str, float] = {
+        scores: dict[str, float] = {
             "perf/straggler_rank": slowest,
             "perf/straggler_peer_max": ranks[slowest].peer,
             "perf/straggler_own_max": max(score.own for score in ranks.values()),
         }
         for host, score in self.nodes().items():
             index = self._order.index(host)
-            found[f"perf/straggler_node_peer@{index}"] = score.peer
-            found[f"perf/straggler_node_own@{index}"] = score.own
-        return found
+            scores[f"perf/straggler_node_peer@{index}"] = score.peer
+            scores[f"perf/straggler_node_own@{index}"] = score.own
+        return scores
 
     def _proposed(self) -> list[SlowHost]:
         found = []

@@ -98,21 +98,21 @@ def figures(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the key figures by name, with one value per run; empty where a run has none."""
     by_run = []
     for run in runs:
-        found = {name: value for value, name in key_figures(run.lines, run.num_steps)}
+        run_figures = {name: value for value, name in key_figures(run.lines, run.num_steps)}
         history = timeline(run.events, run.written)
         if history is not None:
-            found |= {
+            run_figures |= {
                 "attempts": str(len(history.attempts)),
                 "preemptions": str(history.num_preemptions),
             }
         if (spent := run.goodput) is not None:
-            found["goodput"] = spent.headline
+            run_figures["goodput"] = spent.headline
             if spent.cost is not None:
-                found["cost"] = f"{spent.cost:.2f}"
-        by_run.append(found)
+                run_figures["cost"] = f"{spent.cost:.2f}"
+        by_run.append(run_figures)
     rows = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(by_run)):
-        rows[name] = [found.get(name, "") for found in by_run]
+        rows[name] = [run_figures.get(name, "") for run_figures in by_run]
     return rows
 
 

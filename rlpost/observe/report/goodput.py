@@ -230,26 +230,26 @@ class _Attempt:
 
 
 def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> list[_Attempt]:
-    found: list[_Attempt] = []
+    attempts: list[_Attempt] = []
     name, is_open, is_over = None, False, False
     for when, entry in entries:
         event = entry.get("event")
         if event == "attempt" or (
             event == "started" and not (is_open and name == str(entry.get("attempt")))
         ):
-            found.append(_Attempt(when, when))
+            attempts.append(_Attempt(when, when))
             name, is_open, is_over = str(entry.get("attempt")), True, False
-        if not found or event == "submitted" or not is_open:
+        if not attempts or event == "submitted" or not is_open:
             continue
-        now = found[-1]
+        now = attempts[-1]
         now.ended = when
         _record(now, event, entry, when)
         is_over = is_over or event in ("done", "preempted", "cancelled")
         is_open = event != "verdict"
-    if found and is_open and not is_over:
-        now = found[-1]
+    if attempts and is_open and not is_over:
+        now = attempts[-1]
         now.ended, now.finished = max(now.ended, until), True
-    return found
+    return attempts
 
 
 def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> None:

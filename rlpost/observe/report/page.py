@@ -132,20 +132,20 @@ def key_figures(lines: Sequence[Mapping[str, float]], num_steps: object) -> list
     if not lines:
         return [(f"0{of_steps}", "steps")]
     newest = lines[-1]
-    found = [(f"{newest['step']:.0f}{of_steps}", "steps")]
+    figures = [(f"{newest['step']:.0f}{of_steps}", "steps")]
     if "reward/mean" in newest:
-        found.append((f"{newest['reward/mean']:.3f}", "reward, last step"))
+        figures.append((f"{newest['reward/mean']:.3f}", "reward, last step"))
     for name in eval_rewards(*lines):
         values = [line[name] for line in lines if name in line]
-        found.append((f"{values[0]:.3f} → {values[-1]:.3f}", f"reward on {name.split('/')[1]}"))
+        figures.append((f"{values[0]:.3f} → {values[-1]:.3f}", f"reward on {name.split('/')[1]}"))
     for name, words, unit in (
         ("time/tokens_per_s", "throughput", " tok/s"),
         ("time/step_s", "a step", " s"),
     ):
         value = recent(lines, name)
         if value is not None:
-            found.append((short(value) + unit, words))
-    return found
+            figures.append((short(value) + unit, words))
+    return figures
 
 
 def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
@@ -331,17 +331,17 @@ def bar_spans(history: Timeline) -> list[Span]:
             inside = min(span.end_s, (part + 1) * width) - max(span.begin_s, part * width)
             if inside > 0:
                 shares[part][span.doing] = shares[part].get(span.doing, 0.0) + inside
-    found: list[Span] = []
+    spans: list[Span] = []
     for part, share in enumerate(shares):
         if not share:
             continue
         doing, end_s = max(share, key=lambda one: share[one]), (part + 1) * width
         # joined to the span before if no empty part is between them; 1e-6 s of rounding
-        if found and found[-1].doing == doing and found[-1].end_s >= part * width - 1e-6:
-            found[-1] = Span(doing, found[-1].begin_s, end_s, None)
+        if spans and spans[-1].doing == doing and spans[-1].end_s >= part * width - 1e-6:
+            spans[-1] = Span(doing, spans[-1].begin_s, end_s, None)
         else:
-            found.append(Span(doing, part * width, end_s, None))
-    return found
+            spans.append(Span(doing, part * width, end_s, None))
+    return spans
 
 
 def bar_marks(history: Timeline) -> list[Mark]:
@@ -354,9 +354,9 @@ def bar_marks(history: Timeline) -> list[Mark]:
             clusters[-1].append(mark)
         else:
             clusters.append([mark])
-    found = []
+    marks = []
     for clusters in by_kind.values():
         for first, *others in clusters:
             text = f"{len(others) + 1} times, the first: {first.text}" if others else first.text
-            found.append(Mark(first.kind, first.at_s, text))
-    return sorted(found, key=lambda mark: mark.at_s)
+            marks.append(Mark(first.kind, first.at_s, text))
+    return sorted(marks, key=lambda mark: mark.at_s)

@@ -182,11 +182,11 @@ def other_panels(runs: Sequence[tuple[str, Lines]], drawn: Iterable[str]) -> lis
         by_area.setdefault(CUSTOM if metric is None else metric.area, []).append(name)
     groups, remaining = [], MAX_OTHERS
     for area in sorted(by_area, key=lambda area: (area == CUSTOM, area)):
-        found = [panel for name in by_area[area] if (panel := _single(runs, name)).curves]
-        if found:
-            left_out = tuple(panel.title for panel in found[remaining:])
-            groups.append(PanelGroup(area, tuple(found[:remaining]), left_out))
-            remaining = max(0, remaining - len(found))
+        area_panels = [panel for name in by_area[area] if (panel := _single(runs, name)).curves]
+        if area_panels:
+            left_out = tuple(panel.title for panel in area_panels[remaining:])
+            groups.append(PanelGroup(area, tuple(area_panels[:remaining]), left_out))
+            remaining = max(0, remaining - len(area_panels))
     return groups
 
 

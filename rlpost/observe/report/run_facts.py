@@ -261,18 +261,18 @@ def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
         middle = file.name[len(before) : len(file.name) - len(after)]
         if file.name == f"{before}{middle}{after}" and middle.isdecimal():
             numbers.append((int(middle), file))
-    found = []
+    answers = []
     for number, file in sorted(numbers, reverse=True)[:MAX_SAMPLE_STEPS]:
         for text in text_or_empty(file).split("\n")[:RECORDED_GROUPS]:
             try:
                 group = json.loads(text)
                 ordered = sorted(group["samples"], key=lambda scored: -scored["reward"])
-                found += [
+                answers += [
                     _recorded_sample(number, scored) for scored in ordered[:1] + ordered[1:][-1:]
                 ]
             except (ValueError, KeyError, TypeError):
                 continue
-    return found
+    return answers
 
 
 def _recorded_sample(step: int, scored: Mapping[str, Any]) -> RecordedAnswer:

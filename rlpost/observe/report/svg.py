@@ -192,7 +192,7 @@ def _tick(value: float, beside: Sequence[float]) -> str:
 
 def _marks(axes: Axes, marks: Marks) -> str:
     """One path for all resumes and one for all checkpoints; marks that would touch are one."""
-    found = []
+    paths = []
     for kind, steps, words in (
         ("saved", marks.saved, "checkpoints at steps"),
         ("resume", marks.resumed, "later attempts resumed after steps"),
@@ -206,8 +206,8 @@ def _marks(axes: Axes, marks: Marks) -> str:
         places = spaced([axes.x(step) for step in inside], MARK_GAP)
         path = "".join(f"M{place:.1f} {edges}" for place in places)
         text = f"<title>{words} {_few(inside)}</title>"
-        found.append(f'<path class="{kind}" d="{path}">{text}</path>')
-    return "".join(found)
+        paths.append(f'<path class="{kind}" d="{path}">{text}</path>')
+    return "".join(paths)
 
 
 def _few(steps: Sequence[float], most: int = 8) -> str:

@@ -187,16 +187,16 @@ def _preempted(entry: Mapping[str, object]) -> str:
 
 
 def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tuple[Attempt, ...]:
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     is_open = False
     for when, entry in entries:
         event, name = entry["event"], entry.get("attempt")
-        if event in ("attempt", "started") and not (is_open and found[-1].name == str(name)):
-            found.append(Attempt(str(name), when))
+        if event in ("attempt", "started") and not (is_open and attempts[-1].name == str(name)):
+            attempts.append(Attempt(str(name), when))
             is_open = True
-        if not found:
+        if not attempts:
             continue
-        now = found[-1]
+        now = attempts[-1]
         match event:
             case "attempt":
                 now = replace(now, nodes=str(entry.get("nodes") or ""))
@@ -219,12 +219,13 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tup
             now = replace(now, lasted_s=(when - now.began).total_seconds())
         if event in ("verdict", "done"):
             is_open = event == "done" and is_open
-        found[-1] = now
-    if found and is_open and not found[-1].ended:
-        found[-1] = replace(
-            found[-1], lasted_s=max(found[-1].lasted_s, (until - found[-1].began).total_seconds())
+        attempts[-1] = now
+    if attempts and is_open and not attempts[-1].ended:
+        attempts[-1] = replace(
+            attempts[-1],
+            lasted_s=max(attempts[-1].lasted_s, (until - attempts[-1].began).total_seconds()),
         )
-    return tuple(found)
+    return tuple(attempts)
 
 
 PAUSES = ("time/eval_s", "checkpoint/blocking_s")
@@ -244,18 +245,18 @@ def without_jumps_back(
     The ledger is in the order of the events. When a clock was set back, no time passes at that
     entry, and later entries keep their distance from it. Entries without a time are left out.
     """
-    found: list[tuple[datetime, Entry]] = []
+    timed_entries: list[tuple[datetime, Entry]] = []
     behind = timedelta(0)
     for entry in events:
         if "time" not in entry:
             continue
         when = datetime.fromisoformat(entry["time"]) + behind
-        newest = found[-1][0] if found else when
+        newest = timed_entries[-1][0] if timed_entries else when
         if (newest - when).total_seconds() > SKEW_S:
             behind += newest - when
-        found.append((max(when, newest), entry))
+        timed_entries.append((max(when, newest), entry))
     until += behind
-    return found, max(until, found[-1][0]) if found else until
+    return timed_entries, max(until, timed_entries[-1][0]) if timed_entries else until
 
 
 def hours_of_steps(events: Sequence[Entry], lines: Sequence[Mapping[str, float]]) -> list[Point]:
@@ -275,14 +276,14 @@ def hours_of_steps(events: Sequence[Entry], lines: Sequence[Mapping[str, float]]
     if not starts:
         return []
     # A later attempt replaced the steps after the one that it resumed from.
-    found: list[Point] = []
+    points: list[Point] = []
     for number, (first_step, ready_s) in enumerate(starts):
         until = min((step for step, _ in starts[number + 1 :]), default=float("inf"))
         own = [line for line in lines if first_step < line["step"] <= until]
         if number == 0:
             own = [line for line in lines if line["step"] <= first_step] + own
-        clock_s = max(ready_s, found[-1][1] * HOUR if found else 0.0)
+        clock_s = max(ready_s, points[-1][1] * HOUR if points else 0.0)
         for line in own:
             clock_s += sum(line.get(name, 0.0) for name in ("time/step_s", *PAUSES))
-            found.append((float(line["step"]), clock_s / HOUR))
-    return thin(found, MAX_CLOCK_POINTS)
+            points.append((float(line["step"]), clock_s / HOUR))
+    return thin(points, MAX_CLOCK_POINTS)

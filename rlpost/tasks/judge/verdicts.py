@@ -94,10 +94,12 @@ def parse_verdict(reply: str, grammar: Grammar, finish_reason: str = "stop") -> 
     value = line[len(marker) :].strip().removesuffix(".").strip().lower()
     if value == grammar.refusal:
         return NoVerdict("refused", f"the verdict is {grammar.refusal!r}")
-    found = _of_word(value, grammar) if grammar.scale is None else _of_number(value, grammar.scale)
-    if found is None:
+    verdict = (
+        _of_word(value, grammar) if grammar.scale is None else _of_number(value, grammar.scale)
+    )
+    if verdict is None:
         return NoVerdict("unparsable", f"the verdict is {value[:80]!r}, not {grammar.form}")
-    return found
+    return verdict
 
 
 def _of_word(value: str, grammar: Grammar) -> Verdict | None:

@@ -64,14 +64,14 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
     choices = _listed(metadata, "choices")
     letters = _letters(metadata, choices)
     text = answer_after_thinking(response)
-    wanted, given = _wanted(label, metadata, letters, choices), _chosen(text, letters)
-    if wanted is not None and given is not None:
-        return float(given == wanted)  # alternatives (NONE) differ from each letter
+    right_letter, chosen_letter = _wanted(label, metadata, letters, choices), _chosen(text, letters)
+    if right_letter is not None and chosen_letter is not None:
+        return float(chosen_letter == right_letter)  # alternatives (NONE) differ from each letter
     texts = [metadata.get("correct_answer"), metadata.get("answer_text")]
-    if wanted is None or len(_plain(label or "")) > 1:
+    if right_letter is None or len(_plain(label or "")) > 1:
         texts.append(label)  # not a letter: every "a" of a sentence would match it
-    if wanted is not None and letters.index(wanted) < len(choices):
-        texts.append(choices[letters.index(wanted)])
+    if right_letter is not None and letters.index(right_letter) < len(choices):
+        texts.append(choices[letters.index(right_letter)])
     accepted = [_plain(str(each)) for each in texts if each is not None]
     plain_response = f" {_plain(text)} "
     others = [plain for choice in choices if (plain := _plain(choice)) not in accepted]

@@ -213,14 +213,14 @@ class RewardGrader:
         """Return the rewards that a judge gives; None for an answer without a verdict."""
         values = prompt_values(prompt.text, prompt.label, prompt.metadata)
         try:
-            given = await judge.rewards(values, [sample.text for sample in samples])
+            judge_rewards = await judge.rewards(values, [sample.text for sample in samples])
         except DataError as error:
             raise DataError(f"prompt {prompt.prompt_id}: {error}") from error
         except GradingLost as failure:
             self._failed(LOST, prompt, samples, failure)
             return [None] * len(samples)
         rewards: list[float | None] = []
-        for sample, reward in zip(samples, given, strict=True):
+        for sample, reward in zip(samples, judge_rewards, strict=True):
             if isinstance(reward, NoVerdict):
                 metric = REFUSED if reward.kind == "refused" else UNPARSABLE
                 self._failed(metric, prompt, [sample], GradingLost(f"{reward.kind}: {reward.why}"))

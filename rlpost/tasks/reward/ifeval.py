@@ -43,18 +43,18 @@ def instructions(metadata: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
         DataError: see ``ifeval``.
     """
     names = [str(name) for name in metadata.get("instruction_id_list") or ()]
-    given = metadata.get("kwargs") or [{} for _ in names]
-    if isinstance(given, Mapping):
-        given = [given] * len(names)
-    if not names or len(given) != len(names):
+    arguments = metadata.get("kwargs") or [{} for _ in names]
+    if isinstance(arguments, Mapping):
+        arguments = [arguments] * len(names)
+    if not names or len(arguments) != len(names):
         raise DataError(
             f"ifeval: the metadata must hold 'instruction_id_list' and 'kwargs' of equal length, got {len(names)} and "
-            f"{len(given)}; set --metadata-key to the key that holds them"
+            f"{len(arguments)}; set --metadata-key to the key that holds them"
         )
     for name in names:
         if name not in CHECKS:
             raise DataError(f"ifeval: instruction {name!r} is not known{suggestion(name, CHECKS)}")
-    return names, [_without_none(each or {}) for each in given]
+    return names, [_without_none(each or {}) for each in arguments]
 
 
 def _without_none(arguments: Mapping[str, object]) -> dict[str, object]:

@@ -59,7 +59,7 @@ def _agree(text: str, label: str | None) -> float:
     text = _BOX_SPACE.sub(r"\\boxed", text)
     truth = last_boxed(label) if has_box(label) else label
     # several boxes are elements of one answer, or attempts of which the last counts
-    given = [text] if text.count("\\boxed") > 1 and _closes(text) else []
+    candidates = [text] if text.count("\\boxed") > 1 and _closes(text) else []
     if has_box(text):
         answer = last_boxed(text)
     elif ends_in_alternatives(text) and is_single(label):
@@ -68,15 +68,15 @@ def _agree(text: str, label: str | None) -> float:
         bold = _END_IN_BOLD.search(text)
         answer = bold[1] if bold else None
         if answer is None:
-            given.append(text)
+            candidates.append(text)
     label = _notation(bare(truth or label))
     if answer is not None:
         answer = _notation(bare(answer))
         if _plain(answer) == _plain(label):
             return 1.0
         if not (is_hedged(answer, label) or contradicts(answer, label)):
-            given.append(f"\\boxed{{{answer}}}")
-    return float(any(_equal_as_any_percentage(label, _notation(each)) for each in given))
+            candidates.append(f"\\boxed{{{answer}}}")
+    return float(any(_equal_as_any_percentage(label, _notation(each)) for each in candidates))
 
 
 def _closes(text: str) -> bool:
@@ -127,21 +127,21 @@ def _equal(label: str, text: str) -> bool:
     return not _differ_below_rounding(gold[0], given[0])
 
 
-def _differ_below_rounding(gold: object, given: object) -> bool:
+def _differ_below_rounding(gold: object, answer: object) -> bool:
     """Whether two small numbers differ, which the library rounds to the same number."""
     from sympy import Expr, Float
 
-    if not (isinstance(gold, Expr) and isinstance(given, Expr)):
-        return _any_part_differs(gold, given)
-    if not (gold.is_number and given.is_number):
-        return _any_part_differs(gold, given)
-    one, other = gold.doit().evalf(DIGITS), given.doit().evalf(DIGITS)
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        return _any_part_differs(gold, answer)
+    if not (gold.is_number and answer.is_number):
+        return _any_part_differs(gold, answer)
+    one, other = gold.doit().evalf(DIGITS), answer.doit().evalf(DIGITS)
     if not (one.is_Float and other.is_Float):
         return False
     largest = max(abs(one), abs(other))
     if largest == 0 or not largest < SMALL:
         return False
-    tolerance = SAME_SMALL if gold.has(Float) or given.has(Float) else 10.0 ** (10 - DIGITS)
+    tolerance = SAME_SMALL if gold.has(Float) or answer.has(Float) else 10.0 ** (10 - DIGITS)
     return bool(abs(one - other) > tolerance * largest)
 
 

@@ -22,8 +22,8 @@ def reward_number(
             number with --reward-weights.
     """
     if isinstance(reward, Mapping):
-        wanted = list(weights) if weights else [key]
-        missing = [name for name in wanted if name is None or name not in reward]
+        keys = list(weights) if weights else [key]
+        missing = [name for name in keys if name is None or name not in reward]
         if missing:
             has = ", ".join(map(str, reward))
             flag = "--reward-weights" if weights else "--reward-key"

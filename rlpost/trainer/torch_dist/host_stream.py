@@ -75,16 +75,16 @@ def batches_of(chunks: Sequence[Chunk], *, num_weights: int, slot_bytes: int) ->
     The first ``num_weights`` chunks are weights; a batch contains either weights or optimizer
     states.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     remaining = 0
     for index, chunk in enumerate(chunks):
         size = _aligned(chunk.num_bytes)
-        if not found or size > remaining or index == num_weights:
-            found.append([])
+        if not batches or size > remaining or index == num_weights:
+            batches.append([])
             remaining = slot_bytes
-        found[-1].append(index)
+        batches[-1].append(index)
         remaining -= size
-    return [Batch(tuple(each), is_last_of_weights=each[-1] == num_weights - 1) for each in found]
+    return [Batch(tuple(each), is_last_of_weights=each[-1] == num_weights - 1) for each in batches]
 
 
 @dataclass(slots=True)

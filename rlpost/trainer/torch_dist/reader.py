@@ -64,40 +64,40 @@ class StoredTensors:
         by_key: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in chunks:
             by_key[chunk.key].append(chunk)
-        for key, wanted in by_key.items():
-            for item, chunk in self._needed(key, wanted, target):
+        for key, key_chunks in by_key.items():
+            for item, chunk in self._needed(key, key_chunks, target):
                 place = self._places[item.storage_index]
                 by_file[place.relative_path][place.offset].append((item, chunk))
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read") as pool:
             list(pool.map(lambda one: self._read_file(one[0], one[1], target), by_file.items()))
 
     def _needed(
-        self, key: str, wanted: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]
+        self, key: str, chunks: Sequence[Chunk], target: Callable[[Chunk], torch.Tensor]
     ) -> Needed:
         stored = self._tensors.get(key)
         if stored is None:
             raise CheckpointError(
                 f"{self._folder} has no tensor {key}; use a checkpoint of this model"
             )
-        chunk = wanted[0]
+        chunk = chunks[0]
         if tuple(stored.size) != chunk.global_shape and not chunk.may_differ:
             raise CheckpointError(
                 f"{self._folder}: {key} has shape {tuple(stored.size)}, but the model needs {chunk.global_shape}"
             )
         boxes = [
             ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-            for each in wanted
+            for each in chunks
         ]
         items = create_read_items_for_chunk_list(key, stored, boxes)
-        found = [(item, wanted[item.dest_index.index or 0]) for item in items]
+        needed = [(item, chunks[item.dest_index.index or 0]) for item in items]
         numel = sum(item.lengths.numel() for item in items)
-        if numel == sum(each.numel for each in wanted):
-            return found
+        if numel == sum(each.numel for each in chunks):
+            return needed
         if not chunk.may_differ:
             raise CheckpointError(f"{self._folder}: {key} is incomplete; use another checkpoint")
-        for each in wanted:
+        for each in chunks:
             target(each).zero_()
-        return found
+        return needed
 
     def _read_file(
         self, name: str, needed: dict[int, Needed], target: Callable[[Chunk], torch.Tensor]
@@ -109,11 +109,11 @@ class StoredTensors:
                 "you trust its author"
             )
         with open(path, "rb") as file:
-            for offset, wanted in sorted(needed.items()):
-                length = self._places[wanted[0][0].storage_index].length
+            for offset, reads in sorted(needed.items()):
+                length = self._places[reads[0][0].storage_index].length
                 one = _create_file_view(file, offset, length)
                 stored = torch.load(one, map_location="cpu", weights_only=True)
-                for item, chunk in wanted:
+                for item, chunk in reads:
                     box = target(chunk).view(chunk.sizes)
                     _part(box, item.dest_offsets, item.lengths).copy_(
                         _part(stored, item.storage_offsets, item.lengths)

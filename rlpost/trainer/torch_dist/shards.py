@@ -187,15 +187,15 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     first_whole, last_whole = -(-start // row), end // row
     if first_whole > last_whole:  # the range lies within one row
         return _within_row(shape, first_whole - 1, start, end)
-    found = []
+    boxes = []
     if start < first_whole * row:
-        found += _within_row(shape, first_whole - 1, start, first_whole * row)
+        boxes += _within_row(shape, first_whole - 1, start, first_whole * row)
     if first_whole < last_whole:
         offsets = (first_whole, *[0] * (len(shape) - 1))
-        found.append(Box(offsets, (last_whole - first_whole, *shape[1:]), first_whole * row))
+        boxes.append(Box(offsets, (last_whole - first_whole, *shape[1:]), first_whole * row))
     if last_whole * row < end:
-        found += _within_row(shape, last_whole, last_whole * row, end)
-    return found
+        boxes += _within_row(shape, last_whole, last_whole * row, end)
+    return boxes
 
 
 def _within_row(shape: Sequence[int], index: int, start: int, end: int) -> list[Box]:

@@ -119,7 +119,7 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
     """
     if optimizer is None:
         return set()
-    main = {tensor: not any(found[0].replica_id) for tensor, found in regions.items()}
+    main = {tensor: not any(shards[0].replica_id) for tensor, shards in regions.items()}
     written = {tensor for tensor, is_main in main.items() if is_main}
     for one in optimizer_state.inner(optimizer):
         if not isinstance(one, DistributedOptimizer):

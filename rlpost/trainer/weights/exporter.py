@@ -77,7 +77,7 @@ class Exporter:
         *,
         on_all_stages: bool = True,
         quantisation: BlockFp8 | None = None,
-        wanted: bool = True,
+        gets_tensors: bool = True,
     ) -> dict[str, torch.Tensor]:
         """Full Hugging Face tensors of a bucket, on the device. Collective.
 
@@ -85,21 +85,25 @@ class Exporter:
             bucket: from ``plan``.
             on_all_stages: without it only the bucket's pipeline stage calls and gets the tensors.
             quantisation: quantises the tensors.
-            wanted: false for a rank that takes part for others; it gets no tensors.
+            gets_tensors: false for a rank that takes part for others; it gets no tensors.
         """
         tensors: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if quantisation is not None and quantisation.names >= set(entry.hugging_face):
                 tensors |= gather_quantised(
-                    self.inventory, entry, quantisation, on_all_stages=on_all_stages, wanted=wanted
+                    self.inventory,
+                    entry,
+                    quantisation,
+                    on_all_stages=on_all_stages,
+                    gets_tensors=gets_tensors,
                 )
             elif entry.is_stacked:
                 stacked = self._stacked(entry, on_all_stages)
-                if wanted:
+                if gets_tensors:
                     tensors[entry.hugging_face[0]] = stacked
             else:
                 fulls = self._full(entry, on_all_stages)
-                if wanted:
+                if gets_tensors:
                     tensors |= self._split(entry, fulls, quantisation)
         return tensors
 
@@ -338,7 +342,7 @@ def gather_quantised(
     quantisation: BlockFp8,
     *,
     on_all_stages: bool,
-    wanted: bool = True,
+    gets_tensors: bool = True,
 ) -> Mapping[str, torch.Tensor]:
     """Gather and quantise the tensors of an entry. Collective, as ``Exporter.gather``.
 
@@ -347,13 +351,13 @@ def gather_quantised(
     gather in the trainer's precision. Bytes are gathered, because gloo has no FP8 dtypes.
 
     Returns:
-        The tensors by name, with the shapes of ``BlockFp8.shapes``; empty unless ``wanted``.
+        The tensors by name, with the shapes of ``BlockFp8.shapes``; empty unless ``gets_tensors``.
     """
     groups, held = inventory.groups, inventory.part(entry)
     shapes = entry.shapes[: len(entry.rules[0].hugging_face)]
     likes = _likes(shapes, quantisation.block)
     goes_to_stages = groups.pipeline.size() > 1 and on_all_stages
-    is_needed = wanted or goes_to_stages or len(entry.rules) > 1
+    is_needed = gets_tensors or goes_to_stages or len(entry.rules) > 1
     packed: list[torch.Tensor] = []
     if held is not None:
         parts = _of_one_rule(inventory, held, shapes, quantisation, is_needed=is_needed)
@@ -368,7 +372,7 @@ def gather_quantised(
         for flat in packed:
             dist.broadcast(flat, group=groups.pipeline, group_src=entry.owner)
     tensors: dict[str, torch.Tensor] = {}
-    if not wanted:
+    if not gets_tensors:
         return tensors
     for rule, flat in zip(entry.rules, packed, strict=True):
         parts, count = unpack(flat, likes), len(shapes)

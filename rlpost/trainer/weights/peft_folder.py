@@ -63,18 +63,18 @@ def write_peft_folder(
 def peft_tensors(inventory: Inventory, settings: PeftSettings) -> dict[str, torch.Tensor]:
     """Return all factors by PEFT's names. Collective, as ``Exporter.gather``."""
     exporter = Exporter(adapter_inventory(inventory, settings))
-    found: dict[str, torch.Tensor] = {}
+    factors: dict[str, torch.Tensor] = {}
     for bucket in exporter.plan(SHARD_BYTES):
-        found.update(exporter.gather(bucket))
+        factors.update(exporter.gather(bucket))
     named: dict[str, torch.Tensor] = {}
     for entry in inventory.entries:
         for rule in entry.rules:
             first = _factor(rule.hugging_face[0], "A")
-            if first not in found:
+            if first not in factors:
                 continue
             for name in rule.hugging_face:
-                named[PREFIX + _factor(name, "A")] = found[first].clone()
-                named[PREFIX + _factor(name, "B")] = found[_factor(name, "B")]
+                named[PREFIX + _factor(name, "A")] = factors[first].clone()
+                named[PREFIX + _factor(name, "B")] = factors[_factor(name, "B")]
     return named
 
 

@@ -62,9 +62,9 @@ def file_problems(folder: Path) -> list[str]:
             continue
         try:
             tensors, num_bytes = _header(folder / name)
-            if (there := (folder / name).stat().st_size) != num_bytes:
+            if (file_size := (folder / name).stat().st_size) != num_bytes:
                 problems.append(
-                    f"{folder / name}: has {there} bytes instead of {num_bytes} (by its header); {AGAIN}"
+                    f"{folder / name}: has {file_size} bytes instead of {num_bytes} (by its header); {AGAIN}"
                 )
             lacking = sorted(key for key in file_of if file_of[key] == name and key not in tensors)
             if lacking:

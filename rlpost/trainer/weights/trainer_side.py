@@ -98,7 +98,10 @@ class Buckets:
     def take_part(self, index: int) -> None:
         """Take part in gathering a bucket within its stage; the result is discarded."""
         self.exporter.gather(
-            self.entries[index], on_all_stages=False, quantisation=self.quantisation, wanted=False
+            self.entries[index],
+            on_all_stages=False,
+            quantisation=self.quantisation,
+            gets_tensors=False,
         )
 
     def largest_bytes(self) -> int:

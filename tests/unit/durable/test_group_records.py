@@ -71,7 +71,7 @@ def test_a_group_survives_json_followed_by_bytes() -> None:
 def test_a_record_of_the_journal_has_eight_bytes_per_token(tmp_path: Path) -> None:
     """The mask of a tool's output adds a few bytes in all."""
     for name in ("plain", "masked"):
-        content = group_content(group(name), wanted=True)
+        content = group_content(group(name), is_kept=True)
         path = tmp_path / name
         path.write_bytes(Framing().frame(content))
         assert Record(GROUP, {"prompt_id": 4}, path, 0, path.stat().st_size).group() == group(name)

@@ -363,7 +363,7 @@ def test_what_a_function_adds_has_the_values_that_a_resumed_run_reads(extra: Any
     group = with_extra(extra)
     text = json.dumps(group_record(group))
     assert group_from(json.loads(text)) == group
-    body = group_content(group, wanted=True)
+    body = group_content(group, is_kept=True)
     assert repr(journal_format._group(memoryview(body)[1:])) == repr(group)
     assert set(group.samples[0].sample.extra) == {str(key) for key in extra}
 

@@ -125,20 +125,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the prompts of the tasks that pass")
     parser.add_argument("--label", default="harbor", help="of the environment, for --out")
     parser.add_argument("--json", type=Path, help="write one line for each task that was tried")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        options = options_of(given.folder, given.env_args)
-        running, skipped = sort_tasks(given.folder, options, given.limit)
+        options = options_of(arguments.folder, arguments.env_args)
+        running, skipped = sort_tasks(arguments.folder, options, arguments.limit)
         without = [Outcome(each.name, each.reason) for each in skipped]
         for outcome in without:
             _print_reason(outcome)
         outcomes = [Outcome(task.task.name) for task in running]
-        if given.build or given.oracle:
-            limits = Limits(memory_mib=given.memory_mib, disk_mib=given.disk_mib)
-            root = Root(read_only=tuple(given.read_only))
-            pool = LocalPool(limits, size=given.jobs, warm=0, root=root)
-            attempt = try_oracle if given.oracle else try_build
-            outcomes = asyncio.run(try_all(running, attempt, pool, jobs=given.jobs))
+        if arguments.build or arguments.oracle:
+            limits = Limits(memory_mib=arguments.memory_mib, disk_mib=arguments.disk_mib)
+            root = Root(read_only=tuple(arguments.read_only))
+            pool = LocalPool(limits, size=arguments.jobs, warm=0, root=root)
+            attempt = try_oracle if arguments.oracle else try_build
+            outcomes = asyncio.run(try_all(running, attempt, pool, jobs=arguments.jobs))
     except RlpostError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG
@@ -146,12 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     failed = without + [outcome for outcome in outcomes if outcome.reason]
     _print_counts(failed)
     print(f"{len(passed)} of {len(outcomes) + len(skipped)} tasks run")
-    if given.out is not None:
-        rows = prompts([task for task in running if task.task.name in passed], given.label)
-        given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if given.json is not None:
+    if arguments.out is not None:
+        rows = prompts([task for task in running if task.task.name in passed], arguments.label)
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if arguments.json is not None:
         lines = [json.dumps(asdict(outcome)) + "\n" for outcome in outcomes]
-        given.json.write_text("".join(lines))
+        arguments.json.write_text("".join(lines))
     return EXIT_SOME if failed else 0
 
 

@@ -109,8 +109,8 @@ def task_names(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def read_task(folder: Path, name: str, given: Mapping[str, str]) -> HarborTask:
-    """Read a task. ``given``: values for variables that task.toml takes from the host.
+def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTask:
+    """Read a task. ``host_env``: values for variables that task.toml takes from the host.
 
     Raises TaskUnreadable.
     """
@@ -129,7 +129,7 @@ def read_task(folder: Path, name: str, given: Mapping[str, str]) -> HarborTask:
                 for path in (at / below).glob("*")
             ),
         )
-        return parse_task(name, at, files, given)
+        return parse_task(name, at, files, host_env)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise TaskUnreadable(f"task {name}: {type(error).__name__}: {error}") from error
 
@@ -138,7 +138,9 @@ def _text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def parse_task(name: str, folder: Path, files: TaskFiles, given: Mapping[str, str]) -> HarborTask:
+def parse_task(
+    name: str, folder: Path, files: TaskFiles, host_env: Mapping[str, str]
+) -> HarborTask:
     """Return the task that these files describe. Raises ValueError, TypeError, AttributeError."""
     settings = files.settings
     agent, verifier = settings.get("agent", {}), settings.get("verifier", {})
@@ -146,7 +148,7 @@ def parse_task(name: str, folder: Path, files: TaskFiles, given: Mapping[str, st
     lacking = list(_lacking(settings, files))
     resolved = []
     for values in (environment, verifier, settings.get("solution", {})):
-        variables, unknown = resolve(values.get("env", {}), given)
+        variables, unknown = resolve(values.get("env", {}), host_env)
         resolved.append(variables)
         if unknown:
             lacking.append(
@@ -250,7 +252,7 @@ def artifact_paths(entries: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...
 
 
 def resolve(
-    variables: Mapping[str, str], given: Mapping[str, str]
+    variables: Mapping[str, str], host_env: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Replace ``${NAME}`` and ``${NAME:-DEFAULT}``; return the values and the unknown names.
 
@@ -261,9 +263,9 @@ def resolve(
 
     def value_of(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if name not in given and default is None:
+        if name not in host_env and default is None:
             unknown.append(name)
-        return given.get(name, default or "")
+        return host_env.get(name, default or "")
 
     values = {name: _VARIABLE.sub(value_of, str(text)) for name, text in variables.items()}
     return values, tuple(dict.fromkeys(unknown))

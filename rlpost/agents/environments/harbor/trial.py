@@ -344,8 +344,8 @@ def agent_folders(names: str, mounts: str, workdir: str) -> list[str]:
     """
     points = [line.split()[4] for line in mounts.splitlines()]
     excluded = EXCLUDED | {point.split("/")[1] for point in points}
-    given = {line.strip().rstrip("/") for line in names.splitlines()}
-    chosen = {f"/{name}" for name in given - excluded if _FOLDER.fullmatch(name)}
+    root_folders = {line.strip().rstrip("/") for line in names.splitlines()}
+    chosen = {f"/{name}" for name in root_folders - excluded if _FOLDER.fullmatch(name)}
     if workdir.count("/") > 1 and workdir.split("/")[1] in excluded:
         chosen.add(workdir)
     return sorted(chosen)

@@ -57,17 +57,17 @@ def open_sources(spec: Spec) -> dict[str, int]:
     Call it in the mount namespace of the sandbox, before the tmpfs covers the paths and before root
     changes to the agent's user.
     """
-    wanted = [(path, path) for path in spec["read_only"]]
+    binds = [(path, path) for path in spec["read_only"]]
     if spec["image"]:
-        wanted.append((spec["image"], spec["image"]))
+        binds.append((spec["image"], spec["image"]))
     else:
-        wanted += [(path, path) for path in SYSTEM]
-        wanted += [(f"/etc/{name}", f"/etc/{name}") for name in ETC]
+        binds += [(path, path) for path in SYSTEM]
+        binds += [(f"/etc/{name}", f"/etc/{name}") for name in ETC]
     if spec["limits"]["network"]:
-        wanted += [(f"/etc/{name}", f"/etc/{name}") for name in ETC_NETWORK]
+        binds += [(f"/etc/{name}", f"/etc/{name}") for name in ETC_NETWORK]
     optional = {path for path in SYSTEM} | {f"/etc/{name}" for name in ETC + ETC_NETWORK}
     sources: dict[str, int] = {}
-    for target, path in wanted:
+    for target, path in binds:
         if os.path.islink(path) and path in SYSTEM and not spec["image"]:
             continue  # /bin -> usr/bin is made as a link
         try:

@@ -83,9 +83,9 @@ def forward(
         one_by_one: SGLang's method, used with an encoder.
     """
     if encoder_lens is not None:
-        given = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+        tensors = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
         windowed = {"scaling": scaling, "sliding_window_size": sliding_window_size}
-        return one_by_one(backend, *given, encoder_lens, **windowed, **more)
+        return one_by_one(backend, *tensors, encoder_lens, **windowed, **more)
     before = None if sliding_window_size is None or sliding_window_size < 0 else sliding_window_size
     # Powers of two: the padding of a batch is at most its content.
     sizes = torch.frexp(seq_lens.float()).exponent

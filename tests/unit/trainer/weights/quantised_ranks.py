@@ -150,7 +150,7 @@ def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
         found: dict[str, Any] = {}
         wanted = not (case.only_first and rank)
         for bucket in exporter.plan(10**9, quantisation=blocks):
-            tensors = exporter.gather(bucket, quantisation=blocks, wanted=wanted)
+            tensors = exporter.gather(bucket, quantisation=blocks, gets_tensors=wanted)
             found |= {
                 name: (str(t.dtype), t.contiguous().view(torch.uint8).numpy())
                 for name, t in tensors.items()
