@@ -265,7 +265,7 @@ async def journal(folder: Path, groups: Sequence[SampleGroup]) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         journal = Journal.resume(Path(name), 0, step=0, settings="")
         for group, prompt in zip(groups, prompts(len(groups)), strict=True):
-            journal.finished(group, wanted=True, prompt=prompt)
+            journal.append_group(group, wanted=True, prompt=prompt)
         journal.batch(0, groups, {})
         await journal.durable()
         journal.close()
@@ -368,7 +368,7 @@ async def measure_lag(in_flight: int, folder: Path) -> tuple[Lags, Cost]:
     journal = Journal.resume(folder / "lag", 0, step=0, settings="")
 
     def done(group: SampleGroup) -> None:
-        journal.finished(group, wanted=True)
+        journal.append_group(group, wanted=True)
 
     with prepared_engines(LAG_LENGTH, delay=LAG_DELAY_S) as url:
         _, cost = await cost_of(sampler.during(receive(url, num_groups, done)))

@@ -87,7 +87,7 @@ async def write(folder: Path, options: argparse.Namespace, *, single_answers: bo
                     journal.add_part(part, prompt)
                 count += 1
                 await asyncio.sleep(max(0.0, began + count * pause_s - time.monotonic()))
-            journal.finished(group, wanted=True, prompt=prompt)
+            journal.append_group(group, wanted=True, prompt=prompt)
             journal.sync_soon()
         await journal.durable()
 

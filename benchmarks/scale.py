@@ -257,7 +257,7 @@ def backlog(folder: Path) -> list[Row]:
     journal = Journal.resume(folder / "journal", 0, step=0, settings="")
     with timer.of("journal of all of them"):
         for group in groups:
-            journal.finished(group, wanted=True)
+            journal.append_group(group, wanted=True)
     journal.close()
     with timer.of("resume from it"):
         journal = Journal.resume(folder / "journal", 0, step=0, settings="")

@@ -241,7 +241,7 @@ async def _evaluated(
     journal: Journal, metrics: MetricsWriter, step: int, found: Mapping[str, float]
 ) -> None:
     """Record the evaluation of an earlier step; return when its metrics line has it."""
-    journal.evaluated(step, found)
+    journal.append_evaluation(step, found)
     while not await metrics.amend(step, found):
         await asyncio.sleep(AMEND_AGAIN_S)
 

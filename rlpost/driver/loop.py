@@ -268,7 +268,7 @@ class Loop:
             with _timed(metrics, "time/eval_s"):
                 evaluation = await self._stages.evaluate()
             if evaluation is not None:
-                self._journal.evaluated(self.state.step, evaluation)
+                self._journal.append_evaluation(self.state.step, evaluation)
                 metrics |= evaluation
         if metrics:
             await self._metrics.put(self.state.step, metrics)

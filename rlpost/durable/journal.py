@@ -304,7 +304,9 @@ class Journal:
         """Return the metrics of the evaluation of ``step``; None if it is not in the journal."""
         return self._evaluations.get(step)
 
-    def finished(self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None) -> None:
+    def append_group(
+        self, group: SampleGroup, *, wanted: bool, prompt: Prompt | None = None
+    ) -> None:
         """Append a complete group, the answers to ``prompt``, and let go of its parts."""
         if self.is_written:
             with self._timed():
@@ -397,7 +399,7 @@ class Journal:
             self._parts.drop()
             self._answers.clear()
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def append_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a complete evaluation."""
         self._evaluations[step] = metrics
         self._append(evaluation_content(step, metrics))

@@ -225,10 +225,10 @@ class Framing:
         """Return the next record as the file holds it."""
         checksum = zlib.crc32(content, self.checksum)
         framed = FRAME.pack(len(content), checksum) + content
-        self.passed(framed, checksum)
+        self.count_record(framed, checksum)
         return framed
 
-    def passed(self, framed: bytes, checksum: int) -> None:
+    def count_record(self, framed: bytes, checksum: int) -> None:
         """Add a record with its checksum to the segment."""
         self.num_bytes += len(framed)
         if self._is_oldest:

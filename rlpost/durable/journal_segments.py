@@ -173,7 +173,7 @@ class _Reading:
                 if pending is not None or damage.kind != PART:
                     raise pending or damage from None
                 pending = damage
-                self.framing.passed(damage.framed, damage.checksum)
+                self.framing.count_record(damage.framed, damage.checksum)
                 continue
             except _Damage as damage:
                 raise pending or damage from None
@@ -217,7 +217,7 @@ def _next_frame(file: BinaryIO, framing: Framing, *, seed: int) -> memoryview | 
         raise _Damage(f"the record at byte {offset} is damaged")
     if zlib.crc32(content, seed) != checksum:
         raise _BadBody(f"the record at byte {offset} is damaged", head + content, checksum)
-    framing.passed(head + content, checksum)
+    framing.count_record(head + content, checksum)
     return memoryview(content)
 
 

@@ -313,7 +313,7 @@ class Collector:
             written = replace(written, samples=tuple(scored))
         # A group without samples stands for a prompt that was given up.
         is_kept = bool(written.samples) and self._is_wanted(written)
-        self._journal.finished(written, wanted=is_kept, prompt=entry.prompt)
+        self._journal.append_group(written, wanted=is_kept, prompt=entry.prompt)
         self._buffer.finish(written, wanted=is_kept)
         if not is_kept:
             self._warn_if_many_dropped()

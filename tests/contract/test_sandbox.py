@@ -30,7 +30,7 @@ from rlpost.agents.sandbox.protocol import (
     SandboxLost,
     SnapshotRefused,
     fresh,
-    retried,
+    retry,
 )
 from rlpost.columns import IntColumn
 from rlpost.types import Prompt
@@ -367,14 +367,14 @@ def test_a_lost_sandbox_is_retried_in_another_and_finally_raised():
                     await kill(sandbox)
                 return (await sandbox.run("echo done")).text
 
-            assert await retried(pool, flaky) == "done\n"
+            assert await retry(pool, flaky) == "done\n"
 
             async def hopeless(sandbox):
                 await kill(sandbox)
                 await sandbox.run("true")
 
             with pytest.raises(SandboxLost, match="attempt 2 of 2"):
-                await retried(pool, hopeless, attempts=2)
+                await retry(pool, hopeless, attempts=2)
             assert pool.in_use == 0
 
     asyncio.run(whole())

@@ -25,7 +25,7 @@ from rlpost.agents.sandbox.protocol import (
     SandboxLost,
     SnapshotRefused,
     fresh,
-    retried,
+    retry,
 )
 from rlpost.agents.sandbox.registry import Registry
 from rlpost.agents.sandbox.remote import RemotePool
@@ -114,7 +114,7 @@ def test_a_killed_node_loses_its_sandboxes_and_the_work_is_done_elsewhere(tmp_pa
                     assert not psutil.wait_procs(below, timeout=10)[1]
                 return (await sandbox.run("echo done")).text
 
-            assert await retried(pool, episode) == "done\n"
+            assert await retry(pool, episode) == "done\n"
 
     def pool_node(sandbox) -> str:
         return sandbox.node

@@ -43,14 +43,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"checkpoint": {"save": str(saves)}}
     create_run_folder(folder / "runs/journal", json.dumps(settings))
     journal = Journal.resume(saves / "journal", 0, step=0, settings="")
-    journal.finished(group(4, 3, 2), wanted=True)
-    journal.finished(group(5, 6), wanted=False)
+    journal.append_group(group(4, 3, 2), wanted=True)
+    journal.append_group(group(5, 6), wanted=False)
     journal.batch(0, [group(4)], {})
     journal.add_part(
         Part(6, 1, ANSWER, samples=(group(6, 3).samples[0].sample,)), Prompt(6, "", ())
     )
     journal.drop_parts(6)
-    journal.evaluated(0, {"eval/held-out-of-2026": 0.25, "eval/another-set": 0.125})
+    journal.append_evaluation(0, {"eval/held-out-of-2026": 0.25, "eval/another-set": 0.125})
     begin(journal, 1)
     journal.close()
     return folder

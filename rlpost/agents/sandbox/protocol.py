@@ -6,7 +6,7 @@ them, so a file that one command writes is there for the next. Two kinds of fail
     the agent's      a ``Result`` says how its command ended (exit code, time, memory);
                      ``SandboxFileError`` says which path it cannot have. Scored as usual.
     infrastructure   ``SandboxLost``: the node, the connection or the sandbox's own processes are
-                     gone. ``retried`` runs the work again elsewhere; when all attempts fail, the
+                     gone. ``retry`` runs the work again elsewhere; when all attempts fail, the
                      error reaches the caller, which leaves the answer out of its group. Never 0.
 """
 
@@ -133,7 +133,7 @@ class SandboxLost(GradingLost):
 
     ``RemotePool`` avoids the node for a while, so the next sandbox is on another one. ``Episodes`` in
     ``rlpost.agents.environments.episodes`` starts the episode again in it, --env-retries times, and
-    ``retried`` a verifier; then the answer is left out of the batch.
+    ``retry`` a verifier; then the answer is left out of the batch.
     """
 
 
@@ -333,7 +333,7 @@ async def fresh(
         await asyncio.shield(sandbox.close())
 
 
-async def retried(
+async def retry(
     pool: Pool,
     work: Callable[[Sandbox], Awaitable[T]],
     *,

@@ -31,7 +31,7 @@ from rlpost.agents.sandbox.protocol import (
     SnapshotRefused,
     Verdict,
     Verifier,
-    retried,
+    retry,
 )
 
 TESTS = "/verifier"
@@ -66,7 +66,7 @@ async def verify(
         return await verifier.score(fresh, snapshot)
 
     try:
-        score = await retried(pool, work, attempts=attempts)
+        score = await retry(pool, work, attempts=attempts)
     except (SnapshotRefused, SandboxFileError) as error:
         return Verdict(0.0, str(error), snapshot.refused)
     return Verdict(score, "", snapshot.refused)

@@ -294,7 +294,7 @@ class FleetMembers:
             problem = str(error) or type(error).__name__
         if problem is not None:
             logger.warning("fleet engine %s: %s", action.record.engine, problem)
-        self._membership.finished(action, time.monotonic(), problem)
+        self._membership.end_action(action, time.monotonic(), problem)
         self._must_step.set()
         if isinstance(action, Dismiss):  # an agent that drains waits for it
             try:

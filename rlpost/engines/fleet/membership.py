@@ -182,7 +182,7 @@ class Membership:
         self._forget_those_gone(now)
         return [*actions, *self._updates(now), *self._admissions(now)]
 
-    def finished(self, action: Action, now: float, problem: str | None = None) -> None:
+    def end_action(self, action: Action, now: float, problem: str | None = None) -> None:
         """Record the end of an action; ``problem`` says why it failed."""
         member = self._members[action.record.engine]
         assert member.record.incarnation == action.record.incarnation, "a member in action changed"

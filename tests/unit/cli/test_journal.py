@@ -25,10 +25,10 @@ def run(tmp_path):
 
 def write(tmp_path):
     journal = Journal.resume(tmp_path / "saves/journal", 0, step=0, settings="")
-    journal.finished(group(4, 3, 2), wanted=True)
-    journal.finished(group(5, 6), wanted=False)
+    journal.append_group(group(4, 3, 2), wanted=True)
+    journal.append_group(group(5, 6), wanted=False)
     journal.batch(0, [group(4)], {})
-    journal.evaluated(0, {"eval/x": 0.25})
+    journal.append_evaluation(0, {"eval/x": 0.25})
     begin_segment(journal, 1)
     journal.close()
 
@@ -95,9 +95,9 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
     (writing / STATE_FILE).write_text(state.to_json())
     commit(writing)
     journal = Journal.resume(folder, 1, step=1, settings="")
-    journal.finished(group(6, 2), wanted=True)
+    journal.append_group(group(6, 2), wanted=True)
     begin_segment(journal, 2)
-    journal.finished(group(7, 2), wanted=True)
+    journal.append_group(group(7, 2), wanted=True)
     journal.close()
     (folder / "0000002.log").write_bytes(b"")
     main([str(run.root)])

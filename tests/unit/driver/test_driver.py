@@ -142,7 +142,7 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
     def resumed():
         journal = asyncio.run(driver._journal(config, checkpoints, None, RunState()))
         found = len(journal.waiting)
-        journal.finished(SampleGroup(0, ()), wanted=False)
+        journal.append_group(SampleGroup(0, ()), wanted=False)
         journal.close()
         return found
 

@@ -74,10 +74,10 @@ def replayed(journal):
 def test_records_after_a_state_are_replayed_in_order_and_once(tmp_path):
     journal = resumed(tmp_path)
     for prompt_id in (2, 0, 1):
-        journal.finished(group(prompt_id, 3, 4), wanted=prompt_id != 0)
+        journal.append_group(group(prompt_id, 3, 4), wanted=prompt_id != 0)
     journal.batch(0, [group(1), group(2)], {"rollout/num_filtered": 1.0})
-    journal.evaluated(1, {"eval/x": 0.5})
-    journal.finished(group(3), wanted=True)
+    journal.append_evaluation(1, {"eval/x": 0.5})
+    journal.append_group(group(3), wanted=True)
     journal.close()
     journal = resumed(tmp_path)
     assert journal.num_batches == 1
@@ -109,8 +109,8 @@ def test_compaction_removes_segments_that_no_kept_checkpoint_needs(tmp_path):
 @pytest.mark.parametrize("cut", ["in the frame", "in the body", "a flipped bit"])
 def test_a_torn_tail_is_ignored_and_reported(tmp_path, caplog, cut):
     journal = resumed(tmp_path)
-    journal.finished(group(0, 5), wanted=True)
-    journal.finished(group(1, 5), wanted=True)
+    journal.append_group(group(0, 5), wanted=True)
+    journal.append_group(group(1, 5), wanted=True)
     journal.close()
     path = tmp_path / "0000000.log"
     last = read_segment(path).records[-1]
@@ -155,14 +155,14 @@ def owning(save, number):
 
 def test_an_older_attempt_that_is_still_alive_is_harmless_and_ends_at_its_next_state(tmp_path):
     old = owning(tmp_path, 0)
-    old.finished(group(0), wanted=True)
+    old.append_group(group(0), wanted=True)
     durable(old)
     new = owning(tmp_path, 1)
-    old.finished(group(1), wanted=True)
-    new.finished(group(2), wanted=True)
+    old.append_group(group(1), wanted=True)
+    new.append_group(group(2), wanted=True)
     with pytest.raises(Fenced, match=r"belongs to attempt 1 of run .* this is attempt 0 of run"):
         begin(old, 1)
-    old.finished(group(3), wanted=True)
+    old.append_group(group(3), wanted=True)
     with pytest.raises(Fenced):
         durable(old)
     old.close()
@@ -182,12 +182,12 @@ def test_an_older_attempt_that_takes_the_next_number_loses_no_records_of_the_own
     if not has_links:
         monkeypatch.setattr(os, "link", no_hard_links)
     old = owning(tmp_path, 0)
-    old.finished(group(0), wanted=True)
+    old.append_group(group(0), wanted=True)
 
     def second(path, frames):
         monkeypatch.setattr(segment_writer, "create_file", real)
         begin(old, 1)
-        old.finished(group(1), wanted=True)
+        old.append_group(group(1), wanted=True)
         durable(old)
         real(path, frames)
 
@@ -195,9 +195,9 @@ def test_an_older_attempt_that_takes_the_next_number_loses_no_records_of_the_own
     monkeypatch.setattr(segment_writer, "create_file", second)
     new = owning(tmp_path, 1)
     assert (tmp_path / "journal/0000001.log").exists(), "it is the older attempt's"
-    new.finished(group(2), wanted=True)
+    new.append_group(group(2), wanted=True)
     number = begin(new, 1)
-    new.finished(group(3), wanted=True)
+    new.append_group(group(3), wanted=True)
     with pytest.raises(Fenced):
         begin(old, 2)
     new.close()
@@ -213,10 +213,10 @@ def no_hard_links(source, target):
 
 def test_a_state_takes_and_returns_the_next_free_number(tmp_path):
     journal = owning(tmp_path, 0)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     (tmp_path / "journal/0000001.log").write_bytes(b"")
     number = begin(journal, 1)
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     journal.close()
     assert number == 2
     assert replayed(resumed(tmp_path / "journal", number, 1)) == [(GROUP, 1)]
@@ -238,7 +238,7 @@ def test_when_every_number_is_taken_the_run_continues_without_a_journal_until_th
         in caplog.text
     )
     number = begin(journal, 1)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path / "journal", number, 1)) == [(GROUP, 0)]
 
@@ -283,16 +283,16 @@ def test_a_hanging_write_blocks_only_its_waiters_and_not_the_event_loop(
     """Records that a crash loses from the queue do not exist for the next attempt."""
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
     journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     durable(journal)
     held.hold("write")
 
     async def run():
         started = time.monotonic()
         for number in range(1, 9):
-            journal.finished(group(number), wanted=True)
+            journal.append_group(group(number), wanted=True)
         journal.batch(0, [group(1)], {})
-        journal.evaluated(0, {"eval/x": 1.0})
+        journal.append_evaluation(0, {"eval/x": 1.0})
         assert time.monotonic() - started < 5
         assert await ticks(journal.durable()) > 5
 
@@ -311,14 +311,14 @@ def test_the_records_that_wait_for_a_write_are_bounded_in_memory(
     held.hold("write")
     sent = 0
     while journal.is_written:
-        journal.finished(group(sent, 1000), wanted=True)
+        journal.append_group(group(sent, 1000), wanted=True)
         sent += 1
         assert sent < 1000
     assert 40 < sent < 140, "a record of 8 kB and its text"
     assert "more than 1 MiB wait to be written" in caplog.text
     held.go_on.set()
     number = begin(journal, 1)
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1)]
 
@@ -326,7 +326,7 @@ def test_the_records_that_wait_for_a_write_are_bounded_in_memory(
 def test_the_end_of_a_replay_is_written_off_the_event_loop(tmp_path, held):
     journal = resumed(tmp_path)
     for number in range(3):
-        journal.finished(group(number), wanted=True)
+        journal.append_group(group(number), wanted=True)
     journal.close()
     journal = resumed(tmp_path)
     held.hold("link")
@@ -335,7 +335,7 @@ def test_the_end_of_a_replay_is_written_off_the_event_loop(tmp_path, held):
         started = time.monotonic()
         journal.end_at(2, step=0, why="it does not match")
         assert time.monotonic() - started < 5
-        journal.finished(group(7), wanted=True)
+        journal.append_group(group(7), wanted=True)
         waiting = asyncio.create_task(journal.durable())
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -372,7 +372,7 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
     monkeypatch.setattr(segment_writer, "SLOWEST_BYTES_PER_S", 100)
     journal = resumed(tmp_path)
-    journal.finished(group(0, 400), wanted=True)
+    journal.append_group(group(0, 400), wanted=True)
     journal.close()
     real = read_segment
 
@@ -383,7 +383,7 @@ def test_a_large_journal_has_more_time_while_it_is_opened(tmp_path, monkeypatch,
     monkeypatch.setattr("rlpost.durable.journal_chain.read_segment", slow)
     journal = asyncio.run(Journal.open(tmp_path, lambda: resumed(tmp_path, settings="s")))
     assert replayed(journal) == [(GROUP, 0)]
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     held.hold("fsync")
     started = time.monotonic()
     durable(journal)
@@ -405,21 +405,21 @@ def full_disk(path, free):
 
 def test_a_full_disk_costs_no_record(tmp_path, caplog):
     journal, path = resumed(tmp_path), tmp_path / "0000000.log"
-    journal.finished(group(0, 50), wanted=True)
+    journal.append_group(group(0, 50), wanted=True)
     durable(journal)
     with full_disk(path, free=100):
-        journal.finished(group(1, 50), wanted=True)
+        journal.append_group(group(1, 50), wanted=True)
         durable(journal)
         assert not journal.is_durable and journal.is_written
-        journal.finished(group(2), wanted=True)
+        journal.append_group(group(2), wanted=True)
         durable(journal)
     assert caplog.text.count("cannot be written") == 1, "it is reported once"
     assert [record.meta["prompt_id"] for record in read_segment(path).records] == [0]
-    journal.finished(group(3), wanted=True)
+    journal.append_group(group(3), wanted=True)
     durable(journal)
     assert journal.is_durable
     begin(journal, 1)
-    journal.finished(group(4), wanted=True)
+    journal.append_group(group(4), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, prompt_id) for prompt_id in range(5)]
 
@@ -428,7 +428,7 @@ def test_a_full_disk_costs_no_record(tmp_path, caplog):
 def test_records_that_a_failed_fsync_may_have_lost_are_written_again(tmp_path, monkeypatch, error):
     """As NFS reports a full disk; the kernel may have dropped the pages by then."""
     journal, path, real = resumed(tmp_path), tmp_path / "0000000.log", os.fsync
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     durable(journal)
     durable_bytes = path.read_bytes()
 
@@ -439,7 +439,7 @@ def test_records_that_a_failed_fsync_may_have_lost_are_written_again(tmp_path, m
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "fsync", lossy)
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     durable(journal)
     assert journal.lacks_space == (error != errno.EIO) and not journal.is_durable
     monkeypatch.setattr(os, "fsync", real)
@@ -459,11 +459,11 @@ def test_a_journal_that_starts_on_a_full_disk_begins_once_there_is_room(tmp_path
 
     monkeypatch.setattr(segment_writer, "create_file", refuse)
     journal = resumed(tmp_path)
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     durable(journal)
     assert journal.lacks_space and not journal.is_durable
     monkeypatch.setattr(segment_writer, "create_file", real)
-    journal.finished(group(2), wanted=True)
+    journal.append_group(group(2), wanted=True)
     durable(journal)
     assert journal.is_durable
     journal.close()
@@ -474,7 +474,7 @@ def test_records_that_are_kept_for_a_retry_are_bounded_in_memory(tmp_path, monke
     monkeypatch.setattr(segment_writer, "MAX_UNSYNCED_BYTES", 10_000)
     journal = resumed(tmp_path)
     for prompt_id in range(40):
-        journal.finished(group(prompt_id, 50), wanted=True)
+        journal.append_group(group(prompt_id, 50), wanted=True)
         begun = journal._segment._queue.soon(lambda: None)
         begun.result(10.0)
         assert sum(map(len, journal._segment._unsynced)) <= 10_000
@@ -485,12 +485,12 @@ def test_records_that_are_kept_for_a_retry_are_bounded_in_memory(tmp_path, monke
 def test_restarts_without_a_commit_do_not_accumulate_copies(tmp_path):
     """40 attempts that each add a batch and are killed, from a state that an earlier one began."""
     journal = resumed(tmp_path)
-    journal.finished(group(1000, 50), wanted=True)
+    journal.append_group(group(1000, 50), wanted=True)
     base = begin(journal, 1)
     for number in range(40):
         journal = resumed(tmp_path, base, 1)
         list(journal.again())
-        journal.finished(group(number, 50), wanted=True)
+        journal.append_group(group(number, 50), wanted=True)
         durable(journal)
     (_, newest) = sorted(tmp_path.iterdir())[-2:]
     others = [path for path in tmp_path.iterdir() if path != newest]
@@ -503,7 +503,7 @@ def test_restarts_without_a_commit_do_not_accumulate_copies(tmp_path):
 
 def test_a_resume_with_other_settings_deletes_no_records(tmp_path):
     journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     journal.close()
     held = (tmp_path / "0000000.log").read_bytes()
     resumed(tmp_path, settings="others").close()
@@ -519,7 +519,7 @@ def test_one_fsync_covers_all_records_appended_before_it(tmp_path, monkeypatch):
         journal = resumed(tmp_path)
         synced.clear()
         for prompt_id in range(3):
-            journal.finished(group(prompt_id), wanted=True)
+            journal.append_group(group(prompt_id), wanted=True)
         await asyncio.gather(*(journal.durable() for _ in range(3)))
         await journal.durable()
 
@@ -533,11 +533,11 @@ def test_a_new_segment_waits_only_for_records_that_are_not_on_disk_yet(tmp_path,
     monkeypatch.setattr(
         os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file))
     )
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     durable(journal)
     begin(journal, 1)
     assert synced.count(first) == 1
-    journal.finished(group(1), wanted=True)
+    journal.append_group(group(1), wanted=True)
     begin(journal, 2)
     assert synced.count(str(tmp_path / "0000001.log")) == 1
 
@@ -560,14 +560,14 @@ def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp
         fsync(descriptor)
 
     async def run():
-        journal.finished(group(0), wanted=True)
+        journal.append_group(group(0), wanted=True)
         monkeypatch.setattr(os, "fsync", slow)
         beginning = asyncio.create_task(journal.begin(1))
         await asyncio.to_thread(begun.wait, 20)
-        journal.finished(group(1), wanted=True)
+        journal.append_group(group(1), wanted=True)
         go_on.set()
         number = await beginning
-        journal.finished(group(2), wanted=True)
+        journal.append_group(group(2), wanted=True)
         return number
 
     number = asyncio.run(run())
@@ -583,7 +583,7 @@ def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_n
     monkeypatch.setattr("rlpost.durable.segment_writer.DEADLINE_S", 0.2)
 
     async def run():
-        journal.finished(group(0), wanted=True)
+        journal.append_group(group(0), wanted=True)
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
             beginning, ticks = asyncio.create_task(journal.begin(1)), 0
@@ -592,13 +592,13 @@ def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_n
                 ticks += 1
             assert ticks > 5 and not journal.is_written
             assert "a new segment took more than 0 s" in caplog.text
-            journal.finished(group(1), wanted=True)
+            journal.append_group(group(1), wanted=True)
             answers.set()
             await asyncio.sleep(0.1)
         assert not journal.is_written, "what comes back late changes nothing"
         number = await journal.begin(2)
         assert journal.is_written
-        journal.finished(group(2), wanted=True)
+        journal.append_group(group(2), wanted=True)
         return number
 
     try:

@@ -58,7 +58,7 @@ class Life:
 
     def group(self, _):
         self.drain()
-        self.journal.finished(group(self.num_groups, 2), wanted=True)
+        self.journal.append_group(group(self.num_groups, 2), wanted=True)
         self.happened((GROUP, self.num_groups))
         self.num_groups += 1
 
@@ -146,7 +146,7 @@ def test_the_used_records_are_a_prefix_of_what_happened(
             if record.kind == GROUP:
                 assert record.group() == group(record.meta["prompt_id"], 2)
         # the run continues from here, even after another crash
-        journal.finished(group(10**6, 1), wanted=True)
+        journal.append_group(group(10**6, 1), wanted=True)
         journal.close()
         assert waiting(resumed(copy, base, step)) == [*used, (GROUP, 10**6)]
 
@@ -155,7 +155,7 @@ def four_segments(folder):
     """Write a journal of uncommitted states with one group and one batch per segment."""
     journal = resumed(folder)
     for step in range(4):
-        journal.finished(group(step, 3), wanted=True)
+        journal.append_group(group(step, 3), wanted=True)
         journal.batch(step, [group(step)], {})
         if step < 3:
             begin(journal, step + 1)
@@ -188,7 +188,7 @@ def test_a_record_is_valid_only_in_its_place(tmp_path):
     """Both records keep their lengths and checksums; only their order is changed."""
     journal = resumed(tmp_path)
     for prompt_id in range(3):
-        journal.finished(group(prompt_id, 4), wanted=True)
+        journal.append_group(group(prompt_id, 4), wanted=True)
     journal.close()
     path = tmp_path / "0000000.log"
     data = path.read_bytes()
@@ -211,7 +211,7 @@ def test_a_segment_of_a_newer_version_is_named_and_not_used(tmp_path, monkeypatc
 
 def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_path, caplog):
     journal = resumed(tmp_path, data="11 rows")
-    journal.finished(group(0, 3, 4), wanted=True)
+    journal.append_group(group(0, 3, 4), wanted=True)
     journal.close()
     assert waiting(resumed(tmp_path, data="11 rows")) == [(GROUP, 0)]
     assert caplog.text == ""
@@ -334,9 +334,9 @@ def test_a_link_that_succeeded_despite_an_error_that_the_file_exists_is_recognis
     with monkeypatch.context() as patched:
         patched.setattr(segment_writer.os, "link", repeated)
         journal = resumed(tmp_path)
-        journal.finished(group(0), wanted=True)
+        journal.append_group(group(0), wanted=True)
         begin(journal, 1)
-        journal.finished(group(1), wanted=True)
+        journal.append_group(group(1), wanted=True)
         journal.close()
     assert waiting(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1)]
 
@@ -348,10 +348,10 @@ def no_hard_links(source, target):
 def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(segment_writer.os, "link", no_hard_links)
     old = resumed(tmp_path)
-    old.finished(group(0), wanted=True)
+    old.append_group(group(0), wanted=True)
     durable(old)
     new = resumed(tmp_path)
-    new.finished(group(1), wanted=True)
+    new.append_group(group(1), wanted=True)
     durable(new)
     content = (tmp_path / "0000001.log").read_bytes()
     assert begin(old, 1) == 2
@@ -364,7 +364,7 @@ def test_without_hard_links_a_segment_is_still_whole_and_never_replaced(tmp_path
 def test_without_hard_links_a_crash_between_name_and_content_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(segment_writer.os, "link", no_hard_links)
     journal = resumed(tmp_path)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
 
     def crash(source, target):
         raise KeyboardInterrupt
@@ -415,7 +415,7 @@ def test_compaction_removes_damaged_segments_too(tmp_path):
 def test_a_segment_resumed_from_a_kept_checkpoint_is_kept_although_its_base_is_damaged(tmp_path):
     journal = resumed(tmp_path)
     number = begin(journal, 10)
-    journal.finished(group(0), wanted=True)
+    journal.append_group(group(0), wanted=True)
     journal.close()
     journal = resumed(tmp_path, number, 10)
     (tmp_path / f"{number:07d}.log").write_bytes(b"")

@@ -124,7 +124,7 @@ def test_a_group_refers_to_its_answers_instead_of_repeating_them(tmp_path):
     for part in answers:
         journal.add_part(part, PROMPT)
     finished = group_of(answers)
-    journal.finished(finished, wanted=True, prompt=PROMPT)
+    journal.append_group(finished, wanted=True, prompt=PROMPT)
     journal.close()
     journal = resumed(tmp_path)  # copies group and answers
     assert journal.kept() == Kept(0, 0, 0, 0)
@@ -144,7 +144,7 @@ def test_a_group_of_resumed_answers_refers_to_them(tmp_path):
     journal = resumed(tmp_path)
     kept = asyncio.run(journal.kept_answers())[4]
     finished = group_of([replace(answer(0), samples=tuple(kept))])
-    journal.finished(finished, wanted=True, prompt=PROMPT)
+    journal.append_group(finished, wanted=True, prompt=PROMPT)
     journal.close()
     (record,) = resumed(tmp_path).waiting
     assert len(record.answers) == 1 and record.group() == finished
@@ -173,7 +173,7 @@ def test_a_damaged_part_costs_that_part_alone_and_is_named(tmp_path, caplog, dam
     journal = resumed(tmp_path)
     for index in range(3):
         journal.add_part(answer(index), PROMPT)
-    journal.finished(group(9, 3), wanted=True)
+    journal.append_group(group(9, 3), wanted=True)
     journal.close()
     path = tmp_path / "0000000.log"
     record = read_segment(path).records[damaged]
@@ -190,8 +190,8 @@ def test_a_group_with_a_damaged_answer_is_completed_from_the_others(tmp_path, ca
     answers = [answer(index) for index in range(3)]
     for part in answers:
         journal.add_part(part, PROMPT)
-    journal.finished(group_of(answers), wanted=True, prompt=PROMPT)
-    journal.finished(group(9, 3), wanted=True)
+    journal.append_group(group_of(answers), wanted=True, prompt=PROMPT)
+    journal.append_group(group(9, 3), wanted=True)
     journal.close()
     path = tmp_path / "0000000.log"
     flip(path, [each for each in read_segment(path).records if each.kind == PART][1])

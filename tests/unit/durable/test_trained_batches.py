@@ -16,7 +16,7 @@ def trained(journal, step, *groups, finished=True):
     """Finish groups and take them as the batch of a step."""
     if finished:
         for one in groups:
-            journal.finished(one, wanted=True)
+            journal.append_group(one, wanted=True)
     journal.batch(step, groups, COUNTS)
     durable(journal)
 
@@ -34,7 +34,7 @@ def test_batches_after_a_state_are_read_in_training_order_while_the_journal_is_o
     groups = [group(number, 3, 2) for number in range(6)]
     trained(journal, 0, groups[1], groups[0])
     trained(journal, 1, groups[2], groups[3])
-    journal.finished(groups[4], wanted=True)
+    journal.append_group(groups[4], wanted=True)
     assert read(journal, 0, 0, 2) == [groups[:2], groups[2:4]]
     journal.close()
 
@@ -44,9 +44,9 @@ def test_groups_that_the_checkpoint_holds_are_taken_from_its_backlog(tmp_path):
     journal = resumed(tmp_path)
     groups = [group(number, 2) for number in range(4)]
     trained(journal, 0, groups[0])
-    journal.finished(groups[2], wanted=True)
+    journal.append_group(groups[2], wanted=True)
     base = begin(journal, 1)
-    journal.finished(groups[1], wanted=True)
+    journal.append_group(groups[1], wanted=True)
     trained(journal, 1, groups[1], groups[2], finished=False)
     assert read(journal, base, 1, 2, backlog=[groups[2]]) == [[groups[1], groups[2]]]
     with pytest.raises(CheckpointError, match="batch of step 1"):

@@ -46,7 +46,7 @@ from rlpost.agents.sandbox.protocol import (
     Sandbox,
     SandboxFileError,
     Verdict,
-    retried,
+    retry,
 )
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Trial:
             return await self._score(sandbox, handed)
 
         image = self.runnable.verifier_root.image
-        return await retried(self.pool, work, limits=limits, image=image)
+        return await retry(self.pool, work, limits=limits, image=image)
 
     async def _hand_over(self) -> HandedOver:
         """Return what the verifier gets of the agent."""

@@ -264,7 +264,7 @@ class Simulation:
             problem = None if isinstance(action, Dismiss) else "no answer"
         elif one is not None:
             problem = await self.act(action, one)
-        self.fleet.finished(action, asyncio.get_running_loop().time(), problem)
+        self.fleet.end_action(action, asyncio.get_running_loop().time(), problem)
         if isinstance(action, Dismiss) and one is None:
             self.places.give_up(action.record.url)
         self.step()

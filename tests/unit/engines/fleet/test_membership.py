@@ -37,7 +37,7 @@ def serve(fleet, *records, now=0.0):
     todo = fleet.step(records, now)
     while todo:
         for action in todo:
-            fleet.finished(action, now)
+            fleet.end_action(action, now)
         todo = fleet.step(records, now)
     assert {one.engine for one in fleet.serving()} == {one.engine for one in records}
 
@@ -47,10 +47,10 @@ def test_an_engine_is_updated_then_admitted(fleet):
     (update,) = fleet.step([one], 0)
     assert update == Update(one, 3)
     assert fleet.step([one], 1) == [] and fleet.serving() == []
-    fleet.finished(update, 2)
+    fleet.end_action(update, 2)
     (admit,) = fleet.step([one], 2)
     assert admit == Admit(one, 3) and fleet.serving() == []
-    fleet.finished(admit, 3)
+    fleet.end_action(admit, 3)
     assert fleet.step([one], 3) == [] and fleet.serving() == [one]
 
 
@@ -66,21 +66,21 @@ def test_an_update_to_a_version_that_was_replaced_before_it_ended_is_repeated(fl
     one = record()
     (update,) = fleet.step([one], 0)
     fleet.set_version(4)
-    fleet.finished(update, 1)
+    fleet.end_action(update, 1)
     assert fleet.step([one], 1) == [Update(one, 4)]
 
 
 def test_an_admission_that_ends_after_a_new_version_is_taken_back(fleet):
     one = record()
     (update,) = fleet.step([one], 0)
-    fleet.finished(update, 0)
+    fleet.end_action(update, 0)
     (admit,) = fleet.step([one], 0)
     fleet.set_version(4)
     assert not fleet.is_settled
-    fleet.finished(admit, 1)
+    fleet.end_action(admit, 1)
     (dismiss,) = fleet.step([one], 1)
     assert dismiss == Dismiss(one, NEW_WEIGHTS, answers=True) and not fleet.is_settled
-    fleet.finished(dismiss, 2)
+    fleet.end_action(dismiss, 2)
     assert fleet.is_settled
     assert fleet.step([one], 2) == [Update(one, 4)]
 
@@ -92,7 +92,7 @@ def test_without_a_version_all_engines_leave_and_none_is_admitted(fleet):
     todo = fleet.step(both, 1)
     assert words(todo) == [("Dismiss", "7_0"), ("Dismiss", "7_1")]
     for action in todo:
-        fleet.finished(action, 1)
+        fleet.end_action(action, 1)
     assert fleet.is_settled and fleet.step(both, 2) == []
     fleet.set_version(4)
     assert words(fleet.step(both, 3)) == [("Update", "7_0"), ("Update", "7_1")]
@@ -102,12 +102,12 @@ def test_a_bounded_number_of_engines_reads_weights_at_once_in_order(fleet):
     four = [record(f"7_{index}") for index in range(4)]
     first = fleet.step(four, 0)
     assert words(first) == [("Update", "7_0"), ("Update", "7_1")]
-    fleet.finished(first[0], 1)
+    fleet.end_action(first[0], 1)
     second = fleet.step(four, 1)
     assert words(second) == [("Update", "7_2"), ("Admit", "7_0")]
     fleet.set_version(4)
     for action in (first[1], *second):
-        fleet.finished(action, 2)
+        fleet.end_action(action, 2)
     assert words(fleet.step(four, 2)) == [
         ("Dismiss", "7_0"),
         ("Update", "7_3"),  # its turn has not come yet
@@ -135,7 +135,7 @@ def test_a_draining_engine_stays_away(fleet):
     serve(fleet, record())
     draining = record(beat=2, state=EngineState.DRAINING)
     (dismiss,) = fleet.step([draining], 1)
-    fleet.finished(dismiss, 2)
+    fleet.end_action(dismiss, 2)
     assert fleet.step([draining.next()], 3) == []
 
 
@@ -144,14 +144,14 @@ def test_an_engine_without_heartbeats_is_lost_and_forgotten(fleet):
     assert fleet.step([record(beat=5)], 30) == []
     (dismiss,) = fleet.step([record(beat=5)], 31)
     assert dismiss.reason == "lost: no sign of life for 31 s" and not dismiss.answers
-    fleet.finished(dismiss, 32)
+    fleet.end_action(dismiss, 32)
     assert fleet.step([record(beat=5)], 33) == [] and not fleet.phases()
 
 
 def test_a_lost_engine_whose_heartbeats_resume_joins_again_with_new_weights(fleet):
     serve(fleet, record(beat=5))
     (dismiss,) = fleet.step([], 31)
-    fleet.finished(dismiss, 31)
+    fleet.end_action(dismiss, 31)
     fleet.step([], 31)
     assert fleet.step([record(beat=6)], 40) == [Update(record(beat=6), 3)]
 
@@ -169,7 +169,7 @@ def test_the_server_of_a_requeued_job_is_another_engine(fleet):
     (dismiss,) = fleet.step([again], 1)
     assert dismiss.record.incarnation == "a" and dismiss.record.url == record().url
     assert fleet.step([again], 1) == []  # the old one is not dismissed yet
-    fleet.finished(dismiss, 2)
+    fleet.end_action(dismiss, 2)
     assert fleet.step([again], 2) == [Update(again, 3)]
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_ends_during_its_update_is_forgotten(fleet):
     (update,) = fleet.step([record()], 0)
     again = record(beat=3, incarnation="b")
     assert fleet.step([again], 1) == []
-    fleet.finished(update, 2, "connection refused")
+    fleet.end_action(update, 2, "connection refused")
     assert fleet.step([again], 2) == [Update(again, 3)]  # without the wait of the old one
 
 
@@ -188,7 +188,7 @@ def test_an_engine_on_the_port_of_another_waits_until_that_one_is_dismissed(flee
     assert dismiss.record == old and not dismiss.answers
     assert dismiss.reason == "its port belongs to another engine now"
     assert fleet.step([old, new], 1) == []
-    fleet.finished(dismiss, 2)
+    fleet.end_action(dismiss, 2)
     assert fleet.step([old.next(), new], 2) == [Update(new, 3)]
 
 
@@ -203,7 +203,7 @@ def test_engines_follow_orders_to_leave(fleet):
     serve(fleet, *both)
     (dismiss,) = fleet.step(both, 1, Orders(drain=("7_1",)))
     assert dismiss.record.engine == "7_1"
-    fleet.finished(dismiss, 1)
+    fleet.end_action(dismiss, 1)
     assert fleet.step(both, 2, Orders(drain=("7_1",))) == []
     assert words(fleet.step(both, 2, Orders(stop=True))) == [("Dismiss", "7_0")]
 
@@ -212,7 +212,7 @@ def test_an_incarnation_that_keeps_failing_is_refused_but_its_successor_is_not(f
     one, now = record(), 0.0
     for wait in (5, 10, 20):
         (update,) = fleet.step([one], now)
-        fleet.finished(update, now, "refused")
+        fleet.end_action(update, now, "refused")
         one = one.next()
         assert fleet.step([one], now + wait - 1) == []
         now += wait
@@ -230,16 +230,16 @@ def test_an_unhealthy_engine_is_dismissed_and_retried(fleet):
     fleet.failed("7_0", "a", "no answer")
     (dismiss,) = fleet.step([record()], 1)
     assert dismiss == Dismiss(record(), "no answer", answers=False)
-    fleet.finished(dismiss, 1)
+    fleet.end_action(dismiss, 1)
     assert fleet.step([record()], 5) == []
     assert words(fleet.step([record()], 6)) == [("Update", "7_0")]
 
 
 def test_an_admission_that_fails_is_undone_because_the_router_may_know_the_engine(fleet):
     (update,) = fleet.step([record()], 0)
-    fleet.finished(update, 0)
+    fleet.end_action(update, 0)
     (admit,) = fleet.step([record()], 0)
-    fleet.finished(admit, 1, "the router does not reach it")
+    fleet.end_action(admit, 1, "the router does not reach it")
     (dismiss,) = fleet.step([record()], 1)
     assert dismiss.reason == "the router does not reach it"
 
@@ -248,7 +248,7 @@ def test_a_dismissal_that_fails_is_repeated_until_the_router_has_done_it(fleet):
     serve(fleet, record())
     fleet.withdraw_version()
     (dismiss,) = fleet.step([record()], 1)
-    fleet.finished(dismiss, 2, "the router does not answer")
+    fleet.end_action(dismiss, 2, "the router does not answer")
     assert not fleet.is_settled
     assert words(fleet.step([record()], 3)) == [("Dismiss", "7_0")]
 
@@ -269,7 +269,7 @@ def test_engines_are_charged_from_admission_to_dismissal(fleet):
     serve(fleet, *both, now=10.0)
     assert fleet.usage(15.0) == {"7_0": EngineUsage(5.0, 10.0), "8_0": EngineUsage(5.0, 20.0)}
     (dismiss,) = fleet.step(both, 16, Orders(drain=("7_0",)))
-    fleet.finished(dismiss, 18)
+    fleet.end_action(dismiss, 18)
     assert fleet.usage(20.0) == {"7_0": EngineUsage(8.0, 16.0), "8_0": EngineUsage(10.0, 40.0)}
     assert fleet.usage(21.0)["7_0"] == EngineUsage(8.0, 16.0)
 
@@ -310,6 +310,6 @@ def test_an_engine_that_fails_three_requests_leaves_and_counts_from_zero_when_re
     assert fleet.request_failed(one.url) is None
     (dismiss,) = fleet.step([], 1)
     assert isinstance(dismiss, Dismiss) and not dismiss.answers
-    fleet.finished(dismiss, 1)
+    fleet.end_action(dismiss, 1)
     serve(fleet, one.next(), now=3)
     assert fleet.request_failed(one.url) == one.next()

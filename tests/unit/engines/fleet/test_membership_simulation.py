@@ -129,7 +129,7 @@ class World:
         for end_at, action in list(self.running):
             if end_at <= self.now:
                 self.running.remove((end_at, action))
-                self.fleet.finished(action, self.now, self.carry_out(action))
+                self.fleet.end_action(action, self.now, self.carry_out(action))
         records = list(self.files.values())
         for action in self.fleet.step(records, self.now):
             is_there = self.server(action.record) is not None

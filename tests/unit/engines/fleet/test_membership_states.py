@@ -52,7 +52,7 @@ class World:
             self.weights[action.record.incarnation] = action.version
         if problem is None and isinstance(action, Dismiss):
             self.router.pop(action.record.url, None)
-        self.fleet.finished(action, self.now, problem)
+        self.fleet.end_action(action, self.now, problem)
 
     def set_version(self, version):
         self.version = version
