@@ -77,6 +77,14 @@ def run_virtually(main: Coroutine[object, object, None]) -> None:
         runner.run(main)
 
 
+def virtual_time() -> float:
+    """Time of the simulation in seconds; 0 before it runs."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return 0.0
+
+
 class Killed(Exception):
     """The connection broke."""
 
@@ -152,7 +160,7 @@ class Simulation:
         self.num_engines, self.zones = num_engines, zones
         self.fleet = Membership(LIMITS)
         own = Place("http://own:1", "k", SLOTS * NUM_OWN)
-        self.places = Places(clock=lambda: asyncio.get_running_loop().time())
+        self.places = Places(clock=virtual_time)
         self.places.set_own([own])
         self.own = Server(EngineRecord("own", "own", EngineState.READY, 0, url=own.url))
         self.servers: dict[str, list[Server]] = {zone: [] for zone in zones}
