@@ -184,12 +184,6 @@ def engine_jobs(config: Config) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number}
 
 
-def key_variables(config: Config) -> set[str]:
-    """Return the environment variables with keys of groups."""
-    groups = engine_groups(config).values()
-    return {group.settings.api_key_env for group in groups if group.settings.api_key_env}
-
-
 def group_key(group: NamedGroup, environ: Mapping[str, str] = os.environ) -> str:
     """Return the API key of the servers of a group; empty for none.
 

@@ -99,9 +99,8 @@ class SpareEngines:
                     raise
                 logger.warning("%s; the evaluation begins again", error)
             finally:
-                if (
-                    not self.serving.places.all()
-                ):  # they may be paused, with weights of two versions
+                # Without weights they may be paused, with those of two versions.
+                if not self.serving.places.all():
                     await self._give_back(None)
             await asyncio.sleep(POLL_S)
 
