@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parents[2]
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from rlpost.agents.sandbox.protocol import Limits, SandboxLost, retried
+from rlpost.agents.sandbox.protocol import Limits, SandboxLost, retry
 from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.agents.sandbox.verify import CaseVerifier, verify
 
@@ -43,7 +43,7 @@ async def main():
         return await verify(sandbox, CaseVerifier("sh answer.sh", [(b"1\\n", b"2")]), pool)
 
     async with RemotePool(Path(sys.argv[1]), LIMITS, wait_seconds=60) as pool:
-        verdict = await retried(pool, episode)
+        verdict = await retry(pool, episode)
     print(json.dumps({"names": names, "lost": lost, "score": verdict.score}), flush=True)
 
 asyncio.run(main())

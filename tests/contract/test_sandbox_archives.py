@@ -125,7 +125,7 @@ def test_a_sandbox_of_another_node_is_saved_over_its_connection(tmp_path: Path) 
         archives, secret = Archives(tmp_path / "store"), b"secret"
         async with LocalPool(SMALL, size=2, warm=0) as pool:
             server = SandboxServer(pool, secret, "127.0.0.1")
-            listening = await asyncio.start_server(server.connected, "127.0.0.1", 0)
+            listening = await asyncio.start_server(server.serve_connection, "127.0.0.1", 0)
             port = listening.sockets[0].getsockname()[1]
             node = NodeRecord("node", "127.0.0.1", port, 2, 1)
             async with await RemoteSandbox.connect(node, secret, SMALL) as sandbox:

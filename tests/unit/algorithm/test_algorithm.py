@@ -104,7 +104,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
     rewards = [[reward for reward, _ in group] for group in groups]
     masks = [[RunColumn([(1, length), (0, 2)]) for _, length in group] for group in groups]
     options = dict(normalize_std=True, normalize_advantages=True)
-    whitened = itertools.chain(*estimate("reinforce", rewards, masks, **options))
+    whitened = itertools.chain(*estimate("grpo", rewards, masks, raw=True, **options))
     plain, lengths = zip(*pairs, strict=True)
     tokens, plain = np.repeat(list(whitened), lengths), np.repeat(plain, lengths)
     assert not tokens.size or abs(tokens.mean()) < 1e-6
@@ -154,7 +154,7 @@ ONE = RunColumn.of((1,))
         ("grpo", [[1.0]], [[ONE]], [[[0.1]], [[0.1]]]),
         ("grpo", [[1.0, 0.0]], [[ONE, ONE]], [[[0.1]]]),
         ("opo", [[1.0, 0.0]], [[ONE]], None),
-        ("reinforce_whitened", [[1.0, 0.0]], [[ONE]], None),
+        ("reinforce_plus_plus", [[1.0, 0.0]], [[ONE]], None),
         ("reinforce_plus_plus", [[1.0, 0.0]], [[ONE]], [[[0.1]]]),
         ("reinforce_plus_plus", [[1.0]], [[ONE]], [[[0.1, 0.2]]]),
     ],

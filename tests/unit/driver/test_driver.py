@@ -190,7 +190,7 @@ def test_a_stop_does_not_wait_for_prompts_that_are_being_read(tmp_path, monkeypa
     try:
         assert driver.drive(config, run, cluster) == EXIT_PREEMPTED
         started = next(entry for entry in run.ledger.read() if entry["event"] == "started")
-        assert started["gpus"] == {"per_node": 8, "trainer": 8, "engines": 1}
+        assert started["gpus"] == {"per_node": 8, "trainer": 8, "engines": 1, "groups": {}}
         assert started["again"] == {"steps": 2, "step_s": 40.5}, (
             "earlier attempts trained them, none saved them"
         )

@@ -42,7 +42,11 @@ def fleet_of(*urls: str) -> SimpleNamespace:
     addresses = tuple(EngineAddress(url=url, num_gpus=1) for url in urls)
     serving = SimpleNamespace(places=Places())
     return SimpleNamespace(
-        addresses=addresses, dismissed=set(), serving=serving, name=lambda index: f"engine-{index}"
+        group="policy",
+        addresses=addresses,
+        dismissed=set(),
+        serving=serving,
+        name=lambda index: f"engine-{index}",
     )
 
 
