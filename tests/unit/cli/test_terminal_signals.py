@@ -61,6 +61,7 @@ class Terminal:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
             os.chdir(ROOT)
             os.execv(command[0], command)
         self.said = b""
