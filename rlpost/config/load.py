@@ -82,7 +82,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
 
 
 def without_idle_groups(config: Config) -> Config:
-    """Return the settings without engines that would wait for weights which nobody sends.
+    """Return the settings without engines whose weights would never be sent.
 
     Without a trainer (--debug-rollout-only) the policy's engines evaluate, and groups that follow the
     policy have no use.

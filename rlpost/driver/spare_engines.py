@@ -90,8 +90,7 @@ class SpareEngines:
             try:
                 if self._lent:
                     await self.weights.update(self._version)
-                    for index in self._fleet.lent.keys() & set(self._lent):
-                        self._fleet.lent[index] = True
+                    self._fleet.check_lent(self._lent)
                     self.serving.places.set_own(self._fleet.places_of(self._lent))
                     return
             except SyncError as error:  # one has died: the health of the policy's engines finds it

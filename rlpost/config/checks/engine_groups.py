@@ -173,7 +173,7 @@ def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
 
 
 def _fleet_problems(config: Config, named: NamedGroup) -> Iterator[str]:
-    """Engines on jobs of their own, which have one node each."""
+    """Engines on separate jobs, which have one node each."""
     group, a_node = named.settings, config.cluster.num_gpus_per_node
     size = group.gpus_per_engine(a_node)
     if size > a_node:

@@ -38,7 +38,7 @@ class EngineGroup(ServerArgs):
     """Engines of the group. With fleet: the jobs that `rlpost submit` submits together with the
     run, which may be 0."""
     fleet: bool = False
-    """Let the engines join from jobs of their own, which may be preempted and start again at any
+    """Let the engines join from separate jobs, which may be preempted and start again at any
     time (docs/fleet.md). `rlpost fleet RUN --group NAME` adds and removes them."""
     gpus: Positive | None = None
     """GPUs of each engine, its tensor-parallel size. Default: 1, or those of its nodes."""

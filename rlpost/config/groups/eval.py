@@ -19,8 +19,8 @@ class EvalConfig(Group):
     (docs/which-engines.md); it has follows_policy = true. policy: some of the policy's engines
     (--eval-policy-engines). Default: the policy's engines, and the next step waits."""
     eval_policy_engines: Positive = 1
-    """Engines of the policy that evaluate with --eval-engines policy; meanwhile they neither generate
-    nor get new weights."""
+    """Engines of the policy that evaluate with --eval-engines policy. While they do, they neither
+    generate nor get new weights."""
     eval_prompt_data: tuple[str, ...] = ()
     """Pairs NAME PATH of JSONL files, or one PATH, whose stem is the NAME."""
     eval_config: FilePath | None = None

@@ -10,7 +10,7 @@ from rlpost.config.groups.base import Group, Positive, PositiveNumber
 
 
 class FleetConfig(Group):
-    """Engines on jobs of their own, which join the run and may leave at any time (docs/fleet.md)."""
+    """Engines on separate jobs, which join the run and may leave at any time (docs/fleet.md)."""
 
     engines: Annotated[int, Field(ge=0)] = 0
     """Engine jobs that `rlpost submit` submits together with the run; they start once the run's job

@@ -89,8 +89,7 @@ class Fleet:
         self._restarted: set[int] = set()
         """Those of them whose new process has started."""
         self.lent: dict[int, bool] = {}
-        """Engines that evaluate a version: no requests of the policy, no weights. True: it has its
-        weights, and its health is checked."""
+        """Engines that evaluate a version, not the policy's. True: its health is checked."""
         self._behind: set[int] = set()
         """Engines that have done so: no requests before the next weights."""
 
@@ -147,6 +146,10 @@ class Fleet:
         self.lent |= dict.fromkeys(chosen, False)
         self._place()
         return chosen
+
+    def check_lent(self, indices: Sequence[int]) -> None:
+        """Check the health of lent engines from now on: they have the weights to evaluate."""
+        self.lent |= {index: True for index in indices if index in self.lent}
 
     def give_back(self, indices: Sequence[int], *, are_current: bool) -> None:
         """Take engines back that were lent; ``are_current``: they have the weights of the others."""
@@ -230,8 +233,6 @@ class Fleet:
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
         """Return dead engines, except dismissed ones and those that read other weights.
-
-        Concurrency is bounded.
 
         ``generating``: the engines are not paused, so the check generates a token, and one that is
         busy is not dead (``engine_life``). Otherwise an engine is dead that does not answer.

@@ -38,6 +38,9 @@ class Policy:
             self.lent.pop(index, None)
         self.log.append(("back", list(indices), version))
 
+    def check_lent(self, indices: list[int]) -> None:
+        self.lent |= {index: True for index in indices if index in self.lent}
+
     def die(self, index: int) -> None:
         self.lent.pop(index)
 

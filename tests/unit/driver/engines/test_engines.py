@@ -296,7 +296,8 @@ def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they_are_b
         assert fleet.lend(1) == [2]
         await runners[2].cleanup()
         assert 2 not in await fleet.unhealthy(generating=False), "paused, while it reads weights"
-        fleet.lent[2] = True
+        fleet.check_lent([1, 2])
+        assert fleet.lent == {2: True}, "1 is not lent"
         assert 2 in await fleet.unhealthy(generating=False)
         await fleet.dismiss(2)
         assert not fleet.lent, "it is restarted as an engine of the policy"
