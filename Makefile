@@ -2,9 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ASSETS := assets/tiny
-PYTEST_ARGS ?= -n 2 --dist loadfile
-# One more than there are cores, because some tests wait; eight at most, for each imports the libraries anew.
-FAST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
+# A process more than there are cores, because some tests wait; eight at most, for each imports the libraries again.
+PYTEST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 # As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
 GPU_ARGS ?=
 # trixie or sid, see tests/cluster/slurm_roots.py
@@ -36,7 +35,7 @@ test: install system assets clients  ## every tier: unit, golden, contract, real
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: install  ## unit and golden tests without the slow ones, two to three minutes on two cores
-	$(BIN)/python -m pytest -q $(FAST_ARGS) -m "not slow" tests/unit tests/golden
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m "not slow" tests/unit tests/golden
 
 test-slurm: install system  ## the tests of batch script, preemption, requeue and arrays on another Slurm: SLURM=sid or trixie
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster -m every_slurm --slurm $(SLURM)

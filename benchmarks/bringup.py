@@ -3,8 +3,8 @@
     python -m benchmarks.bringup [--write]
 
 Rendezvous, preflight, comparison and readiness, with Ray replaced by a stub
-(``bootstrap/simulated/ray_stub``): one agent per node on real Slurm nodes (the tests' lab, as root),
-and one real head with simulated nodes (``bootstrap/simulated/nodes.py``) for sizes that do not fit the
+(``tests/fakes/ray_stub``): one agent per node on real Slurm nodes (the tests' lab, as root),
+and one real head with simulated nodes (``tests/unit/bootstrap``) for sizes that do not fit the
 lab. --write puts the table into docs/benchmarks.md, section "Agents alone".
 """
 

@@ -29,13 +29,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.page import machine, make_parser, show, table
-from benchmarks.train_step import save_random_qwen3, started_actor
+from benchmarks.train_step import one_rank, save_random_qwen3, started_actor
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.driver.checkpoints import Checkpoints, Write
 from rlpost.durable.state import RunState
 from rlpost.trainer import device
 from rlpost.trainer.actor import Actor
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist.writer import NUM_THREADS
 from rlpost.types import TrainBatch, TrainSample
 
@@ -65,8 +64,8 @@ def make_model(folder: Path, size: str) -> int:
 
 def started(folder: Path, *, buffer_gb: float) -> Actor:
     """Return an actor after one step, so that Adam has moments."""
-    settings = ActorSettings(
-        str(folder), actor_num_threads=os.cpu_count() or 1, save_buffer_gb=buffer_gb
+    settings = one_rank(
+        folder, actor_num_threads=os.cpu_count() or 1, bf16=False, save_buffer_gb=buffer_gb
     )
     actor = started_actor(settings, port=29_433)
     sample = TrainSample(tuple(range(3, 19)), 8, (1,) * 8, (-7.0,) * 8, 1.0)

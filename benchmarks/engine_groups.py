@@ -134,15 +134,14 @@ async def run_steps(way: str, num_steps: int, folder: Path, actor: Any) -> dict[
 
 def run_way(way: str, num_steps: int, folder: Path) -> dict[str, float]:
     """Run one way in this process, when the other one is ready too: at a line on standard input."""
-    from benchmarks.train_step import save_random_qwen3, started_actor
+    from benchmarks.train_step import one_rank, save_random_qwen3, started_actor
     from rlpost.cli.tiny_model import VOCAB_SIZE, make_tokenizer
-    from rlpost.trainer.settings import ActorSettings
 
     actor = None
     if way == "beside":
         make_tokenizer().save_pretrained(folder / "model")
         save_random_qwen3(folder / "model", vocab_size=VOCAB_SIZE, **SIZE, **HEADS)
-        actor = started_actor(ActorSettings(str(folder / "model")), port=29_441)
+        actor = started_actor(one_rank(folder / "model", bf16=False), port=29_441)
     print("ready", flush=True)
     sys.stdin.readline()
     return asyncio.run(run_steps(way, num_steps, folder, actor))

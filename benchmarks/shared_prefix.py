@@ -28,8 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.page import machine, make_parser, show, table
-from benchmarks.train_step import VOCAB_SIZE, make_model, started_actor
-from rlpost.trainer.settings import ActorSettings
+from benchmarks.train_step import VOCAB_SIZE, make_model, one_rank, started_actor
 from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Beginnings that samples share"
@@ -72,8 +71,8 @@ def run_steps(folder: Path, case: tuple[int, int, int], *, shares: bool, count: 
     samples = group(*case)
     batch = TrainBatch((samples,), num_samples=len(samples), num_tokens=len(samples) * case[2])
     torch.set_num_threads(os.cpu_count() or 1)
-    settings = ActorSettings(
-        str(folder), share_prefix=shares, actor_num_threads=os.cpu_count(), lr=1e-6
+    settings = one_rank(
+        folder, bf16=False, share_prefix=shares, actor_num_threads=os.cpu_count(), lr=1e-6
     )
     actor = started_actor(settings, port=29_437)
     before, seconds, norm = peak_gb(), [], 0.0

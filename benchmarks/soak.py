@@ -34,6 +34,7 @@ from benchmarks.stub_engines import started
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.observe.writer import read_metrics
 from tests.ports import free_ports
+from tests.processes import living
 
 HEADING = "## Soak"
 RECIPE = "jobs/recipes/tiny.toml"
@@ -108,7 +109,7 @@ class SoakRun:
         Processes that share a log are numbered: the standby driver is "driver (2)".
         """
         found: list[tuple[float, str, psutil.Process]] = []
-        for process in psutil.process_iter():
+        for process in living():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self._token:
                     found.append((process.create_time(), self._name(process), process))

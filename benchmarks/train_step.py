@@ -40,8 +40,9 @@ import torch.nn.functional as F
 
 from benchmarks.page import machine, make_parser, show, table
 from rlpost.algorithm.schedule import schedule
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.trainer.actor import Actor
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainBatch, TrainSample
 
 HEADING = "## Training step"
@@ -73,7 +74,13 @@ def save_random_qwen3(folder: Path, **config: object) -> int:
     return model.num_parameters()
 
 
-def started_actor(settings: ActorSettings, *, port: int) -> Actor:
+def one_rank(folder: Path, **values: object) -> Config:
+    """Return the settings of the only rank of a model on its node, with these leaves."""
+    sizes = {"num_gpus_per_node": 1, "actor_num_gpus_per_node": 1}
+    return with_values(Config(), hf_checkpoint=str(folder), **sizes, **values)
+
+
+def started_actor(settings: Config, *, port: int) -> Actor:
     """Return the only actor rank of a trainer, with the weights of its Hugging Face folder.
 
     ``port``: that of torch.distributed on this machine.
@@ -136,11 +143,10 @@ def ours(folder: Path, samples: Sequence[TrainSample], size: str) -> Iterator[St
         num_samples=len(samples),
         num_tokens=sum(sample.response_length for sample in samples),
     )
-    settings = ActorSettings(
-        str(folder),
+    settings = one_rank(
+        folder,
         clip_grad=CLIP_GRAD,
         actor_num_threads=torch.get_num_threads(),
-        bf16=None,
         lr=LR,
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],

@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -92,7 +93,6 @@ class Watch(threading.Thread):
 def run_trl(steps: int, out: Path) -> None:
     """Train with TRL in this process; write its times and rewards to ``out``."""
     import torch
-    from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -100,14 +100,6 @@ def run_trl(steps: int, out: Path) -> None:
 
     torch.set_num_threads(os.cpu_count() or 1)
     assets = assets_folder(None)
-    lines = (assets / "addition/train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    data = Dataset.from_list(
-        [
-            {"prompt": [{"role": "user", "content": row["prompt"]}], "label": row["label"]}
-            for row in rows
-        ]
-    )
     rewards: list[float] = []
     generate_s: list[float] = []
     ends = [time.time()]
@@ -166,7 +158,7 @@ def run_trl(steps: int, out: Path) -> None:
         model=model,
         reward_funcs=reward,
         args=settings,
-        train_dataset=data,
+        train_dataset=_conversations(assets),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Ends()],
     ).train()
@@ -174,6 +166,20 @@ def run_trl(steps: int, out: Path) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     measurements = {"step_s": step_s, "generate_s": generate_s, "rewards": rewards, "ends": ends}
     out.write_text(json.dumps(measurements | {"peak_gb": peak}))
+
+
+def _conversations(assets: Path) -> Any:
+    """Return the training prompts as a dataset of conversations with labels."""
+    from datasets import Dataset
+
+    lines = (assets / "addition/train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": row["prompt"]}], "label": row["label"]}
+            for row in rows
+        ]
+    )
 
 
 def measure_trl(steps: int, folder: Path) -> Measured:

@@ -109,11 +109,11 @@ def num_cores(cpus: Collection[int], siblings: Mapping[int, Collection[int]]) ->
     return len({frozenset(siblings.get(cpu, (cpu,))) for cpu in cpus})
 
 
-def read_siblings(cpus: Collection[int], root: Path = Path("/")) -> dict[int, frozenset[int]]:
+def read_siblings(cpus: Collection[int]) -> dict[int, frozenset[int]]:
     """Read the sibling threads of each CPU's core; unknown ones are omitted."""
     found = {}
     for cpu in cpus:
-        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         with suppress(OSError, ValueError):
             found[cpu] = parse_cpu_list(path.read_text())
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import MutableMapping
 from datetime import datetime
 
 VARIABLE = "RLPOST_LOG_FORMAT"
@@ -44,7 +43,6 @@ def configure_logging(
     source: str = "",
     *,
     with_logger: bool = False,
-    environ: MutableMapping[str, str] = os.environ,
     log_format: str | None = None,
     force: bool = False,
 ) -> None:
@@ -56,9 +54,9 @@ def configure_logging(
         log_format: replaces the format in the environment, which child processes inherit.
     """
     if log_format is not None:
-        environ[VARIABLE] = log_format
+        os.environ[VARIABLE] = log_format
     handler = logging.StreamHandler()
-    if environ.get(VARIABLE) == "json":
+    if os.environ.get(VARIABLE) == "json":
         handler.setFormatter(JsonFormatter(source))
     else:
         named = " %(name)s:" if with_logger else ""

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.algorithm.advantage import grpo_advantages
 from rlpost.algorithm.loss import token_weights
-from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, loss_function
+from rlpost.config.load import load
 from rlpost.tasks.reward.registry import reward_function
 
 TINY = Path(__file__).parents[1] / "assets/tiny"
 PROMPTS, ANSWERS, LENGTH = 16, 8, 8
-SETTINGS = LossSettings(eps_clip_high=0.28)  # the table [grpo] of a recipe
+SETTINGS = load([], {"grpo": {"eps_clip_high": 0.28}}).config.loss_settings
 
 
 def generate(model, tokenizer, rows):

@@ -62,6 +62,7 @@ class Sample:
         sampling_mask: for each response token the ids that top-p and top-k left to sample from
             (--use-rollout-sampling-mask); None if there is none.
         extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
+        reward: set while other answers of the group are generated or graded; then ``ScoredSample`` has it.
     """
 
     prompt_id: int
@@ -81,6 +82,7 @@ class Sample:
     teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         _convert(

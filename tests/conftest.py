@@ -3,6 +3,7 @@
 - A test in tests/cluster, tests/e2e or tests/gpu has the marker of that name.
 - A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, unless it
   needs a GPU.
+- A coroutine test runs in a separate event loop, for at most ``COROUTINE_S`` seconds.
 - ``--update-golden`` rewrites the files of tests/golden instead of comparing with them.
 - ``--kills`` and ``--hostile-commands`` are the sizes of two tests with random actions
   (tests/e2e/test_fleet.py, tests/contract/test_hostile_commands.py), and ``--draw`` is their seed.
@@ -10,6 +11,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Generator
@@ -29,14 +32,14 @@ if shutil.which("nvidia-smi") is None:
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
+# Tests of these folders and files wait more than they compute: at most half of the workers run them,
+# while there are others.
+WAITING = ("cluster", "unit/slurm", "unit/cli", "unit/test_gpu_check.py")
 # The longest file first. Short files come last, so that the workers end at about the same time.
-ORDER = ("e2e/test_slurm.py", "cluster", "e2e", "contract")
-# Tests of this folder wait more than they compute: at most half of the workers run its files, while
-# there are others.
-WAITING = "tests/cluster/"
+ORDER = ("e2e/test_slurm.py", *WAITING, "e2e", "contract")
 # Folders whose files run in one worker, in the order of their names: they share servers that take
 # long to start, or what a long process has observed.
-TOGETHER = ("contract/engines", "contract/cuda/observed")
+TOGETHER = ("contract/engines", "contract/forked", "contract/cuda/observed")
 
 settings.register_profile("any machine", deadline=None)  # a slow machine is not a failure
 settings.register_profile(  # for make mutants, where most runs fail: no search for the least example
@@ -48,6 +51,8 @@ settings.register_profile(  # for make mutants, where most runs fail: no search 
 )
 settings.load_profile("any machine")
 
+
+COROUTINE_S = 120.0
 
 collect_rarely()  # for the imports of the tests
 
@@ -64,7 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slurm", help="Debian release whose Slurm the tests with the marker every_slurm use"
     )
     parser.addoption(
-        "--kills", type=int, default=6, help="kills of a run, at least one in each of 6 places"
+        "--kills",
+        type=int,
+        default=1,
+        help="kills of a run: the signal of a preemption, agent, node, then all 6 places",
     )
     parser.addoption(
         "--hostile-commands", type=int, default=60, help="commands that attack the sandboxes"
@@ -93,6 +101,11 @@ def _place(path: Path) -> tuple[int, str]:
     return place, str(path) if _together(path) else ""
 
 
+def _waits(scope: str) -> bool:
+    """Whether the tests of a scope, a path from the project's root, wait more than they compute."""
+    return scope.startswith(tuple(f"tests/{start}" for start in WAITING))
+
+
 def _together(path: Path) -> str | None:
     """The folder of ``TOGETHER`` that contains a file; both are relative to tests/."""
     return next((folder for folder in TOGETHER if path.is_relative_to(folder)), None)
@@ -118,11 +131,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 for worker, work in self.assigned_work.items()
                 if worker is not node
             }
-            num_waiting = sum(
-                any(scope.startswith(WAITING) for scope in scopes) for scopes in pending.values()
-            )
-            others = [scope for scope in self.workqueue if not scope.startswith(WAITING)]
-            if others and num_waiting >= len(self.nodes) / 2:
+            num_waiting = sum(any(map(_waits, scopes)) for scopes in pending.values())
+            others = [scope for scope in self.workqueue if not _waits(scope)]
+            if others and num_waiting >= len(self.nodes) // 2:
                 self.workqueue.move_to_end(others[0], last=False)
             super()._assign_work_unit(node)
 
@@ -145,6 +156,17 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} may not skip in CI: {reason}"
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), COROUTINE_S))
+    return True
 
 
 IN_PROCESS = ("unit", "golden")

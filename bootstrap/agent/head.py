@@ -24,7 +24,7 @@ from pathlib import Path
 from bootstrap.agent.disks import places_of, until_full
 from bootstrap.agent.driver_process import DriverProcess
 from bootstrap.agent.early_exits import failures_before_joining
-from bootstrap.agent.gathering import Gathering, ReadHost
+from bootstrap.agent.gathering import Gathering
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import (
@@ -90,10 +90,7 @@ class HeadAgent:
         options: Options,
         secret: bytes,
         stop: StopSignals,
-        *,
-        read_host: ReadHost | None = None,
     ) -> None:
-        """``read_host``: reads the facts of this host, if not the default of ``Gathering``."""
         self._facts = facts
         self._options = options
         self._stop = stop
@@ -102,7 +99,7 @@ class HeadAgent:
         loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[HostLoss] = loop.create_future()
         self._stopped_before_loss = False
-        self._gathering = Gathering(facts, options, self._reception, read_host=read_host)
+        self._gathering = Gathering(facts, options, self._reception)
         self._replacements = Replacements(
             options.attempt_dir, self._gathering, self._reception, give_up=self._lose
         )

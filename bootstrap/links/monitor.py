@@ -128,9 +128,10 @@ class Kept:
 
 def kill_session(session_id: int) -> None:
     """KILL every process of a session and all their descendants."""
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         with suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session_id:
+            if os.getsid(pid) == session_id:
+                process = psutil.Process(pid)
                 for descendant in process.children(recursive=True):
                     with suppress(psutil.Error):
                         descendant.kill()

@@ -244,11 +244,10 @@ def _stack_problems(config: Config) -> list[str]:
     Without this check engines and actors would fail minutes later, and the job would be requeued.
     """
     trains = not config.debug.debug_rollout_only
-    generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     parts = [
         (True, "the cluster", ("ray",)),
         (trains, "the trainer", ("torch", "megatron-core")),
-        (generates, "the engines", ("sglang",)),
+        (config.generates, "the engines", ("sglang",)),
     ]
     where = f"{sys.executable}: install the missing packages (make install)"
     if config.cluster.container != "none":

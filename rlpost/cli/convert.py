@@ -30,7 +30,6 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.trainer.model_description import read_description
-from rlpost.trainer.settings_of_actors import actor_settings
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the usual ephemeral port range
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -201,7 +200,7 @@ def _main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> i
         port = store_port(os.environ, here.master_port)
         meeting = Rendezvous(here.rank, here.world_size, here.master_addr, port, secret)
         source = getattr(namespace, "input_dir", config.checkpoint.hf_checkpoint)
-        converter = Converter(with_mtp_layer(actor_settings(config), source), meeting)
+        converter = Converter(with_mtp_layer(config, source), meeting)
         try:
             if "output_dir" in namespace:
                 converter.from_torch_dist(source)

@@ -19,10 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.jit_caches import jit_cache_environment
-from common.units import counted
 from rlpost.cli.command_line import make_parser
 from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, read_planned_recipe
-from rlpost.cli.rehearse_nodes import agents_check, nodes_check
+from rlpost.cli.rehearse_nodes import nodes_check
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -30,7 +29,6 @@ from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
-from rlpost.trainer.settings_of_actors import actor_settings
 
 if TYPE_CHECKING:
     from rlpost.rehearsal.result import RehearsalResult
@@ -54,11 +52,6 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="rehearse N micro-batches of the step (default: pipeline stages + 1)",
     )
-    add_switch(
-        parser,
-        "--nodes-too",
-        "let the agents of all nodes meet on this machine, with a stub of Ray",
-    )
     add_switch(parser, "--json", "print one object")
     options, config = read_planned_recipe(parser, arguments)
     if options.micro_batches is not None and options.micro_batches < 1:
@@ -69,9 +62,6 @@ def main(arguments: Sequence[str]) -> int:
         all_ranks=options.all_ranks,
         micro_batches=options.micro_batches,
     )
-    if options.nodes_too:
-        _say(f"agents of {counted(config.num_nodes, 'node')}")
-        result = replace(result, checks=(*result.checks, agents_check(config)))
     if options.json:
         from rlpost.rehearsal.result import as_object  # imports the training stack
 
@@ -107,7 +97,6 @@ def rehearse_config(
             "a rehearsal has the ranks of the policy alone, and this critic has its own; omit "
             f"{listed(map(flag, layout_settings), 'and')} for it, or use rlpost plan"
         )
-    actor = actor_settings(config)
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -120,7 +109,7 @@ def rehearse_config(
             ) from error
         logging.getLogger("megatron").setLevel(logging.ERROR)
         options = RehearsalOptions(gpu_bytes, all_ranks, micro_batches)
-        result = rehearse_run(config, actor, options, say=_say)
+        result = rehearse_run(config, options, say=_say)
     return replace(result, checks=(*result.checks, nodes_check(config)))
 
 

@@ -13,9 +13,8 @@ from common.files import write_atomic
 from common.ledger import Entry
 from common.run_folder import RunFolder
 from rlpost.cli.follow import summary
-from rlpost.cli.run_status import statuses
+from rlpost.cli.run_status import rows, statuses
 from rlpost.cli.runs import add_run_options, find_run
-from rlpost.cli.status import rows
 from rlpost.cli.terminal import visible
 from rlpost.config.arguments import Parser
 from rlpost.observe.report.write import write_report

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
-from common.error_lines import error_line
+from common.error_lines import error_line, with_remedy
 from common.files import tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
 from common.ledger import Entry
@@ -271,6 +271,66 @@ def headline(status: Status) -> str:
 def ago(seconds: float) -> str:
     """Format the age of something, such as ``0:42 ago``."""
     return f"{duration(max(0.0, seconds))} ago"
+
+
+def rows(status: Status) -> list[tuple[str, str]]:
+    """Return the known facts of a run as (name, value)."""
+    of = f"/{status.num_steps}" if status.num_steps else ""
+    pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
+    pace += f", MFU {status.mfu:.0%}" if status.mfu is not None else ""
+    phases = status.phases_s
+    why, error = headline(status), error_line(status.cause)
+    # the row of the verdict already shows the cause
+    is_shown = bool(status.verdict and error.startswith(why.removesuffix("...")))
+    shown = [
+        ("run", status.name),
+        ("folder", status.folder),
+        ("job", status.job_id or "never submitted"),
+        ("state", status.state),
+        ("why", "" if is_shown else why),
+        ("expected start", status.expected_start),
+        ("nodes", status.nodelist),
+        ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
+        ("attempt", status.attempt or ""),
+        ("verdict", ": ".join(filter(None, (status.verdict, with_remedy(status.cause))))),
+        ("decision", status.decision if status.verdict != "done" else ""),
+        (
+            "step",
+            f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else ""),
+        ),
+        ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
+        ("evaluation", status.evaluation),
+        (
+            "throughput",
+            "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}",
+        ),
+        (
+            "phases",
+            ", ".join(
+                f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items()
+            ),
+        ),
+        (
+            "checkpoint",
+            f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}"
+            if status.checkpoint
+            else "",
+        ),
+        ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
+        ("recoveries", ", ".join(f"{role} {n}" for role, n in status.recoveries.items())),
+        ("resumed with", status.kept),
+        ("goodput", goodput_words(status)),
+        ("cost", status.goodput.cost_words if status.goodput else ""),
+        *(("warning", line) for line in status.warnings),
+    ]
+    return [(name, value) for name, value in shown if value]
+
+
+def goodput_words(status: Status) -> str:
+    """The line of the goodput; empty before the first attempt."""
+    if status.goodput is not None:
+        return status.goodput.line
+    return "unknown: run.json does not give the GPUs" if status.num_attempts else ""
 
 
 def warnings_in(log: str) -> list[str]:

@@ -26,6 +26,7 @@ from slurm.queue import QueueEntry, queue
 from slurm.states import JobState
 
 LOCAL = "local-"  # begins the job id of a run on this machine
+KTHREADD = 2  # parent of the threads of the kernel, which have no command line either
 RUNS_DIR = Path("runs")  # the default of the settings' runs_dir, without loading them
 RUNS_DIR_VARIABLE = "RLPOST_RUNS_DIR"
 NAMES_SHOWN = 8
@@ -157,9 +158,11 @@ def local_is_alive(job_id: str) -> bool:
     """Whether a local run's submitit process is alive; its number may have been reused."""
     try:
         process = psutil.Process(int(job_id.removeprefix(LOCAL)))
-        return process.status() != psutil.STATUS_ZOMBIE and any(
-            "submitit" in word for word in process.cmdline()
-        )
+        words = process.cmdline()
+        # Linux closes the pipe that Popen waits for before the new program has its command line.
+        is_submitits = any("submitit" in word for word in words)
+        is_starting = not words and process.ppid() != KTHREADD
+        return process.status() != psutil.STATUS_ZOMBIE and (is_submitits or is_starting)
     except psutil.NoSuchProcess:
         return False
 

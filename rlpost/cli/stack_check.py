@@ -210,7 +210,7 @@ def prompt_problems(config: Config) -> list[str]:
     """Return the first problem of each prompt file whose sample of rows is tokenized as in a run."""
     applies = {"apply_chat_template": config.applies_chat_template}
     run, folder = config.rollout.model_copy(update=applies), config.checkpoint.hf_checkpoint
-    kind = SupervisedTokenizer if config.grpo.loss_type == "sft_loss" else PromptTokenizer
+    kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
     sources: list[tuple[str, Sequence[str], RolloutConfig, type[PromptTokenizer]]] = [
         ("--prompt-data", run.prompt_data, run, kind)
     ]

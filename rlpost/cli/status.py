@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from common.error_lines import error_line, with_remedy
-from rlpost.cli.run_status import STATE_COLOURS, Status, ago, headline, statuses
+from rlpost.cli.run_status import STATE_COLOURS, Status, rows, statuses
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.observe.pace import duration
 from slurm.states import JobState, parse_state
 
 if TYPE_CHECKING:
@@ -23,65 +21,6 @@ STATUS_HELP = (
     "Where a run stands. Exit code: 0 if it waits, runs or is complete, 1 if it has failed, 3 if its "
     "state is unknown."
 )
-
-
-def rows(status: Status) -> list[tuple[str, str]]:
-    """Return the known facts of a run as (name, value)."""
-    of = f"/{status.num_steps}" if status.num_steps else ""
-    pace = f", {status.step_s:.2f} s a step" if status.step_s is not None else ""
-    phases = status.phases_s
-    why, error = headline(status), error_line(status.cause)
-    # the row of the verdict already shows the cause
-    is_shown = bool(status.verdict and error.startswith(why.removesuffix("...")))
-    shown = [
-        ("run", status.name),
-        ("folder", status.folder),
-        ("job", status.job_id or "never submitted"),
-        ("state", status.state),
-        ("why", "" if is_shown else why),
-        ("expected start", status.expected_start),
-        ("nodes", status.nodelist),
-        ("time left", "" if status.time_left_s is None else duration(status.time_left_s)),
-        ("attempt", status.attempt or ""),
-        ("verdict", ": ".join(filter(None, (status.verdict, with_remedy(status.cause))))),
-        ("decision", status.decision if status.verdict != "done" else ""),
-        (
-            "step",
-            f"{status.step}{of}" + (f", done in {duration(status.eta_s)}" if status.eta_s else ""),
-        ),
-        ("reward", "" if status.reward is None else f"{status.reward:.3f}"),
-        ("evaluation", status.evaluation),
-        (
-            "throughput",
-            "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s{pace}",
-        ),
-        (
-            "phases",
-            ", ".join(
-                f"{name} {seconds / sum(phases.values()):.0%}" for name, seconds in phases.items()
-            ),
-        ),
-        (
-            "checkpoint",
-            f"{status.checkpoint}, {ago(status.checkpoint_age_s or 0.0)}"
-            if status.checkpoint
-            else "",
-        ),
-        ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
-        ("recoveries", ", ".join(f"{role} {n}" for role, n in status.recoveries.items())),
-        ("resumed with", status.kept),
-        ("goodput", goodput_words(status)),
-        ("cost", status.goodput.cost_words if status.goodput else ""),
-        *(("warning", line) for line in status.warnings),
-    ]
-    return [(name, value) for name, value in shown if value]
-
-
-def goodput_words(status: Status) -> str:
-    """The line of the goodput; empty before the first attempt."""
-    if status.goodput is not None:
-        return status.goodput.line
-    return "unknown: run.json does not give the GPUs" if status.num_attempts else ""
 
 
 def show(status: Status) -> None:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from common.exit_codes import EXIT_PREEMPTED
-from common.run_folder import RunFolder
 from common.units import counted
 from rlpost.cli.command_line import no_recipe, settings
-from rlpost.cli.runs import newest_job
+from rlpost.cli.secret_file import take_keys
 from rlpost.cli.submit import check_run, print_notes, submit_main, submit_parser
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
@@ -32,7 +31,7 @@ from slurm.variables import unknown_variables
 
 MAX_POINTS = 256
 GRID = "--grid"
-_REFUSED = ("run_folder", "debug", "test_only", "rehearse")
+_REFUSED = ("run_folder", "resume", "debug", "test_only", "rehearse")
 """Options of ``rlpost submit`` that apply to one run only."""
 
 
@@ -140,18 +139,17 @@ def submitted_arguments(arguments: Sequence[str]) -> list[str]:
     ['tiny', '--local']
     """
     kept: list[str] = []
-    skipping = ""
+    skipped = ""  # the option whose values follow
     for word in arguments:
         option, has_value, _ = word.partition("=")
-        if option in (GRID, "--name", "--resume"):
+        if option in (GRID, "--name"):
             # argparse takes no further values after one that is joined by "="
-            skipping = "" if option == "--resume" or has_value else option
-            continue
-        if skipping and not word.startswith("--"):
-            skipping = "" if skipping == "--name" else skipping
-            continue
-        skipping = ""
-        kept.append(word)
+            skipped = "" if has_value else option
+        elif skipped and not word.startswith("--"):
+            skipped = GRID if skipped == GRID else ""
+        else:
+            skipped = ""
+            kept.append(word)
     return kept
 
 
@@ -172,29 +170,10 @@ def _check_point(
     try:
         given, loaded = settings(submit_parser("rlpost sweep", ""), arguments)
         if root.exists() and not options.dry_run:
-            _check_same(point, loaded, root, options)
+            raise ConfigError(f"--name: {root} exists; use another name")
         return check_run(given, loaded, root)[2]
     except ConfigError as error:
         raise ConfigError(f"{point.label}: {error}; nothing was submitted") from error
-
-
-def _check_same(point: Point, loaded: Loaded, root: Path, options: argparse.Namespace) -> None:
-    """Check that the existing run folder of a point holds that point, and may be resumed."""
-    path = RunFolder(root).run_json
-    dumped = loaded.config.model_dump(mode="json")
-    is_same = options.resume and path.exists()
-    if is_same:
-        stored = json.loads(path.read_text())
-        is_same = all(
-            stored[table].get(key) == dumped[table][key]
-            for key in point.values
-            for table in [fields()[key]]
-        )
-    if not is_same:
-        raise ConfigError(
-            f"--name: {root} exists; use another name, or the same grid with --resume to submit the "
-            "runs that are missing"
-        )
 
 
 def _submit_all(
@@ -203,42 +182,31 @@ def _submit_all(
     """Submit the points in order; return the exit code of each.
 
     Stops after a run that was stopped while it was followed, as with Ctrl-C. Raises ConfigError
-    with the flags that submit the rest if a submission fails.
+    if a submission fails. Either way the commands that submit the rest are named.
     """
     # A submission moves the keys out of the environment; each run gets them.
     keys = {name: os.environ[name] for name in KEYS if name in os.environ}
     codes: list[int] = []
-    rest = f"--name {points[0].run.removesuffix('-p0')} --resume"
-    for point in points:
+    runs = [
+        [*common, *point.arguments, "--run-folder", str(runs_dir / point.run)] for point in points
+    ]
+    for number, point in enumerate(points):
         os.environ.update(keys)
+        print(f"{'# ' if options.dry_run else ''}{point.run}: {point.label}")
         try:
-            codes.append(_submit_point(point, common, runs_dir / point.run, options))
+            codes.append(submit_main(runs[number], told=options.told))
         except ConfigError as error:
+            _print_commands("the others", runs[number:])
             raise ConfigError(
-                f"{point.run}: {error}\n{len(codes)} of {counted(len(points), 'run')} were submitted; the same command "
-                f"with {rest} submits the others"
+                f"{point.run}: {error}\n{number} of {counted(len(points), 'run')} were submitted"
             ) from error
         if codes[-1] == EXIT_PREEMPTED and point is not points[-1]:
-            print(f"{point.run} was stopped; {rest} submits the others")
+            _print_commands(f"{point.run} was stopped; the others", runs[number + 1 :])
             break
     return codes
 
 
-def _is_submitted(root: Path) -> bool:
-    """Whether the run in this folder has or had a job."""
-    return root.exists() and newest_job(RunFolder(root.absolute())) is not None
-
-
-def _submit_point(
-    point: Point, common: Sequence[str], root: Path, options: argparse.Namespace
-) -> int:
-    if options.dry_run:
-        print(f"# {point.run}: {point.label}")
-    elif _is_submitted(root):
-        print(f"{point.run}: submitted before; rlpost submit --resume continues a run that ended")
-        return 0
-    else:
-        print(f"{point.run}: {point.label}")
-    resume = ["--resume"] if options.resume and root.exists() else []
-    where = ["--run-folder", str(root), *resume]
-    return submit_main([*common, *point.arguments, *where], told=options.told)
+def _print_commands(heading: str, runs: Sequence[Sequence[str]]) -> None:
+    print(f"{heading}:")
+    for words in runs:
+        print(shlex.join(["rlpost", "submit", *take_keys(words, {})]))

@@ -19,7 +19,6 @@ from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.errors import RlpostError, WeightError
 from rlpost.tasks.tokenizer import VOCABULARIES
-from rlpost.trainer.settings_of_actors import actor_settings
 from rlpost.trainer.teacher_description import teacher_description, teacher_folder
 from rlpost.trainer.weights.safetensors_files import file_problems
 
@@ -39,7 +38,7 @@ def teacher_problems(config: Config) -> list[str]:
     try:
         theirs = json.loads((folder / "config.json").read_text())
         own = json.loads((policy / "config.json").read_text())
-        teacher_description(actor_settings(config))
+        teacher_description(config)
     except (OSError, ValueError) as error:
         return [f"{key}: config.json cannot be read: {error}; give a Hugging Face folder"]
     except RlpostError as error:

@@ -1,4 +1,4 @@
-"""``rlpost status --watch``: live status of a run in the terminal.
+"""``rlpost status --watch``: the table of ``rlpost status`` as a live page, with curves and attempts.
 
 Input: the run folder, read every REFRESH_S, and the job's state, queried from Slurm every POLL_S.
 Output: a page rendered from a ``View`` by a pure function; it stays on screen when the run is over.
@@ -19,13 +19,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from common.error_lines import error_line
 from common.run_folder import RunFolder
-from rlpost.cli.run_status import STATE_COLOURS, Status, ago, status_of
+from rlpost.cli.run_status import STATE_COLOURS, Status, ago, rows, status_of
 from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.errors import ConfigError
-from rlpost.observe.pace import PACE_STEPS, duration
-from rlpost.observe.report.panels import PHASES, mean_phases
+from rlpost.observe.pace import duration
 from rlpost.observe.report.series import not_finite, points, short
 from rlpost.observe.report.timeline import Timeline, timeline
 from rlpost.observe.writer import read_metrics
@@ -36,7 +34,8 @@ from slurm.states import JobState
 REFRESH_S = 5.0
 MAX_ATTEMPTS = 6
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PHASE_COLOURS = ("blue", "dark_orange", "cyan", "magenta")
+_APART = ("run", "folder", "state", "reward", "warning")
+"""Rows of ``rlpost status`` that the page has elsewhere or lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,15 @@ def page(view: View, width: int = 100) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, value in _rows(view, max(20, width - 24)):
-        table.add_row(name, value)
+    for name, value in rows(status):
+        if name not in _APART:
+            table.add_row(name, Text(value))
+    for name, metric in (("reward", "reward/mean"), ("length", "rollout/response_length_mean")):
+        if (curve := _curve(view.lines, metric, max(20, width - 24))) is not None:
+            table.add_row(name, curve)
+    if view.engines:
+        ages = ", ".join(f"{name} {ago(age)}" for name, age in view.engines.items())
+        table.add_row("engines", Text(ages))
     parts: list[RenderableType] = [table]
     if view.history is not None and view.history.attempts:
         parts += [Text(), _attempts(view.history)]
@@ -133,56 +139,6 @@ def page(view: View, width: int = 100) -> RenderableType:
         title_align="left",
         width=width,
     )
-
-
-def _rows(view: View, room: int) -> list[tuple[str, RenderableType]]:
-    status, lines = view.status, view.lines
-    rows: list[tuple[str, RenderableType]] = [("job", Text(_job(status)))]
-    rows.append(("step", _steps(status, min(room, 40))))
-    for name, metric in (("reward", "reward/mean"), ("length", "rollout/response_length_mean")):
-        if (curve := _curve(lines, metric, room)) is not None:
-            rows.append((name, curve))
-    if status.evals:
-        rows.append(("evaluation", Text(status.evaluation)))
-    if status.tokens_per_s is not None:
-        pace = "" if status.step_s is None else f", {status.step_s:.2f} s per step"
-        mfu = "" if status.mfu is None else f", MFU {status.mfu:.0%}"
-        rows.append(("throughput", Text(f"{status.tokens_per_s:,.0f} tokens/s{pace}{mfu}")))
-    if phases := mean_phases(lines[-PACE_STEPS:]):
-        rows.append(("phases", phase_bar(phases, min(room, 60))))
-    if status.goodput is not None:
-        rows.append(("goodput", Text(status.goodput.line)))
-    if view.engines:
-        ages = ", ".join(f"{name} {ago(age)}" for name, age in view.engines.items())
-        rows.append(("engines", Text(ages)))
-    rows.append(("checkpoint", _checkpoint(view)))
-    if status.verdict:
-        rows.append(("verdict", Text(f"{status.verdict}: {error_line(status.cause)}")))
-    return rows
-
-
-def _job(status: Status) -> str:
-    left = "" if status.time_left_s is None else f"{duration(status.time_left_s)} left"
-    start = f"expected start {status.expected_start}" if status.expected_start else ""
-    words = [status.job_id or "never submitted", status.nodelist, left, status.reason, start]
-    return ", ".join(word for word in words if word)
-
-
-def _steps(status: Status, room: int) -> Text:
-    if not status.num_steps:
-        return Text(str(status.step))
-    filled = round(room * min(1.0, status.step / status.num_steps))
-    eta = f", done in {duration(status.eta_s)}" if status.eta_s else ""
-    bar = [("━" * filled, "green"), ("━" * (room - filled), "dim")]
-    return Text.assemble(*bar, f"  {status.step}/{status.num_steps}{eta}")
-
-
-def _checkpoint(view: View) -> Text:
-    status = view.status
-    if status.checkpoint is None or status.checkpoint_time is None:
-        return Text("none yet", style="dim")
-    age = (view.now - datetime.fromisoformat(status.checkpoint_time)).total_seconds()
-    return Text(f"{status.checkpoint}, {ago(age)}")
 
 
 def _attempts(history: Timeline) -> Table:
@@ -229,14 +185,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(
         _BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in means
     )
-
-
-def phase_bar(phases: Mapping[str, float], width: int) -> Text:
-    """Return the time of each phase of a step as a bar with a legend."""
-    whole = sum(phases.values())
-    colours = dict(zip((label for label, _ in PHASES), _PHASE_COLOURS, strict=True))
-    bar = [("█" * max(1, round(width * s / whole)), colours[label]) for label, s in phases.items()]
-    words: list[str | tuple[str, str]] = []
-    for label, seconds in phases.items():
-        words += [("  ■ ", colours[label]), f"{label} {seconds / whole:.0%}"]
-    return Text.assemble(*bar, "\n", *words)

@@ -1,7 +1,8 @@
-"""Settings of a critic with separate ranks, in the form of a trainer's. Pure.
+"""Settings of a critic, in the form of a trainer's. Pure.
 
-Input: the settings of a run. Output: the same tree with the critic's nodes, GPUs, layout and
-micro-batches in place of the policy's, so that everything that reads a layout serves both.
+Input: the settings of a run. Output: the same tree with the critic's weights and learning rate in
+place of the policy's or, for a critic with separate ranks, with its nodes, GPUs, layout and
+micro-batches, so that everything that reads a layout serves both.
 """
 
 from __future__ import annotations
@@ -53,6 +54,26 @@ def critic_ranks(config: Config) -> Config:
     }
     own = {"critic_own_gpus": False, **dict.fromkeys(LAYOUT)}
     return with_values(config, **layout, **places, **own)
+
+
+def of_critic(config: Config) -> Config:
+    """Return the settings of the critic's model on ranks with these settings.
+
+    It has a separate learning rate and separate initial weights, but neither routing replay nor a
+    layer for multi-token prediction.
+    """
+    critic = config.critic
+    return with_values(
+        config,
+        ref_load=critic.critic_load or config.checkpoint.ref_load,
+        lr=config.optimizer.lr if critic.critic_lr is None else critic.critic_lr,
+        lr_warmup_iters=critic.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
+        lr_warmup_init=0.0,
+        enable_mtp_training=False,
+        use_rollout_routing_replay=False,
+        use_routing_replay=False,
+    )
 
 
 def in_flags_of_critic(line: str) -> str:

@@ -31,7 +31,7 @@ Values = dict[str, dict[str, Any]]
 
 def groups() -> dict[str, type[Group]]:
     """The groups of the tree by their TOML table name."""
-    # Imported here: ranks and engines spell settings in messages and do not build the tree.
+    # Imported here: engines spell settings in messages and do not build the tree.
     from rlpost.config.tree import Config
 
     return {

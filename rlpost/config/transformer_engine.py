@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlpost.config.flags import flag
 from rlpost.config.wording import value_text
 
 if TYPE_CHECKING:
+    from rlpost.config.groups.optimizer import OptimizerConfig
     from rlpost.config.tree import Config
 
 PAGE = "docs/actor.md"
@@ -49,18 +50,6 @@ class Need:
         return f"{self.setting} uses TransformerEngine ({self.reason}), {lack}: {self.otherwise}"
 
 
-class OptimizerSettings(Protocol):
-    """The relevant settings of the optimizer."""
-
-    @property
-    def use_precision_aware_optimizer(self) -> bool:
-        """Whether Adam may store other types than float32."""
-
-    @property
-    def optimizer_cpu_offload(self) -> bool:
-        """Whether its state is in host memory, where Megatron's optimizer stores float32."""
-
-
 MEGATRON_OPTIONS = {
     "apply_rope_fusion": "its kernel rotates queries and keys",
     "attention_backend": "it has attention of this kind",
@@ -86,27 +75,16 @@ FlashAttention is available without it.
 
 def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
     """Return the settings that use TransformerEngine: first those that require it."""
-    return needs(
-        config.model.model_dump(),
-        config.optimizer,
-        transformer_impl=config.perf.transformer_impl,
-        megatron=config.megatron.options,
-    )
+    return needs(config.model.given, config)
 
 
-def needs(
-    model: Mapping[str, object],
-    optimizer: OptimizerSettings,
-    *,
-    transformer_impl: str | None,
-    megatron: Mapping[str, object],
-) -> tuple[Need, ...]:
-    """Like ``needs_transformer_engine``, from [model] and Megatron-core's options by name."""
+def needs(model: Mapping[str, object], config: Config) -> tuple[Need, ...]:
+    """Like ``needs_transformer_engine``, with the values of ``model`` in place of [model]."""
     found = [
-        *_of_implementation(transformer_impl),
-        *_of_optimizer(optimizer),
+        *_of_implementation(config.perf.transformer_impl),
+        *_of_optimizer(config.optimizer),
         *_of_model(model),
-        *_of(megatron),
+        *_of(config.megatron.options),
     ]
     return tuple(sorted(found, key=lambda need: not need.is_required))
 
@@ -121,7 +99,7 @@ def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
         )
 
 
-def _of_optimizer(optimizer: OptimizerSettings) -> Iterable[Need]:
+def _of_optimizer(optimizer: OptimizerConfig) -> Iterable[Need]:
     """Settings of the optimizer.
 
     HybridDeviceOptimizer (host memory) stores float32 and does not need it.

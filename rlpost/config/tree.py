@@ -8,7 +8,11 @@ are properties and never written back. The string under each field is its help t
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
+
 from rlpost.algorithm.advantage import ESTIMATORS
+from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.config.engine_nodes import nodes_for
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.groups.assets import AssetsConfig
@@ -28,7 +32,7 @@ from rlpost.config.groups.megatron import MegatronConfig
 from rlpost.config.groups.model import ModelConfig
 from rlpost.config.groups.observe import ObserveConfig
 from rlpost.config.groups.optimizer import OptimizerConfig
-from rlpost.config.groups.perf import PerfConfig
+from rlpost.config.groups.perf import PerfConfig, fp8_rows
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.groups.sglang import SglangConfig
@@ -142,19 +146,35 @@ class Config(Group):
         return self.perf.pipeline_model_parallel_size
 
     @property
+    def row_multiple(self) -> int:
+        """Divisor of the padded length of a row.
+
+        Context parallelism shards a row; sequence parallelism shards each of these parts again.
+        """
+        perf = self.perf
+        ranks = perf.tensor_model_parallel_size if perf.sequence_parallel else 1
+        rows = fp8_rows(self.megatron.options) * perf.context_parallel_size
+        return math.lcm(perf.sequence_multiple * ranks, rows * ranks)
+
+    @property
     def applies_chat_template(self) -> bool:
         """Whether prompts are lists of messages.
 
         So they are with --loss-type sft_loss and without --label-key: the last message is the
         response.
         """
-        rollout, is_sft = self.rollout, self.grpo.loss_type == "sft_loss"
+        rollout, is_sft = self.rollout, self.grpo.is_supervised
         return rollout.apply_chat_template or (is_sft and rollout.label_key is None)
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers are generated; else those of a recording or of the prompts are trained."""
+        return not (self.debug.debug_train_only or self.grpo.is_supervised)
 
     @property
     def rollout_num_gpus(self) -> int:
         """GPUs of this run for engines; 0 with --loss-type sft_loss or external engines."""
-        if self.grpo.loss_type == "sft_loss" or self.sglang.rollout_external_engine_addrs:
+        if self.grpo.is_supervised or self.sglang.rollout_external_engine_addrs:
             return 0
         return self.actor_world_size if self.cluster.colocate else self.cluster.rollout_num_gpus
 
@@ -194,13 +214,18 @@ class Config(Group):
     def use_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
         has_critic = ESTIMATORS[self.grpo.advantage_estimator].has_critic
-        return has_critic and self.grpo.loss_type != "sft_loss"
+        return has_critic and not self.grpo.is_supervised
 
     @property
     def has_own_critic(self) -> bool:
         """Whether the critic is a group of ranks with its own processes; see ``critic_ranks``."""
         critic = self.critic
         return self.use_critic and (critic.critic_own_gpus or bool(critic.own_layout))
+
+    @property
+    def critic_shares_ranks(self) -> bool:
+        """Whether the ranks of the policy train the critic too."""
+        return self.use_critic and not self.has_own_critic
 
     @property
     def critic_shares_gpus(self) -> bool:
@@ -224,6 +249,16 @@ class Config(Group):
         """GPUs of the policy and of a critic on its own."""
         a_node = self.critic.critic_num_gpus_per_node or self.cluster.actor_num_gpus_per_node
         return self.actor_world_size + self.critic_num_nodes * a_node
+
+    @property
+    def loss_settings(self) -> LossSettings:
+        """What losses read, with the defaults that depend on other settings."""
+        grpo = self.grpo
+        values = grpo.model_dump() | self.distillation.model_dump()
+        values["policy_loss"] = grpo.policy_loss or ESTIMATORS[grpo.advantage_estimator].loss
+        if grpo.eps_clip_high is None:
+            values["eps_clip_high"] = grpo.eps_clip
+        return LossSettings(**{field.name: values[field.name] for field in fields(LossSettings)})
 
     @property
     def keeps_old_policy(self) -> bool:

@@ -36,7 +36,6 @@ from rlpost.algorithm.turns import group_turn_advantages
 from rlpost.columns import RunColumn
 from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
-from rlpost.config.groups.perf import sequence_multiple
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
@@ -134,7 +133,7 @@ def rollout_advantages(
     groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None = None
 ) -> list[tuple[Advantage, ...]]:
     """Return advantages by group and sample, of rewards minus ``penalties`` per token."""
-    if grpo.loss_type == "sft_loss":
+    if grpo.is_supervised:
         return [(1.0,) * len(group.samples) for group in groups]
     if grpo.disable_compute_advantages_and_returns:
         return [(0.0,) * len(group.samples) for group in groups]
@@ -263,7 +262,7 @@ def _deal_step(
     samples: Sequence[TrainSample], first: int, config: Config, break_even: float
 ) -> DealtStep:
     """Return the batches of one step; ``first`` is the position of its first sample."""
-    padded_to = sequence_multiple(config.perf.context_parallel_size)
+    padded_to = config.perf.sequence_multiple
     num_samples = sum(sample.count for sample in samples)
     positions = range(first, first + len(samples))
     samples = filled_up(samples, config.data_parallel_size * config.micro_batch_multiple)

@@ -29,9 +29,7 @@ def choose_mode(config: Config) -> type[RunStages]:
         return EvalOnly
     if config.debug.debug_rollout_only:
         return RolloutOnly
-    if config.debug.debug_train_only or config.grpo.loss_type == "sft_loss":
-        return TrainOnly
-    return ClusterStages
+    return ClusterStages if config.generates else TrainOnly
 
 
 class RolloutOnly(RunStages):

@@ -8,11 +8,12 @@ engines serve the evaluation alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from common.bounded import together
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
@@ -26,7 +27,6 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
-from rlpost.driver.grading import StoppableGrader, StoppableTeacher
 from rlpost.driver.loop import Rollouts
 from rlpost.driver.preemption import StopRequest
 from rlpost.durable.daemon_threads import in_daemon
@@ -34,9 +34,10 @@ from rlpost.durable.journal import Journal
 from rlpost.durable.recorded import write_groups
 from rlpost.durable.run_files import RunFile
 from rlpost.durable.state import RunState
-from rlpost.engines.connection import Connection, RunEngines
+from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.engines.group_client import EngineClients
 from rlpost.engines.routes import RouteFormat
+from rlpost.errors import Preempted
 from rlpost.observe.samples import FIXED_PROMPTS
 from rlpost.observe.traces import EpisodeFile
 from rlpost.rollout.buffer import RolloutBuffer, Rules
@@ -51,11 +52,12 @@ from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_settings import longest_prompt, prompt_fields
 from rlpost.tasks.prompts import PromptSet
-from rlpost.tasks.reward.grader import Grader, make_grader
+from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
 from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
-from rlpost.types import Prompt, SampleGroup
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
+T = TypeVar("T")
 MAX_UNRECORDED = 8
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set whose presence means that its answers are not episodes."""
@@ -109,7 +111,7 @@ class Generation:
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
         self._eos = eos_token_ids(folder)
-        kind = SupervisedTokenizer if config.grpo.loss_type == "sft_loss" else PromptTokenizer
+        kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
         self.tokenizer = kind(
             folder,
             apply_chat_template=config.applies_chat_template,
@@ -411,3 +413,48 @@ def rules(config: Config, versions: PolicyVersions) -> Rules:
         keep_partial=rollout.partial_rollout,
         versions=versions,
     )
+
+
+class StoppableGrader:
+    """A grader that a stop request interrupts.
+
+    A remote reward model may take minutes, more than a preempted run has left: ungraded answers are
+    kept and graded after the resume.
+    """
+
+    def __init__(self, grader: Grader, stop: StopRequest) -> None:
+        self._grader, self._stop = grader, stop
+
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
+        """See ``Grader``. Raises Halted when a stop is requested first."""
+        return await _unless_stopped(self._stop, self._grader.grade(prompt, samples))
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        """See ``Grader``."""
+        return self._grader.grades_singly(prompt)
+
+    def counters(self) -> Mapping[str, float]:
+        """See ``Grader``."""
+        return self._grader.counters()
+
+    async def close(self) -> None:
+        """See ``Grader``."""
+        await self._grader.close()
+
+
+class StoppableTeacher:
+    """A teacher on a server; scoring raises Halted on a stop request."""
+
+    def __init__(self, teacher: TeacherServer, stop: StopRequest) -> None:
+        self._teacher, self._stop = teacher, stop
+
+    async def __call__(self, graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
+        """See ``TeacherServer.scored``. Raises Halted when a stop is requested first."""
+        return await _unless_stopped(self._stop, self._teacher.scored(graded))
+
+
+async def _unless_stopped(stop: StopRequest, work: Awaitable[T]) -> T:
+    try:
+        return await stop.unless_requested(work)
+    except Preempted:
+        raise Halted from None

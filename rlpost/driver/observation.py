@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import statistics
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -20,11 +21,11 @@ from rlpost.config.tree import Config
 from rlpost.driver.batches import model_break_even, used_parameters
 from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.distillation import needs_policy_logprobs
-from rlpost.driver.engines.engine_use import slow_engine, use_metrics
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.weight_coordinator import WeightCoordinator
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.durable.daemon_threads import in_daemon
+from rlpost.engines.places import Use
 from rlpost.errors import RlpostError
 from rlpost.observe import memory
 from rlpost.observe.spans import SPANS, ProcessSpans, trace
@@ -295,3 +296,40 @@ class Flops:
                 prompts = [len(scored.sample.prompt_ids) for scored in group.samples[1:]]
                 work -= sum(sequence_work(length, self._break_even) for length in prompts)
         return self._a_token * work
+
+
+SLOW = 1.3
+"""An engine that needs so many times the median's time for a token is named."""
+
+
+def use_metrics(
+    use: Mapping[str, Use], num_moved: int, paces: Mapping[str, float], peak: float
+) -> dict[str, float]:
+    """Return the metrics of a step; those that need an answer lack without one.
+
+    ``peak``: the most tokens to come of all requests in flight.
+    """
+    num_input = sum(one.num_input for one in use.values())
+    tokens = [one.num_generated for one in use.values()]
+    metrics: dict[str, float] = {
+        "engines/conversations_moved": num_moved,
+        "engines/tokens_in_flight_max": peak,
+    }
+    if sum(tokens):
+        metrics["engines/imbalance"] = max(tokens) / statistics.fmean(tokens)
+    if num_input:
+        cached = sum(one.num_cached for one in use.values())
+        metrics["engines/prefix_hit_frac"] = cached / num_input
+    if paces:
+        metrics["engines/slowest_pace"] = min(paces.values())
+    return metrics
+
+
+def slow_engine(paces: Mapping[str, float]) -> str | None:
+    """Return a sentence that names the slowest engine, if it is slower than the others by SLOW."""
+    if len(paces) < 2:
+        return None
+    url, pace = min(paces.items(), key=lambda item: item[1])
+    if pace * SLOW > 1:
+        return None
+    return f"engine {url} needs {1 / pace:.1f} x the median engine's time for a token; look at its node"

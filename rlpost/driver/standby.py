@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 
 from rlpost.driver.placement import Placement
 from rlpost.driver.startup import Startup
-from rlpost.driver.worker_groups import ActorGroup
-from rlpost.driver.workers import StandbyWorker
+from rlpost.driver.workers import StandbyWorker, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Standby:
     def __init__(self, startup: Startup, *, wanted: bool | None) -> None:
         """``wanted``: --trainer-standby; None starts them where ranks have GPUs."""
         self._startup, self._wanted = startup, wanted
-        self._group: ActorGroup | None = None
+        self._group: WorkerGroup | None = None
         self._nodes: list[str] = []
 
     def start(self, placement: Placement, gpus: Sequence[str]) -> None:

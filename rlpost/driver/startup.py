@@ -34,8 +34,6 @@ from rlpost.driver.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
 from rlpost.observe.progress.overdue import OverdueRule
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
 
 T = TypeVar("T")
 
@@ -98,7 +96,7 @@ class Startup:
 
         ``standbys`` are used for their ranks of the policy instead of new workers.
         """
-        make = partial(make_actor, actor_settings(self._config))
+        make = partial(make_actor, self._config)
         workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
         actors = ActorGroup(workers)
         if not placement.critics:
@@ -113,7 +111,7 @@ class Startup:
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank; empty: Ray sets it.
         """
-        make = partial(make_critic, actor_settings(critic_ranks(self._config)))
+        make = partial(make_critic, critic_ranks(self._config))
         first = len(placement.actors)
 
         def died(why: str, ranks: Sequence[int]) -> TrainerDied:
@@ -122,14 +120,14 @@ class Startup:
         workers = self._ranks("critic", make, placement.critics, gpus=gpus, died=died)
         return ActorGroup(workers)
 
-    def standby_workers(self, placement: Placement, gpus: Sequence[str]) -> ActorGroup:
+    def standby_workers(self, placement: Placement, gpus: Sequence[str]) -> WorkerGroup:
         """Create a process for each rank that imports Megatron at low priority, and waits.
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank, which its standby shares.
         """
-        make = partial(make_actor, actor_settings(self._config))
+        make = partial(make_actor, self._config)
         slots = [replace(slot, num_gpus=0, shared_with=()) for slot in placement.actors]
-        return ActorGroup(self._ranks("standby", partial(at_low_priority, make), slots, gpus=gpus))
+        return self._ranks("standby", partial(at_low_priority, make), slots, gpus=gpus)
 
     def _ranks(
         self,
@@ -217,22 +215,22 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     return await ranks.data_parallel_ranks()
 
 
-def make_critic(settings: ActorSettings) -> object:
+def make_critic(config: Config) -> object:
     """Return a rank of the critic, in the process of a worker."""
     with _hidden("wandb"):
         from rlpost.trainer.critic_rank import CriticRank  # late, as in ``make_actor``
 
-    return CriticRank(settings)
+    return CriticRank(config)
 
 
-def make_actor(settings: ActorSettings) -> object:
+def make_actor(config: Config) -> object:
     """Return a rank of the policy, in the process of a worker."""
     # Imported in the worker: the driver loads neither torch nor Megatron. Megatron imports wandb for
     # its own logging, which takes a seventh of the processor time of a rank's imports.
     with _hidden("wandb"):
         from rlpost.trainer.actor import Actor
 
-    return Actor(settings)
+    return Actor(config)
 
 
 @contextmanager

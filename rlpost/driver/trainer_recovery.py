@@ -91,7 +91,6 @@ class TrainerRecovery:
         stop: StopRequest,
         record: RecordEvent = not_recorded,
         nodes: LostNodes | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -103,7 +102,7 @@ class TrainerRecovery:
         self._nodes = LostNodes.none() if nodes is None else nodes
         self._config, self._group, self._ranks = config, group, ranks
         self._placement, self._checkpoints, self._stop = placement, checkpoints, stop
-        self._record, self._clock = record, clock
+        self._record = record
         self._past: list[Recovery] = []
         self._processes: list[tuple[str, ProcessId]] = []
         self._step = 0
@@ -205,7 +204,7 @@ class TrainerRecovery:
             HalfTrained: a stop was requested; the next attempt replays the journal.
             RlpostError: the attempt has to end.
         """
-        began = self._clock()
+        began = time.monotonic()
         self._raise_if_refused(phase, began)
         if self._stop.requested():
             raise HalfTrained(f"a stop was requested; {death.headline}")
@@ -225,7 +224,7 @@ class TrainerRecovery:
                 f"{death.cause}\nThe trainer could not be started again: {error}"
             ) from error
         await self._nodes.back("ranks")
-        seconds = self._clock() - began
+        seconds = time.monotonic() - began
         logger.warning(
             "trainer recovered at step %d after %.1f s; steps trained again: %d",
             *(self._step, seconds, again),
@@ -327,12 +326,12 @@ class TrainerRecovery:
         if isinstance(error, TrainerDied):
             return self._blame(error.ranks, str(error))
         is_broken = isinstance(error, WorkerFailed) and lost_peer_or_device(str(error))
-        end = self._clock() + (NAMED_S if is_broken else 0.0)
+        end = time.monotonic() + (NAMED_S if is_broken else 0.0)
         while True:
             dead = await self._group.dead(ANSWER_S)
             if dead:
                 return self._death_of(dead, f"; first error: {error}")
-            if self._clock() >= end:
+            if time.monotonic() >= end:
                 break
             await asyncio.sleep(POLL_S)
         return self._blame((), str(error)) if is_broken else None

@@ -15,7 +15,7 @@ from typing import TypeVar
 from common.process_end import ProcessId
 from rlpost.algorithm.advantage import Advantage
 from rlpost.columns import FloatColumn
-from rlpost.driver.workers import StandbyWorker, Stored, WorkerGroup
+from rlpost.driver.workers import Stored, WorkerGroup
 from rlpost.observe.progress.position import Position
 from rlpost.observe.spans import ProcessSpans
 from rlpost.trainer.stop_points import StopPoint
@@ -40,94 +40,72 @@ class ActorGroup:
 
     Each runs a ``rlpost.trainer.actor.Actor`` or a ``rlpost.trainer.critic_rank.CriticRank``.
 
-    ``dead``, ``processes``, ``save_is_done``, ``memory_use``, ``positions``,
+    ``save_is_done``, ``memory_use``, ``positions``,
     ``write_flight_records``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently with
     other calls; all others run in order.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+        self.workers = workers
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self.workers)
 
     @property
     def names(self) -> Sequence[str]:
         """The name of each rank with the address of its node."""
-        return self._workers.names
+        return self.workers.names
 
     def replace(self, fresh: ActorGroup) -> None:
         """Use the workers of ``fresh`` from now on: calls through this group reach them."""
-        self._workers = fresh._workers
-
-    async def dead(self, within_s: float) -> list[int]:
-        """Return the ranks whose process has ended."""
-        return await self._workers.dead(within_s)
-
-    async def processes(self) -> list[tuple[str, ProcessId]]:
-        """Return Ray's id of the node and the process of each rank."""
-        return await self._workers.processes()
-
-    async def kill(self, ranks: Sequence[int] | None = None) -> None:
-        """Kill the processes of these ranks. Default: all."""
-        await self._workers.kill(ranks)
-
-    async def until_ended(
-        self, earlier: Sequence[tuple[str, ProcessId]], *, within_s: float
-    ) -> list[str]:
-        """Wait for the end of earlier processes on the nodes of these ranks; return those left."""
-        return await self._workers.until_ended(earlier, within_s=within_s)
-
-    def standby(self, rank: int) -> StandbyWorker:
-        """Return the worker of a rank, for another group to use."""
-        return self._workers.standby(rank)
+        self.workers = fresh.workers
 
     async def reorder(self, order: Sequence[int]) -> None:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
-        await self._workers.reorder(order)
+        await self.workers.reorder(order)
 
     # -- start -------------------------------------------------------------------------------------
 
     async def gpu_positions(self) -> list[int | None]:
         """Return the position of each rank's GPU on its node."""
-        return await self._workers.call("gpu_position")
+        return await self.workers.call("gpu_position")
 
     async def visible_gpus(self) -> list[str]:
         """Return the GPU of each rank, for an engine that shares it."""
-        return await self._workers.call("visible_gpu")
+        return await self.workers.call("visible_gpu")
 
     async def have_gpus(self) -> list[bool]:
         """Return whether each rank computes on a GPU."""
-        return await self._workers.call("has_gpu")
+        return await self.workers.call("has_gpu")
 
     async def setup(self, master_addr: str, master_port: int) -> None:
         """Initialize the process groups and build model and optimizer on all ranks."""
         world = len(self)
-        await self._workers.call_each(
+        await self.workers.call_each(
             "setup", [(rank, world, master_addr, master_port) for rank in range(world)]
         )
 
     async def data_parallel_ranks(self) -> list[int]:
         """Return the data-parallel rank of each rank."""
-        return await self._workers.call("data_parallel_rank")
+        return await self.workers.call("data_parallel_rank")
 
     async def import_weights(self) -> None:
         """Fill the model with the weights that training starts from."""
-        await self._workers.call("import_weights")
+        await self.workers.call("import_weights")
 
     async def load(self, folder: Path) -> None:
         """Restore a checkpoint."""
-        await self._workers.call("load", str(folder))
+        await self.workers.call("load", str(folder))
 
     async def versions(self) -> tuple[int, int | None]:
         """Return the version of the loaded policy, and an older one that ranks have as well."""
-        return (await self._workers.call("versions"))[0]
+        return (await self.workers.call("versions"))[0]
 
     # -- train -------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
         """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
-        stored = [await self._workers.put(value) for value in values]
+        stored = [await self.workers.put(value) for value in values]
         return [stored[data_rank] for data_rank in data_ranks]
 
     async def fetch_columns(
@@ -139,14 +117,14 @@ class ActorGroup:
         """
         for rank, found in zip(data_ranks, stored, strict=True):
             if rank == data_rank and found is not None:
-                by_micro_batch = await self._workers.get(found)
+                by_micro_batch = await self.workers.get(found)
                 return [column for micro_batch in by_micro_batch for column in micro_batch]
         return None
 
     async def _compute(self, method: str, batches: StoredBatches, *more: int) -> StoredLogprobs:
         """Make a forward pass; its results stay in the object store."""
         arguments = [(batch, *more) for batch in batches]
-        return await self._workers.call_each_stored(method, arguments)
+        return await self.workers.call_each_stored(method, arguments)
 
     async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Compute log-probs of response tokens under the current weights."""
@@ -178,7 +156,7 @@ class ActorGroup:
         """Run one optimizer step; all arguments but ``place`` have one entry per rank."""
         places = [place] * len(batches)
         arguments = list(zip(batches, old_logprobs, advantages, places, strict=True))
-        return await self._workers.call_each("train_step", arguments)
+        return await self.workers.call_each("train_step", arguments)
 
     async def train_critic(
         self,
@@ -188,142 +166,142 @@ class ActorGroup:
     ) -> list[StepResult]:
         """Run one optimizer step of the critic; all arguments have one entry per rank."""
         arguments = list(zip(batches, values, returns, strict=True))
-        return await self._workers.call_each("train_critic", arguments)
+        return await self.workers.call_each("train_critic", arguments)
 
     async def skip_rollout(self, rollout: int) -> None:
         """Record that a rollout has not changed the policy's weights."""
-        await self._workers.call("old_policy.skip", rollout)
+        await self.workers.call("old_policy.skip", rollout)
 
     async def hold(self) -> list[StopPoint]:
         """Stop every rank at the next stop point that it reaches; return these points."""
-        return await self._workers.call_aside("stop_points.hold")
+        return await self.workers.call_aside("stop_points.hold")
 
     async def release(self, stop_at: StopPoint | None) -> None:
         """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
-        await self._workers.call_aside("stop_points.release", stop_at)
+        await self.workers.call_aside("stop_points.release", stop_at)
 
     # -- save --------------------------------------------------------------------------------------
 
     async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
         """Let each rank write its part of a checkpoint."""
         arguments = [(str(folder), step)] * len(self)
-        await self._workers.call_each("save", arguments, in_background=in_background)
+        await self.workers.call_each("save", arguments, in_background=in_background)
 
     async def save_is_done(self) -> list[bool]:
         """Return whether each rank has written all of the last save."""
-        return await self._workers.call_aside("save_is_done")
+        return await self.workers.call_aside("save_is_done")
 
     async def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder."""
-        await self._workers.call("export", folder)
+        await self.workers.call("export", folder)
 
     async def write_engine_folder(self, folder: str, version: int) -> int | None:
         """Write the files that engines read; return the bytes of adapters, else None."""
-        written: list[int | None] = await self._workers.call("write_engine_folder", folder, version)
+        written: list[int | None] = await self.workers.call("write_engine_folder", folder, version)
         return next((size for size in written if size is not None), None)
 
     async def export_critic(self, folder: str) -> None:
         """Write the critic as a Hugging Face folder."""
-        await self._workers.call("export_critic", folder)
+        await self.workers.call("export_critic", folder)
 
     async def weights_hash(self) -> str:
         """Return a hash of the full weights, independent of the parallel layout."""
-        return (await self._workers.call("weights_hash"))[0]
+        return (await self.workers.call("weights_hash"))[0]
 
     # -- memory of shared GPUs ---------------------------------------------------------------------
 
     async def restore_memory(self, *parts: str) -> None:
         """Bring parts (``rlpost.trainer.memory``) back to the device."""
-        await self._workers.call("memory.restore", *parts)
+        await self.workers.call("memory.restore", *parts)
 
     async def offload_memory(self, *parts: str) -> None:
         """Move parts to host memory."""
-        await self._workers.call("memory.offload", *parts)
+        await self.workers.call("memory.offload", *parts)
 
     async def release_shared_buckets(self) -> None:
         """Free the memory of buckets that engines have read."""
-        await self._workers.call("sharing.release")
+        await self.workers.call("sharing.release")
 
     # -- weights to the engines --------------------------------------------------------------------
 
     async def bucket_plan(self) -> Sequence[Bucket]:
         """Names, shapes and dtypes of the buckets, equal on every rank."""
-        return (await self._workers.call("buckets.plan"))[0]
+        return (await self.workers.call("buckets.plan"))[0]
 
     async def sync_stages(self) -> list[int | None]:
         """The pipeline stage whose weights each rank sends; None for ranks that send none."""
-        return await self._workers.call("sync_stage")
+        return await self.workers.call("sync_stage")
 
     async def broadcast_backend(self) -> str:
         """``nccl`` or ``gloo``."""
-        return (await self._workers.call("broadcast.backend"))[0]
+        return (await self.workers.call("broadcast.backend"))[0]
 
     async def connect_broadcast(self, places: Sequence[BroadcastPlace]) -> None:
         """Form the groups with the engines; ``places[rank]``."""
-        await self._workers.call_each("broadcast.connect", places)
+        await self.workers.call_each("broadcast.connect", places)
 
     async def disconnect_broadcast(self) -> None:
         """Leave the process groups of the broadcast."""
-        await self._workers.call("broadcast.disconnect")
+        await self.workers.call("broadcast.disconnect")
 
     async def send_bucket(self, index: int) -> None:
         """Broadcast a bucket."""
-        await self._workers.call("send_bucket", index)
+        await self.workers.call("send_bucket", index)
 
     async def abort_broadcast(self) -> None:
         """Abort the current broadcast on all ranks."""
-        await self._workers.call_aside("broadcast.abort")
+        await self.workers.call_aside("broadcast.abort")
 
     async def use_weights(self, version: int) -> None:
         """Give the model the weights of ``version`` until ``use_own_weights``.
 
         Raises SyncError when the ranks do not have that version.
         """
-        await self._workers.call("old_policy.swap_in", version)
+        await self.workers.call("old_policy.swap_in", version)
 
     async def use_own_weights(self) -> None:
         """Give the model its own weights back."""
-        await self._workers.call("old_policy.swap_out")
+        await self.workers.call("old_policy.swap_out")
 
     async def share_bucket(self, index: int) -> list[str]:
         """Share a bucket with engines on the same GPUs; return a memory handle per rank."""
-        return await self._workers.call("share_bucket", index)
+        return await self.workers.call("share_bucket", index)
 
     # -- observation -------------------------------------------------------------------------------
 
     async def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of the first rank's device; None if unknown."""
-        return (await self._workers.call("peak_flops"))[0]
+        return (await self.workers.call("peak_flops"))[0]
 
     async def memory_use(self) -> list[dict[str, float]]:
         """Return the memory use of each rank, by metric name."""
-        return await self._workers.call_aside("memory_use")
+        return await self.workers.call_aside("memory_use")
 
     async def positions(self, within_s: float) -> list[Position | None]:
         """Return where each rank is, even while it computes; None for ranks that do not answer."""
-        return await self._workers.answers_aside("position", within_s=within_s)
+        return await self.workers.answers_aside("position", within_s=within_s)
 
     async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:
         """Let each rank write torch's record of its newest collectives; return the paths."""
-        return await self._workers.answers_aside(
+        return await self.workers.answers_aside(
             "write_flight_record", str(folder), within_s=within_s
         )
 
     async def begin_profile(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
         """Start profiling operators or memory allocations on these ranks."""
         arguments = [(list(ranks),)] * len(self)
-        await self._workers.call_each(
+        await self.workers.call_each(
             "profiling.begin", arguments, operators=operators, memory=memory
         )
 
     async def end_profile(self, folder: Path, steps: str) -> list[str]:
         """Stop profiling and write the profiles; return their paths."""
-        written: list[list[str]] = await self._workers.call("profiling.end", str(folder), steps)
+        written: list[list[str]] = await self.workers.call("profiling.end", str(folder), steps)
         return [path for of_rank in written for path in of_rank]
 
     async def spans(self, since: float) -> list[ProcessSpans]:
         """Return the spans of each rank after ``since`` on this process's clock."""
-        return await self._workers.spans(since)
+        return await self.workers.spans(since)
 
 
 class TrainingRanks:
@@ -348,24 +326,24 @@ class TrainingRanks:
 
     async def dead(self, within_s: float) -> list[int]:
         """Return the ranks whose process has ended."""
-        found = await asyncio.gather(*(group.dead(within_s) for group in self._groups))
+        found = await asyncio.gather(*(group.workers.dead(within_s) for group in self._groups))
         first = [0, len(self.actors)]
         return [start + rank for start, ranks in zip(first, found, strict=False) for rank in ranks]
 
     async def processes(self) -> list[tuple[str, ProcessId]]:
         """Return Ray's id of the node and the process of each rank."""
-        return [one for group in self._groups for one in await group.processes()]
+        return [one for group in self._groups for one in await group.workers.processes()]
 
     async def kill(self) -> None:
         """Kill the processes of all ranks."""
         for group in self._groups:
-            await group.kill()
+            await group.workers.kill()
 
     async def until_ended(
         self, earlier: Sequence[tuple[str, ProcessId]], *, within_s: float
     ) -> list[str]:
         """Wait for the end of earlier processes on the nodes of these ranks; return those left."""
-        waiting = (group.until_ended(earlier, within_s=within_s) for group in self._groups)
+        waiting = (group.workers.until_ended(earlier, within_s=within_s) for group in self._groups)
         return sorted({name for left in await asyncio.gather(*waiting) for name in left})
 
     async def positions(self, within_s: float) -> list[Position | None]:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOG_TAIL_LINES = 15
+JOIN_S = 10.0  # until Ray knows a node that has joined
 ASIDE = "aside"
 """Concurrency group of a worker for queries during a computation; one may wait for a save."""
 NUM_ASIDE = 2
@@ -76,20 +77,18 @@ def connect(cluster: Cluster) -> list[Offer]:
     ]
 
 
-async def offer_of(node: Node, *, within_s: float = 10.0) -> Offer:
+async def offer_of(node: Node) -> Offer:
     """Return the GPUs of a node that has joined the cluster later.
 
     Raises PlacementError when Ray does not know it in time.
     """
-    deadline = asyncio.get_running_loop().time() + within_s
+    deadline = asyncio.get_running_loop().time() + JOIN_S
     while True:
         for known in await asyncio.to_thread(ray.nodes):
             if known["Alive"] and known["NodeManagerAddress"] == node.ip:
                 return Offer(known["NodeID"], node.ip, int(known["Resources"].get("GPU", 0)))
         if asyncio.get_running_loop().time() > deadline:
-            raise PlacementError(
-                f"Ray does not know {node.host} ({node.ip}) after {within_s:.0f} s"
-            )
+            raise PlacementError(f"Ray does not know {node.host} ({node.ip}) after {JOIN_S:.0f} s")
         await asyncio.sleep(0.1)
 
 

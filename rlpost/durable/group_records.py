@@ -41,8 +41,8 @@ _COLUMNS = (
     "sampling_mask",
 )
 """The columns of a sample, in the order of its fields; ``Behind`` relies on this order."""
-_ABSENT_IF_NONE = _COLUMNS[3:]
-"""The columns that a sample may lack."""
+_ABSENT_IF_NONE = (*_COLUMNS[3:], "reward")
+"""Fields that are left out of a record when a sample lacks them."""
 _NUMBER_COLUMNS: dict[str, type[IntColumn] | type[FloatColumn]] = {
     "int32": IntColumn,
     "float32": FloatColumn,

@@ -43,6 +43,7 @@ from rlpost.durable.journal_format import (
     EVALUATION,
     FORMAT,
     GROUP,
+    REWARD,
     STATE,
     TURN,
     Header,
@@ -55,7 +56,7 @@ from rlpost.durable.journal_format import (
     part_content,
     part_meta,
 )
-from rlpost.durable.journal_reads import read_all, read_within, valid_parts
+from rlpost.durable.journal_reads import read_all, read_within, valid_parts, with_rewards
 from rlpost.durable.journal_segments import read_header, segment_paths
 from rlpost.durable.open_parts import Kept, OpenParts
 from rlpost.durable.segment_writer import (
@@ -326,6 +327,13 @@ class Journal:
         if part.kind == ANSWER:
             self._answers[part.prompt_id][part.index] = part.samples
 
+    def add_reward(self, sample: Sample, prompt: Prompt, number: int, reward: float) -> None:
+        """Append the reward of the ``number``-th sample of an answer, if the journal has the answer."""
+        if sample.index in self._answers.get(prompt.prompt_id, ()):
+            value = {"reward": reward}
+            part = Part(prompt.prompt_id, sample.index, REWARD, number, value=value)
+            self.add_part(part, prompt)
+
     def drop_parts(self, prompt_id: int | None = None, index: int | None = None) -> None:
         """Append that the parts of an answer, of a group, or of all groups are void.
 
@@ -346,22 +354,26 @@ class Journal:
         Those that are not on disk, or are damaged, are left out. Raises CheckpointError when the
         storage hangs.
         """
-        appended = [part for part in self._parts.of(prompt_id) if part.meta["part"] != ANSWER]
+        finished = (ANSWER, REWARD)
+        appended = [part for part in self._parts.of(prompt_id) if part.meta["part"] not in finished]
         by_index: defaultdict[int, list[Part]] = defaultdict(list)
         for part in await self._read_parts(appended) if appended else ():
             by_index[part.index].append(part)
         return by_index
 
     async def kept_answers(self) -> Mapping[int, Sequence[Sample]]:
-        """Read, in a thread, the samples of all finished answers by prompt.
+        """Read, in a thread, the samples of all finished answers by prompt, with their rewards.
 
         Groups refer to them from now on. Raises as ``parts_of`` does.
         """
-        answers = [part for part in self._parts if part.meta["part"] == ANSWER]
+        answers = [part for part in self._parts if part.meta["part"] in (ANSWER, REWARD)]
+        read = await self._read_parts(answers) if answers else ()
+        rewards = {part.key: part for part in read if part.kind == REWARD}
         samples: defaultdict[int, list[Sample]] = defaultdict(list)
-        for part in await self._read_parts(answers) if answers else ():
-            self._answers[part.prompt_id][part.index] = part.samples
-            samples[part.prompt_id] += part.samples
+        for part in read:
+            if part.kind == ANSWER:
+                self._answers[part.prompt_id][part.index] = part.samples
+                samples[part.prompt_id] += with_rewards(part, rewards)
         return samples
 
     async def states(self) -> Sequence[bytes]:

@@ -48,7 +48,8 @@ T = TypeVar("T")
 FORMAT = 4  # format of the segments that this program writes
 OLDEST_FORMAT = 3
 HEADER, GROUP, BATCH, EVALUATION, PART, DROPPED = range(1, 7)
-ANSWER, TURN, TOKENS, STEP, STATE, BEGUN = "answer", "turn", "tokens", "step", "state", "begun"
+ANSWER, REWARD, BEGUN = "answer", "reward", "begun"
+TURN, TOKENS, STEP, STATE = "turn", "tokens", "step", "state"
 """What a PART holds; see ``Part``."""
 FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
@@ -105,11 +106,12 @@ class Part:
 
     Attributes:
         index: of the answer within its group.
-        kind: ANSWER (finished: its samples), TURN (what an engine returned to one request), TOKENS
-            (some that an engine has streamed of a request), STEP (what the environment returned to
-            a turn), STATE (what its ``save`` returned, as ``data``), BEGUN (an answer that a resume
-            begins again; nothing else is kept of it).
-        number: counts the parts of one kind; 0 for ANSWER, STATE and BEGUN.
+        kind: ANSWER (finished: its samples), REWARD (of one of these samples), TURN (what an engine
+            returned to one request), TOKENS (some that an engine has streamed of a request), STEP
+            (what the environment returned to a turn), STATE (what its ``save`` returned, as
+            ``data``), BEGUN (an answer that a resume begins again; nothing else is kept of it).
+        number: counts the parts of one kind; of REWARD the position of the sample; 0 for ANSWER,
+            STATE and BEGUN.
         spans: policy versions of the tokens of TURN and TOKENS, with their number.
         columns: of TURN and TOKENS.
         value: JSON values.

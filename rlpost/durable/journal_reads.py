@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rlpost.durable.daemon_threads import in_daemon, within
-from rlpost.durable.journal_format import Part, Record
+from rlpost.durable.journal_format import REWARD, Part, PartKey, Record
 from rlpost.durable.journal_segments import segment_paths
 from rlpost.durable.segment_writer import deadline_s
 from rlpost.errors import CheckpointError
+from rlpost.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,13 @@ def valid_parts(records: Iterable[Record]) -> list[Part]:
         except CheckpointError as error:
             logger.warning("journal: %s", error)
     return parts
+
+
+def with_rewards(answer: Part, rewards: Mapping[PartKey, Part]) -> Iterator[Sample]:
+    """Yield the samples of an ANSWER, with those of the REWARDs that belong to them."""
+    for number, sample in enumerate(answer.samples):
+        reward = rewards.get(replace(answer.key, kind=REWARD, number=number))
+        yield sample if reward is None else replace(sample, reward=reward.value["reward"])
 
 
 async def read_all(folder: Path, act: Callable[[], T], what: str) -> T:

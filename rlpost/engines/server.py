@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import psutil
 
@@ -35,13 +36,14 @@ from common.garbage import paused_for_imports
 from common.local_gpus import hidden_gpu_problem
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
+from rlpost.engines.asgi import App, Receive, Scope, Send, answer_json
 from rlpost.engines.cpu_memory import memory_fraction
 from rlpost.engines.cuda_graphs import graph_settings
 from rlpost.engines.engine_activity import EngineActivity
 from rlpost.engines.narrow_routes import NarrowRoutes
-from rlpost.engines.request_spans import RequestSpans
 from rlpost.engines.server_proof import ServerProof
 from rlpost.errors import ConfigError
+from rlpost.observe.spans import SPANS, clock_and_spans
 
 LISTEN_POLL_S = 0.02
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
@@ -202,6 +204,41 @@ def use_threads(num_sharing: int | None) -> None:
     threads = 1 if num_sharing is None else max(1, cores // num_sharing)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to 1
     torch.set_num_threads(threads)  # torch read the variable at import
+
+
+PATH = "/spans"
+_UNRECORDED = ("health", "liveness", "readiness", "metrics", "spans")
+
+
+class RequestSpans:
+    """ASGI middleware (asgi.readthedocs.io, version 3) that records each request as a span.
+
+    It answers ``GET /spans?since=S`` with ``clock_and_spans`` of its process; the application has
+    checked the API key before.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] == PATH:
+            await _answer(scope, send)
+        else:
+            name = scope["path"].strip("/")
+            begin = SPANS.now()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if not name.startswith(_UNRECORDED):
+                    SPANS.add(name, begin)
+
+
+async def _answer(scope: Scope, send: Send) -> None:
+    since = float(parse_qs(scope["query_string"].decode()).get("since", ["0"])[0])
+    await answer_json(send, clock_and_spans(since))
 
 
 def run_engine(

@@ -39,11 +39,6 @@ OURS = {
 """Fields that rlpost sets itself, and what they are derived from."""
 
 
-def server_arg_names() -> frozenset[str]:
-    """Return the names of the settings of the installed SGLang, otherwise of the pinned version."""
-    return frozenset(server_arg_table().args)
-
-
 def check_server_args(
     server_args: Mapping[str, object], *, gpus_per_engine: int | None = None
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from rlpost.errors import WeightError
@@ -246,6 +247,7 @@ def _template(name: str, rules: tuple[Rule, ...]) -> Rule:
     )
 
 
+@lru_cache(maxsize=2**16)  # a rehearsal fills in the same names on every rank
 def _filled(rule: Rule, layer: int | None, expert: int | None) -> Rule:
     def fill(name: str) -> str:
         return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))

@@ -4,4 +4,8 @@ Input: the settings of a recipe and the description of its model. Output: facts 
 (groups, weights, optimizer shards, parts of a checkpoint), the weight-update plan, and a list of
 contradictions to the planner or to the model of transformers. No collective runs and no tensor has
 data.
+
+Imports ``rlpost.trainer`` first, which must happen before ``megatron.core`` on a CPU.
 """
+
+import rlpost.trainer  # noqa: F401

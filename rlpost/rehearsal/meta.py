@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import DeviceContext, _device_constructors
 
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.trainer import device, megatron_on_cpu, parallel
-from rlpost.trainer.settings import ActorSettings
 
 UNSUITABLE = frozenset(
     {
@@ -228,7 +228,7 @@ _TYPE, _CPU = torch.Tensor.type, torch.Tensor.cpu
 
 @contextmanager
 def as_rank(
-    rank: int, world: int, settings: ActorSettings, *, num_virtual_stages: int | None
+    rank: int, world: int, config: Config, *, num_virtual_stages: int | None
 ) -> Iterator[None]:
     """Emulate a rank of ``world``: its groups are formed, and the trainer's device is meta.
 
@@ -248,7 +248,7 @@ def as_rank(
         raise PlacementError(
             f"rank {rank} is not one of the {world} ranks of the trainer; give 0 to {world - 1}"
         )
-    parallel.check_layout(settings, world)
+    parallel.check_layout(config, world)
     with (
         patch.object(parallel_state, "create_group", _without_gloo()),
         patch.object(megatron_on_cpu, "DEVICE", META.type),
@@ -256,7 +256,7 @@ def as_rank(
     ):
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-            parallel.form_groups(settings, num_virtual_stages=num_virtual_stages)
+            parallel.form_groups(config, num_virtual_stages=num_virtual_stages)
             yield
         finally:
             parallel.destroy()

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import RankFacts, Shape
 from rlpost.rehearsal.result import RehearsalCheck
-from rlpost.trainer.settings import ActorSettings
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -26,12 +26,10 @@ SIZES = {
 }
 
 
-def load_check(
-    config: Config, settings: ActorSettings, facts: Mapping[int, RankFacts]
-) -> RehearsalCheck:
+def load_check(config: Config, facts: Mapping[int, RankFacts]) -> RehearsalCheck:
     """Check that all that is read was written, here and at half of one parallel size."""
     written = {part.key: part.global_shape for one in facts.values() for part in one.checkpoint}
-    other = other_settings(settings)
+    other = other_settings(config)
     extent = f"{len(written)} tensors, at this layout"
     loads_here = RehearsalCheck("a checkpoint loads", (), extent)
     if other is None:
@@ -41,7 +39,7 @@ def load_check(
     try:
         read = {
             rank: rehearse_rank(changed, description, rank=rank, world=world)
-            for rank in _ends_of_stages(world, changed.pipeline_model_parallel_size)
+            for rank in _ends_of_stages(world, changed.perf.pipeline_model_parallel_size)
         }
     except (ConfigError, PlacementError):
         return loads_here
@@ -49,10 +47,10 @@ def load_check(
     return replace(loads_here, faults=faults, extent=f"{extent} and {layout}")
 
 
-def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:
+def other_settings(config: Config) -> tuple[Config, str] | None:
     """Settings with one parallel size halved, and the flag; None if all sizes are odd."""
     for name, flag in SIZES.items():
-        size = getattr(settings, name)
+        size = getattr(config.perf, name)
         if size % 2 == 0:
             plain = {
                 "num_layers_per_virtual_pipeline_stage": None,
@@ -60,8 +58,8 @@ def other_settings(settings: ActorSettings) -> tuple[ActorSettings, str] | None:
                 "decoder_last_pipeline_num_layers": None,
             }
             is_pipeline = name == "pipeline_model_parallel_size"
-            changes = {name: size // 2} | (plain if is_pipeline else {})
-            return replace(settings, **changes), f"{flag} {size // 2}"
+            changes: dict[str, object] = {name: size // 2} | (plain if is_pipeline else {})
+            return with_values(config, **changes), f"{flag} {size // 2}"
     return None
 
 

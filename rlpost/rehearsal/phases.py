@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.columns import FloatColumn
+from rlpost.config.tree import Config
 from rlpost.errors import WeightError
 from rlpost.rehearsal.distributed_calls import OFFLOAD, TRAIN, UPDATE, OffloadCycle, Recording
 from rlpost.rehearsal.given import Schedule, given_values
@@ -37,7 +38,6 @@ from rlpost.trainer.model import inventory_of
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.packing import PackedMicroBatch
 from rlpost.trainer.passes import Logprobs
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.value_model import value_inventory
 from rlpost.trainer.weights.importer import HuggingFaceFolder
@@ -85,7 +85,7 @@ class Phases:
 
 
 def rehearse_phases(
-    settings: ActorSettings,
+    config: Config,
     description: ModelDescription,
     phases: Phases,
     *,
@@ -104,15 +104,15 @@ def rehearse_phases(
         ConfigError, PlacementError: the model or the number of ranks does not fit the layout.
         RuntimeError: the code reads a value that a rehearsal does not have; with the line.
     """
-    settings = as_on_gpu(settings)
+    config = as_on_gpu(config)
     topk = int(description.fields.get("moe_router_topk") or 0)
     recorder = CallRecorder(transfers=False, results=results, topk=topk)
     with (
-        as_rank(rank, world, settings, num_virtual_stages=description.num_virtual_stages(settings)),
+        as_rank(rank, world, config, num_virtual_stages=description.num_virtual_stages(config)),
         recorder.recording(),
         recorder.during("build"),
     ):
-        actor = Actor(settings, description)
+        actor = Actor(config, description)
         with building(), _without_files(actor, facts, gpu_bytes=phases.gpu_bytes):
             actor.build()
             placeholders = {one: _moments(one) for one in _optimizers(actor)}
@@ -152,7 +152,7 @@ def _check_frozen(
     check: Callable[..., None],
     facts: Mapping[int, RankFacts],
     chunks: Sequence[torch.nn.Module],
-    settings: ActorSettings,
+    config: Config,
     *,
     stage: int,
 ) -> None:
@@ -164,7 +164,7 @@ def _check_frozen(
         objects[:] = [_trains(one) for _, one in sorted(facts.items())]
 
     with patch.object(dist, "all_gather_object", gathered):
-        check(chunks, settings, stage=stage)
+        check(chunks, config, stage=stage)
 
 
 def _trains(facts: RankFacts) -> tuple[int, bool, list[str]]:
@@ -249,17 +249,18 @@ def _is_last_stage() -> bool:
 @contextmanager
 def _followed(actor: Actor, schedule: Schedule) -> Iterator[None]:
     """Context in which the schedule gets the micro-batches of each pass before it begins."""
-    run, config = step.run, actor.model[0].config
-    divisor = actor.settings.tensor_model_parallel_size if config.sequence_parallel else 1
+    run, transformer = step.run, actor.model[0].config
+    tensor = actor.config.perf.tensor_model_parallel_size
+    divisor = tensor if transformer.sequence_parallel else 1
 
     def followed(
         chunks: Sequence[torch.nn.Module], packed: Sequence[PackedMicroBatch], **options: Any
     ) -> object:
-        shapes = [[one.input_ids.size(1) // divisor, 1, config.hidden_size] for one in packed]
+        shapes = [[one.input_ids.size(1) // divisor, 1, transformer.hidden_size] for one in packed]
         schedule.begin(
             shapes,
             num_chunks=len(chunks),
-            group_size=config.microbatch_group_size_per_vp_stage or 1,
+            group_size=transformer.microbatch_group_size_per_vp_stage or 1,
             is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             is_last_stage=_is_last_stage(),
         )

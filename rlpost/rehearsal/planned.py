@@ -17,7 +17,6 @@ from rlpost.algorithm.schedule import (
     schedule,
     sequence_work,
 )
-from rlpost.config.groups.perf import sequence_multiple
 from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
@@ -93,7 +92,7 @@ def planned_lengths(config: Config, longest: int, *, multiple: int = 1) -> list[
 
 def _schedule(config: Config, lengths: list[int]) -> Schedule:
     perf = config.perf
-    multiple = sequence_multiple(perf.context_parallel_size)
+    multiple = perf.sequence_multiple
     padded = [length + -length % multiple for length in lengths]
     work = [sequence_work(length) for length in padded] if perf.balance_data else None
     return schedule(

@@ -17,6 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
+from rlpost.config.critic_ranks import of_critic
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.models import names
 from rlpost.rehearsal.meta import as_rank, building
 from rlpost.rehearsal.rank_facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
@@ -25,7 +28,6 @@ from rlpost.trainer.lora.adapters import adapted_layers
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.model_state import model_state
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.torch_dist.shards import chunks_of
 from rlpost.trainer.torch_dist.written import (
@@ -44,39 +46,39 @@ MOMENTS = f"{OPTIMIZER_PREFIX}exp_avg."
 
 
 def rehearse_rank(
-    settings: ActorSettings, description: ModelDescription, *, rank: int, world: int
+    config: Config, description: ModelDescription, *, rank: int, world: int
 ) -> RankFacts:
     """Facts about one rank of ``world``.
 
     Raises ConfigError or PlacementError when the model or the number of ranks does not fit the
     layout.
     """
-    settings = as_on_gpu(settings)
-    description.check_layout(settings)
-    num_stages = description.num_virtual_stages(settings)
-    with as_rank(rank, world, settings, num_virtual_stages=num_stages):
+    config = as_on_gpu(config)
+    description.check_layout(config)
+    num_stages = description.num_virtual_stages(config)
+    with as_rank(rank, world, config, num_virtual_stages=num_stages):
         with building():
-            chunks = build_model(description, settings)
+            chunks = build_model(description, config)
         inventory = inventory_of(chunks, description, gather=_own_stage_alone)
-        policy = _facts(rank, chunks, inventory, settings)
-        if not settings.use_critic:
+        policy = _facts(rank, chunks, inventory, config)
+        if not config.critic_shares_ranks:
             return policy
-        of_critic = settings.of_critic
+        critic = of_critic(config)
         with building():
-            chunks = build_value_model(description, of_critic)
+            chunks = build_value_model(description, critic)
         inventory = value_inventory(chunks, description, gather=_own_stage_alone)
-        return replace(policy, critic=_facts(rank, chunks, inventory, of_critic))
+        return replace(policy, critic=_facts(rank, chunks, inventory, critic))
 
 
 def _facts(
-    rank: int, chunks: Sequence[GPTModel], inventory: Inventory, settings: ActorSettings
+    rank: int, chunks: Sequence[GPTModel], inventory: Inventory, config: Config
 ) -> RankFacts:
     """Wrap a model of this rank, build its optimizer, and list what both have."""
     with building():
-        model = optimizer.wrap(chunks, settings)
-        adam = optimizer.build(model, settings)
-        if settings.optimizer == "muon":
-            muon.install(adam, inventory, settings)
+        model = optimizer.wrap(chunks, config)
+        adam = optimizer.build(model, config)
+        if config.optimizer.optimizer == "muon":
+            muon.install(adam, inventory, config)
     ranges = _optimizer_ranges(adam)
     return RankFacts(
         rank=rank,
@@ -89,8 +91,8 @@ def _facts(
             parameter.numel() for chunk in chunks for parameter in chunk.parameters()
         ),
         entries=inventory.entries,
-        checkpoint=tuple(_checkpoint_parts(chunks, adam, settings)),
-        memory=_memory(model, adam, settings),
+        checkpoint=tuple(_checkpoint_parts(chunks, adam, config)),
+        memory=_memory(model, adam, config),
         update=UpdateRole(
             stage=inventory.groups.pipeline.rank(),
             gathers=parallel.holds_first_copy(),
@@ -100,11 +102,11 @@ def _facts(
     )
 
 
-def as_on_gpu(settings: ActorSettings) -> ActorSettings:
+def as_on_gpu(config: Config) -> Config:
     """The settings with the precision of a GPU, without what cannot be built without CUDA."""
-    return replace(
-        settings,
-        bf16=settings.bf16 is not False,
+    return with_values(
+        config,
+        bf16=config.perf.bf16 is not False,
         optimizer_cpu_offload=False,
         use_precision_aware_optimizer=False,
         main_grads_dtype="fp32",
@@ -201,7 +203,7 @@ def _optimizer_ranges(adam: MegatronOptimizer) -> Ranges:
 
 
 def _checkpoint_parts(
-    chunks: Sequence[torch.nn.Module], adam: MegatronOptimizer, settings: ActorSettings
+    chunks: Sequence[torch.nn.Module], adam: MegatronOptimizer, config: Config
 ) -> Iterator[CheckpointPart]:
     """The boxes that this rank writes of the weights, and of the first moments."""
     regions = regions_of_model(model_state(chunks))
@@ -211,7 +213,7 @@ def _checkpoint_parts(
         if shard.prefix == MOMENTS
     ]
     for shard in [*written_weights(regions), *states]:
-        for chunk in chunks_of(shard, max_bytes=settings.save_buffer_bytes):
+        for chunk in chunks_of(shard, max_bytes=config.checkpoint.save_buffer_bytes):
             yield CheckpointPart(chunk.key, chunk.global_shape, chunk.offsets, chunk.sizes)
 
 
@@ -220,7 +222,7 @@ def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
     return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
 
 
-def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettings) -> Memory:
+def _memory(model: Sequence[Any], adam: MegatronOptimizer, config: Config) -> Memory:
     weights = gradients = 0
     for chunk in model:
         weights += sum(parameter.nbytes for parameter in chunk.parameters())
@@ -233,5 +235,5 @@ def _memory(model: Sequence[Any], adam: MegatronOptimizer, settings: ActorSettin
     return Memory(
         weights=weights,
         gradients=gradients,
-        main_weights=mains if settings.bf16 else 0,
+        main_weights=mains if config.perf.bf16 else 0,
     )

@@ -1,6 +1,6 @@
 """Rehearse a run: build every rank, run the phases, and check what all ranks did.
 
-Input: the settings of the run and of an actor. Output: a ``RehearsalResult``. Building takes a fraction of a
+Input: the settings of the run. Output: a ``RehearsalResult``. Building takes a fraction of a
 second a rank, so every rank is built. The phases take seconds, so two ranks of each class run them
 unless all are asked for (``symmetry``).
 """
@@ -37,7 +37,6 @@ from rlpost.rehearsal.result import (
     offload_check,
 )
 from rlpost.rehearsal.symmetry import Recorded, record
-from rlpost.trainer.settings import ActorSettings
 
 Facts = Mapping[int, RankFacts]
 Say = Callable[[str], None]
@@ -59,24 +58,23 @@ class RehearsalOptions:
 
 
 def rehearse_run(
-    config: Config, settings: ActorSettings, options: RehearsalOptions, *, say: Say = lambda _: None
+    config: Config, options: RehearsalOptions, *, say: Say = lambda _: None
 ) -> RehearsalResult:
     """Rehearse a run.
 
-    ``settings`` are those of an actor, made from ``config``. ``say`` is called with the name of
-    each step before it runs.
+    ``say`` is called with the name of each step before it runs.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
     started = time.monotonic()
-    description, world = description_of(settings), config.actor_world_size
+    description, world = description_of(config), config.actor_world_size
     expected = expected_of(config, description.hf_config)
-    policy = published(description.hf_config) if settings.use_critic else expected.published
+    policy = published(description.hf_config) if config.critic_shares_ranks else expected.published
     step = planned_step(config, expected.shape, limit=options.micro_batches)
     say(f"building {counted(world, 'rank')}")
     facts = {
-        rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
+        rank: rehearse_rank(config, description, rank=rank, world=world) for rank in range(world)
     }
     plans = update_plans(facts, config, gpu_bytes=options.gpu_bytes)
     phases = Phases(
@@ -94,7 +92,7 @@ def rehearse_run(
     def run(rank: int) -> Recording:
         say(f"rank {rank}: {', '.join(phases.names)}")
         return rehearse_phases(
-            settings, description, phases, rank=rank, world=world, facts=facts, results=results
+            config, description, phases, rank=rank, world=world, facts=facts, results=results
         )
 
     recorded = record(
@@ -113,7 +111,7 @@ def rehearse_run(
             *_built(facts, plans, expected, policy),
             _schedule_check(step),
             _hangs(recorded),
-            load_check(config, settings, facts),
+            load_check(config, facts),
             *([offload_check(recorded.recordings.values())] if phases.offloads else []),
             memory_check(memory, options.gpu_bytes, context=plan(config).fullest.context),
         ),

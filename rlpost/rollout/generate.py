@@ -5,22 +5,24 @@ Input: prompts, sampling parameters, a grader, a connection to the engines. Outp
 with the partial answers.
 
 Each sample is a separate request: ``rlpost.engines.places`` chooses its engine, whose prefix cache
-shares the prompt. A group is graded once its last sample is complete, while other groups are still
-generating. An answer whose grading failed is left out of the baseline and of the loss. A group with
-fewer than two answers left has no baseline and is generated again.
+shares the prompt. Slow rewards that need no other answer (``Grader.grades_singly``) are computed
+once their answer is complete, all others once the last answer of the group is; other groups are
+still generating. An answer whose grading failed is left out of the baseline and of the loss. A
+group with fewer than two answers left has no baseline and is generated again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar, runtime_checkable
 
-from common.bounded import together
+from common.bounded import cancel_all, together
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_format import ANSWER, Part
 from rlpost.engines.connection import Connection, Halted
@@ -44,6 +46,8 @@ MAX_GENERATIONS = 4  # attempts at one group whose gradings fail; then its promp
 LEAST_ANSWERS = 2  # graded answers in a group, because the baseline compares them
 T = TypeVar("T")
 
+Place = tuple[int, int]
+"""Index of an answer in its group, and position of a sample among those of the answer."""
 Finish = Callable[[Sequence[ScoredSample]], Awaitable[tuple[ScoredSample, ...]]]
 """Completes graded samples, and leaves out those that it cannot; raises Halted on a stop request.
 """
@@ -144,31 +148,71 @@ class GroupWriter:
         self, entry: Unfinished
     ) -> tuple[list[Sample], tuple[ScoredSample, ...]] | Unfinished:
         """Return all answers to a prompt, and those that have a reward."""
-        so_far: dict[int, list[Sample]] = defaultdict(list)
+        prompt, so_far = entry.prompt, defaultdict[int, list[Sample]](list)
         for sample in entry.samples:
             so_far[sample.index].append(sample)
-        recorded = await self._journal.parts_of(entry.prompt.prompt_id)
-        logs = [self._log(entry.prompt, index, recorded.get(index, ())) for index in range(self._n)]
-        answers = await together(
-            [self._answer(entry.prompt, log, so_far[index]) for index, log in enumerate(logs)]
-        )
-        usable_answers = [several for several in answers if several is not None]
-        samples = [sample for several in usable_answers for sample in several]
-        if any(not several or several[-1].finish_reason == "abort" for several in usable_answers):
-            return Unfinished(entry.prompt, tuple(samples))
-        if not samples:
-            return [], ()
-        try:
-            return samples, await self._grade(entry.prompt, samples)
-        except Halted:
-            return Unfinished(entry.prompt, tuple(samples))
+        recorded = await self._journal.parts_of(prompt.prompt_id)
+        logs = [self._log(prompt, index, recorded.get(index, ())) for index in range(self._n)]
+        singly = self._grader.grades_singly(prompt)
+        rewards, grading = dict[Place, float](), list[asyncio.Future[None]]()
 
-    async def _grade(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[ScoredSample, ...]:
+        async def answer(log: AnswerLog) -> Sequence[Sample] | None:
+            samples = await self._answer(prompt, log, so_far[log.index])
+            if singly and samples is not None and _is_finished(samples):
+                for number, sample in enumerate(samples):
+                    grade = self._grade(prompt, sample, number, rewards)
+                    grading.append(asyncio.ensure_future(grade))
+            return samples
+
+        try:
+            answers = await together(map(answer, logs))
+            usable = [several for several in answers if several is not None]
+            samples = [sample for several in usable for sample in several]
+            with contextlib.suppress(Halted):  # a stop request during the grading
+                if all(map(_is_finished, usable)):
+                    if not singly:
+                        rewards |= await self._grade_group(prompt, samples)
+                    await asyncio.gather(*grading)
+                    return samples, await self._complete(samples, rewards)
+        finally:
+            await cancel_all(grading)
+        pairs = zip(samples, _places(samples), strict=True)
+        return Unfinished(
+            prompt, tuple(replace(sample, reward=rewards.get(place)) for sample, place in pairs)
+        )
+
+    async def _grade_group(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[Place, float]:
+        """Return the rewards of all answers together. Raises Halted."""
+        graded = await self._grader.grade(prompt, samples) if samples else ()
+        pairs = zip(_places(samples), graded, strict=True)
+        return {place: float(reward) for place, reward in pairs if reward is not None}
+
+    async def _grade(
+        self, prompt: Prompt, sample: Sample, number: int, rewards: dict[Place, float]
+    ) -> None:
+        """Add the reward of the ``number``-th sample of an answer to ``rewards``. Raises Halted.
+
+        Nothing is added if the grading was lost.
+        """
+        place = sample.index, number
+        if sample.reward is not None:
+            rewards[place] = sample.reward
+            return
+        (reward,) = await self._grader.grade(prompt, [sample])
+        if reward is not None:
+            rewards[place] = float(reward)
+            self._journal.add_reward(sample, prompt, number, float(reward))
+
+    async def _complete(
+        self, samples: Sequence[Sample], rewards: Mapping[Place, float]
+    ) -> tuple[ScoredSample, ...]:
         """Return the samples that have a reward and are finished. Raises Halted."""
-        rewards = await self._grader.grade(prompt, samples)
-        pairs = zip(samples, rewards, strict=True)
         graded = tuple(
-            ScoredSample(sample, float(reward)) for sample, reward in pairs if reward is not None
+            ScoredSample(
+                sample if sample.reward is None else replace(sample, reward=None), rewards[place]
+            )
+            for sample, place in zip(samples, _places(samples), strict=True)
+            if place in rewards
         )
         if self._finish is None:
             return graded
@@ -196,7 +240,7 @@ class GroupWriter:
         again, and continues only if it resumes (``AnswerLog``): only the function knows the state
         of its tools.
         """
-        if so_far and so_far[-1].finish_reason != "abort":
+        if _is_finished(so_far):
             return so_far
         partial_sample = so_far[0] if so_far else None
         builder = ResponseBuilder(
@@ -282,6 +326,21 @@ class GroupWriter:
                     f"({error}); convert it, for example with float() or .tolist()"
                 ) from error
         return replace(sample, extra=kept)
+
+
+def _is_finished(samples: Sequence[Sample]) -> bool:
+    """Whether these samples are a whole answer."""
+    return bool(samples) and samples[-1].finish_reason != "abort"
+
+
+def _places(samples: Iterable[Sample]) -> list[Place]:
+    """Return the places of the samples of a group, in order."""
+    counts: Counter[int] = Counter()
+    places = []
+    for sample in samples:
+        places.append((sample.index, counts[sample.index]))
+        counts[sample.index] += 1
+    return places
 
 
 def _name_of(function: object) -> str:

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from common.attempt import attempt_secret
 from rlpost.columns import FloatColumn
 from rlpost.config.plan.weight_update import SHARED_BUFFERS, SMALLEST
+from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.observe.spans import span
 from rlpost.trainer import (
@@ -51,7 +52,6 @@ from rlpost.trainer.passes import Logprobs, Passes
 from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.teacher import Teacher
 from rlpost.trainer.teacher_description import teacher_description
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
@@ -65,63 +65,61 @@ class Actor(Rank):
 
     saves: Saves
 
-    def __init__(
-        self, settings: ActorSettings, description: ModelDescription | None = None
-    ) -> None:
+    def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
         """Read the architectures of policy and teacher; see ``Rank``."""
-        super().__init__(settings, description)
+        super().__init__(config, description)
         self._reference: ReferenceWeights | Adapters | None = None
         self._adapters: Adapters | None = None
         self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
-        if settings.has_teacher:
-            teacher_description(settings)
+        if config.distillation.teacher_in_trainer:
+            teacher_description(config)
 
     def build(self) -> None:
         """Build model and optimizer of this rank; needs the process groups."""
-        settings = self.settings
-        self.chunks = build_model(self.description, settings)
-        frozen.check_frozen(self.chunks, settings, stage=parallel.pipeline_group().rank())
-        self.model = optimizer.wrap(self.chunks, settings)
-        self.optimizer = optimizer.build(self.model, settings)
+        config = self.config
+        self.chunks = build_model(self.description, config)
+        frozen.check_frozen(self.chunks, config, stage=parallel.pipeline_group().rank())
+        self.model = optimizer.wrap(self.chunks, config)
+        self.optimizer = optimizer.build(self.model, config)
         group = parallel.tensor_parallel_group()
         num_valid = self.description.num_valid_columns(tp_rank=group.rank(), tp_size=group.size())
         self.row_layout = self.made_row_layout()
         self.passes = Passes(
             self.model,
-            settings,
+            config,
             num_valid=num_valid,
             row_layout=self.row_layout,
-            routing=RoutingReplay(self.chunks, settings, self.row_layout, self.description.fields),
+            routing=RoutingReplay(self.chunks, config, self.row_layout, self.description.fields),
             mtp=self._mtp_training(),
             stop_points=self.stop_points,
         )
         self.inventory = inventory_of(self.chunks, self.description)
-        if settings.optimizer == "muon":
-            muon.install(self.optimizer, self.inventory, settings)
-        if settings.use_critic:
+        if config.optimizer.optimizer == "muon":
+            muon.install(self.optimizer, self.inventory, config)
+        if config.critic_shares_ranks:
             layout, points = self.row_layout, self.stop_points
-            self.critic = Critic(settings, self.description, row_layout=layout, stop_points=points)
-        if settings.lora_rank is not None:
+            self.critic = Critic(config, self.description, row_layout=layout, stop_points=points)
+        if config.lora.lora_rank is not None:
             self._reference = self._adapters = Adapters(self.chunks, self.inventory)
-        elif settings.needs_reference:
+        elif config.grpo.needs_reference:
             self._reference = ReferenceWeights(
                 self.inventory, self._read_initial_weights, prepare=self._settle_weights
             )
         self.old_policy = OldPolicy(
-            settings, self.inventory, prepare=self._settle_weights, reference=self._reference
+            config, self.inventory, prepare=self._settle_weights, reference=self._reference
         )
-        if settings.has_teacher:
+        if config.distillation.teacher_in_trainer:
             self._teacher = Teacher(
-                settings, row_layout=self.row_layout, stop_points=self.stop_points
+                config, row_layout=self.row_layout, stop_points=self.stop_points
             )
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
             self.exporter,
-            limit=settings.update_weight_buffer_size,
-            num_engines=settings.num_engines,
+            limit=config.sync.update_weight_buffer_size,
+            num_engines=config.num_engines,
             device_bytes=parallel.smallest(device.total_memory()),
-            quantisation=HuggingFaceFolder(settings.hf_checkpoint).quantisation,
+            quantisation=HuggingFaceFolder(config.checkpoint.hf_checkpoint).quantisation,
         )
         self.sharing = Sharing(self.buckets)
         self.broadcast = Broadcast(
@@ -129,16 +127,16 @@ class Actor(Rank):
             gathers=parallel.holds_first_copy(),
             is_source=parallel.is_source_of_stage(),
             backend=device.backend(),
-            timeout_s=60.0 * settings.distributed_timeout_minutes,
+            timeout_s=60.0 * config.cluster.distributed_timeout_minutes,
             # External engines know torch's own store alone.
-            secret=None if settings.rollout_external_engine_addrs else attempt_secret(),
+            secret=None if config.sglang.rollout_external_engine_addrs else attempt_secret(),
         )
-        self.piece_bytes = min(settings.update_weight_buffer_size, SMALLEST)
+        self.piece_bytes = min(config.sync.update_weight_buffer_size, SMALLEST)
         critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
         self.memory = DeviceMemory(
             self.model, self.optimizer, critic, communicators=self.communicators()
         )
-        self.saves = Saves(settings, self.chunks, self.optimizer, self.memory, self.critic)
+        self.saves = Saves(config, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
 
     @property
@@ -157,7 +155,7 @@ class Actor(Rank):
         """
         self._read_initial_weights()
         if self._adapters is not None:
-            self._adapters.initialise(self.settings.seed)
+            self._adapters.initialise(self.config.optimizer.seed)
         self.optimizer.reload_model_params()
         self.old_policy.start(0)
         if self.critic is not None:
@@ -209,13 +207,13 @@ class Actor(Rank):
         self.old_policy.swap_out()
         if advantages is not None:
             batch = batch.with_advantages(advantages)
-        ref_logprobs = self.compute_ref_logprobs(batch) if self.settings.use_kl_loss else None
-        teacher = self._teacher_scores(batch) if self.settings.distils_in_loss else None
-        if self.settings.enable_mtp_training:  # it reads the embedding before the forward pass
+        ref_logprobs = self.compute_ref_logprobs(batch) if self.config.grpo.use_kl_loss else None
+        teacher = self._teacher_scores(batch) if self.config.distillation.distils_in_loss else None
+        if self.config.grpo.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         gradients = partial(self.passes.gradients, batch, old_logprobs, ref_logprobs, teacher)
         metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
-        lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
+        lr = optimizer.apply_schedule(self.optimizer, self.config, self.num_optimizer_steps)
         self.wait_copied()
         self.old_policy.before_step(place)
         with span("optimizer"):
@@ -261,7 +259,7 @@ class Actor(Rank):
         self.saves.finish_leniently()
         megatron_checkpoint.create_folder(Path(folder), step)
         self._finish_param_sync()
-        buffer_bytes = self.settings.save_buffer_bytes
+        buffer_bytes = self.config.checkpoint.save_buffer_bytes
         if isinstance(self._reference, ReferenceWeights) and self._reference.was_updated:
             self._reference.save(folder, self.chunks, buffer_bytes=buffer_bytes)
         self.old_policy.save(folder, self.chunks, buffer_bytes=buffer_bytes)
@@ -289,8 +287,8 @@ class Actor(Rank):
             folder,
             chunks=self.chunks,
             optimizer=self.optimizer,
-            buffer_bytes=self.settings.save_buffer_bytes,
-            adapters=checkpoint_settings(self.settings),
+            buffer_bytes=self.config.checkpoint.save_buffer_bytes,
+            adapters=checkpoint_settings(self.config),
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
         self.old_policy.start(progress.step, progress.policy_version)
@@ -301,7 +299,7 @@ class Actor(Rank):
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder; see ``weight_files.export``."""
         self._finish_param_sync()
-        weight_files.export(self.exporter, self.inventory, folder, self.description, self.settings)
+        weight_files.export(self.exporter, self.inventory, folder, self.description, self.config)
 
     def write_engine_folder(self, folder: str | Path, version: int) -> int | None:
         """Write what engines read: all weights, with adapters merged, or the adapters alone.
@@ -315,9 +313,9 @@ class Actor(Rank):
         """
         with self.old_policy.swapped_in(version):
             self._finish_param_sync()
-            if self.settings.update_weight_mode == "adapter":
-                return weight_files.write_adapters(self.inventory, Path(folder), self.settings)
-            weight_files.export_merged(self.exporter, folder, self.description, self.settings)
+            if self.config.sync.update_weight_mode == "adapter":
+                return weight_files.write_adapters(self.inventory, Path(folder), self.config)
+            weight_files.export_merged(self.exporter, folder, self.description, self.config)
             return None
 
     def weights_hash(self) -> str:
@@ -348,7 +346,7 @@ class Actor(Rank):
         super().close()
 
     def _read_initial_weights(self) -> None:
-        folder = self.settings.ref_load or self.settings.hf_checkpoint
+        folder = self.config.checkpoint.ref_load or self.config.checkpoint.hf_checkpoint
         if find_checkpoint(folder) is None:
             import_weights(self.inventory, HuggingFaceFolder(folder))
         else:
@@ -356,7 +354,7 @@ class Actor(Rank):
 
     def _teacher_scores(self, batch: TrainBatch) -> TeacherScores:
         """Return the teacher's scores for the loss: of the trainer, or from a server's columns."""
-        top_k, vocab_size = self.settings.opd_top_k, self.description.dims.vocab_size
+        top_k, vocab_size = self.config.distillation.opd_top_k, self.description.dims.vocab_size
         if self._teacher is None:
             return scores_of_server(batch, top_k=top_k, vocab_size=vocab_size)
         if top_k is None:
@@ -364,9 +362,9 @@ class Actor(Rank):
         return TeacherScores(top=self._teacher.top_tokens(batch, count=top_k, limit=vocab_size))
 
     def _mtp_training(self) -> MtpTraining | None:
-        if not self.settings.enable_mtp_training:
+        if not self.config.grpo.enable_mtp_training:
             return None
-        return MtpTraining(self.chunks, scaling_factor=self.settings.mtp_loss_scaling_factor)
+        return MtpTraining(self.chunks, scaling_factor=self.config.grpo.mtp_loss_scaling_factor)
 
     def _settle_weights(self) -> None:
         """Wait for everything that reads or writes the weights; call before swapping them."""
@@ -374,7 +372,7 @@ class Actor(Rank):
         self.wait_copied(weights_only=True)
 
     def _finish_param_sync(self) -> None:
-        optimizer.finish_param_sync(self.model, self.settings)
+        optimizer.finish_param_sync(self.model, self.config)
 
 
 logger = logging.getLogger(__name__)

@@ -7,19 +7,19 @@ weights, a rank holds one tensor at a time. Collective: call on every rank, in o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rlpost.config.plan.architecture import mtp_problem
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import read_description
 from rlpost.trainer.mtp import CHECKPOINT_KEY
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist.reader import StoredTensors
 from rlpost.trainer.weights.exporter import Exporter, export_folder
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
@@ -27,7 +27,7 @@ from rlpost.trainer.weights.inventory import MTP_MARK
 from rlpost.trainer.weights.safetensors_files import tensor_files
 
 
-def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings:
+def with_mtp_layer(config: Config, source: str | Path) -> Config:
     """Return the settings, with the layer for multi-token prediction if ``source`` has it.
 
     The converted checkpoint can then be used with and without ``--enable-mtp-training``.
@@ -35,23 +35,23 @@ def with_mtp_layer(settings: ActorSettings, source: str | Path) -> ActorSettings
     Raises:
         WeightError: ``source`` is a Hugging Face folder that cannot be read.
     """
-    description = read_description(settings.hf_checkpoint, settings.model_args)
+    description = read_description(config.checkpoint.hf_checkpoint, config.model.given)
     if mtp_problem(description.family, description.hf_config) is not None:
-        return settings
+        return config
     folder = find_checkpoint(source)
     if folder is None:
         names = tensor_files(Path(source))
         has_layer = any(MTP_MARK in name for name in names)
     else:
         has_layer = CHECKPOINT_KEY in StoredTensors(folder)
-    return replace(settings, enable_mtp_training=has_layer)
+    return with_values(config, enable_mtp_training=has_layer)
 
 
 class Converter:
     """This rank's shard of a model that is only converted."""
 
-    def __init__(self, settings: ActorSettings, rendezvous: Rendezvous) -> None:
-        """Join the other ranks and build the model of ``settings.hf_checkpoint``.
+    def __init__(self, config: Config, rendezvous: Rendezvous) -> None:
+        """Join the other ranks and build the model of ``hf_checkpoint``.
 
         Raises:
             WeightError: the architecture is not supported.
@@ -59,15 +59,15 @@ class Converter:
             PlacementError: the layout does not fit the number of ranks.
         """
         description = self.description = read_description(
-            settings.hf_checkpoint, settings.model_args
+            config.checkpoint.hf_checkpoint, config.model.given
         )
-        description.check_layout(settings, trains=False)
-        self.buffer_bytes = settings.save_buffer_bytes
-        device.prepare(settings)
+        description.check_layout(config, trains=False)
+        self.buffer_bytes = config.checkpoint.save_buffer_bytes
+        device.prepare(config)
         parallel.initialise(
-            rendezvous, settings, num_virtual_stages=description.num_virtual_stages(settings)
+            rendezvous, config, num_virtual_stages=description.num_virtual_stages(config)
         )
-        self.chunks = build_model(description, settings)
+        self.chunks = build_model(description, config)
         self.inventory = inventory_of(self.chunks, description)
 
     def from_hugging_face(self, folder: str | Path) -> None:
@@ -86,7 +86,7 @@ class Converter:
         megatron_checkpoint.save_weights(folder, chunks=self.chunks, buffer_bytes=self.buffer_bytes)
 
     def to_hugging_face(self, folder: str | Path) -> None:
-        """Write safetensors, with configuration and tokenizer of ``settings.hf_checkpoint``."""
+        """Write safetensors, with configuration and tokenizer of ``hf_checkpoint``."""
         export_folder(
             Exporter(self.inventory),
             folder,

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
+from rlpost.config.critic_ranks import of_critic
+from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
 from rlpost.observe.spans import span
 from rlpost.trainer import device, megatron_checkpoint, optimizer, step
@@ -34,7 +36,6 @@ from rlpost.trainer.packing import (
     unpack,
 )
 from rlpost.trainer.passes import Logprobs, global_metrics, of_all_context_ranks, set_mode
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
 from rlpost.trainer.value_model import (
     build_value_model,
@@ -56,7 +57,7 @@ class Critic:
 
     def __init__(
         self,
-        settings: ActorSettings,
+        config: Config,
         description: ModelDescription,
         *,
         row_layout: RowLayout,
@@ -64,17 +65,17 @@ class Critic:
     ) -> None:
         """Build model and optimizer; needs the process groups.
 
-        ``settings`` and ``description`` are those of the policy. The weights are not set: call
+        ``config`` and ``description`` are those of the policy. The weights are not set: call
         ``import_weights`` or ``load`` next.
         """
-        self.settings = settings.of_critic
+        self.config = of_critic(config)
         self.num_optimizer_steps = 0
         self._description = description
         self._row_layout = row_layout
         self._stop_points = stop_points
-        self.chunks = build_value_model(description, self.settings)
-        self.model = optimizer.wrap(self.chunks, self.settings)
-        self.optimizer = optimizer.build(self.model, self.settings)
+        self.chunks = build_value_model(description, self.config)
+        self.model = optimizer.wrap(self.chunks, self.config)
+        self.optimizer = optimizer.build(self.model, self.config)
         self.inventory = value_inventory(self.chunks, description)
         self.exporter = Exporter(self.inventory)
         self._saver: Saver | None = None
@@ -85,8 +86,8 @@ class Critic:
         Raises:
             WeightError, CheckpointError: the weights do not fit the model.
         """
-        folder = self.settings.ref_load or self.settings.hf_checkpoint
-        read_value_weights(folder, self.chunks, self.inventory, seed=self.settings.seed)
+        folder = self.config.checkpoint.ref_load or self.config.checkpoint.hf_checkpoint
+        read_value_weights(folder, self.chunks, self.inventory, seed=self.config.optimizer.seed)
         self.optimizer.reload_model_params()
 
     def values(self, batch: TrainBatch) -> Values:
@@ -136,7 +137,7 @@ class Critic:
         """
         gradients = partial(self._gradients, batch, values, returns)
         metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
-        lr = optimizer.apply_schedule(self.optimizer, self.settings, self.num_optimizer_steps)
+        lr = optimizer.apply_schedule(self.optimizer, self.config, self.num_optimizer_steps)
         with span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         self.num_optimizer_steps += 1
@@ -149,7 +150,7 @@ class Critic:
         old = held_values(values, packed)
         target = held_values(partition(returns, map(len, batch.micro_batches)), packed)
         weighting = step.Weighting(
-            batch.num_samples, batch.num_tokens, self.settings.calculate_per_token_loss
+            batch.num_samples, batch.num_tokens, self.config.grpo.calculate_per_token_loss
         )
 
         def loss_of(index: int, micro_batch: PackedMicroBatch, output: torch.Tensor) -> step.Losses:
@@ -157,7 +158,7 @@ class Critic:
             old_R, target_R = old[index], target[index]
             assert old_R is not None and target_R is not None, "the last stage has values"
             loss_R, stats = value_loss(
-                values_R, old_R, target_R, value_clip=self.settings.value_clip
+                values_R, old_R, target_R, value_clip=self.config.critic.value_clip
             )
             return weighting.reduced(loss_R, stats, micro_batch)
 
@@ -179,9 +180,9 @@ class Critic:
         """
         own = Path(folder) / FOLDER
         megatron_checkpoint.create_folder(own, at_step)
-        optimizer.finish_param_sync(self.model, self.settings)
+        optimizer.finish_param_sync(self.model, self.config)
         if self._saver is None:
-            self.set_save_buffer(self.settings.save_buffer_bytes, residence)
+            self.set_save_buffer(self.config.checkpoint.save_buffer_bytes, residence)
         assert self._saver is not None
         # The random generators are in the policy's part.
         progress = Progress(at_step, self.num_optimizer_steps)
@@ -191,7 +192,7 @@ class Critic:
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
         self._saver = Saver(
             self.chunks,
-            None if self.settings.no_save_optim else self.optimizer,
+            None if self.config.checkpoint.no_save_optim else self.optimizer,
             buffer_bytes=num_bytes,
             residence=residence,
         )
@@ -212,7 +213,7 @@ class Critic:
             own,
             chunks=self.chunks,
             optimizer=self.optimizer,
-            buffer_bytes=self.settings.save_buffer_bytes,
+            buffer_bytes=self.config.checkpoint.save_buffer_bytes,
         )
         self.num_optimizer_steps = progress.num_optimizer_steps
 
@@ -222,18 +223,18 @@ class Critic:
         Raises:
             OSError: the folder cannot be written; raised on the writing rank.
         """
-        optimizer.finish_param_sync(self.model, self.settings)
+        optimizer.finish_param_sync(self.model, self.config)
         export_folder(
             self.exporter,
             folder,
-            template=self.settings.hf_checkpoint,
+            template=self.config.checkpoint.hf_checkpoint,
             config=value_config(self._description),
             writes=dist.get_rank() == 0,
         )
 
     def weights_hash(self, *, max_bytes: int) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
-        optimizer.finish_param_sync(self.model, self.settings)
+        optimizer.finish_param_sync(self.model, self.config)
         return weights_hash(self.exporter, max_bytes=max_bytes)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:

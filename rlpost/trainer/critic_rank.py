@@ -26,7 +26,7 @@ class CriticRank(Rank):
     def build(self) -> None:
         """Build model and optimizer of this rank; needs the process groups."""
         critic = self.critic = Critic(
-            self.settings,
+            self.config,
             self.description,
             row_layout=self.made_row_layout(),
             stop_points=self.stop_points,
@@ -36,7 +36,7 @@ class CriticRank(Rank):
             critic.model, critic.optimizer, communicators=self.communicators()
         )
         self._residence = Residence(self.memory.resident, self.memory.lock)
-        self.saves = RunningSave(self.settings)
+        self.saves = RunningSave(self.config)
 
     def import_weights(self) -> None:
         """Load the initial weights; see ``Critic.import_weights``."""

@@ -17,10 +17,10 @@ import torch
 
 from common.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
 from common.local_gpus import find_gpu, hidden_gpu_problem, read_local_gpus, visible_names
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.memory import GB, machine, process_gb
 from rlpost.trainer.attention_backends import Gpu
-from rlpost.trainer.settings import ActorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def gpu() -> Gpu | None:
     return Gpu(torch.cuda.get_device_capability(), has_flash_attention)
 
 
-def prepare(settings: ActorSettings) -> None:
+def prepare(config: Config) -> None:
     """Select the device, and set the CPU affinity and the number of threads of this process.
 
     The process is bound to the CPUs next to its device. The number of threads is that of a CPU
@@ -87,15 +87,16 @@ def prepare(settings: ActorSettings) -> None:
         raise ConfigError(problem)
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
-    if settings.bind_cpus:
-        bind_to_gpus(visible(), gpus_per_node=settings.num_gpus_per_node)
+    if config.cluster.bind_cpus:
+        bind_to_gpus(visible(), gpus_per_node=config.cluster.num_gpus_per_node)
+    cluster = config.cluster
     # A colocated engine idles while a rank computes; another has a slot of its own.
     has_cuda = torch.cuda.is_available()
     threads = threads_of_rank(
-        settings.actor_num_threads,
-        uses_cpu=settings.optimizer_cpu_offload or not has_cuda,
+        config.perf.actor_num_threads,
+        uses_cpu=config.optimizer.optimizer_cpu_offload or not has_cuda,
         cores=num_cores(allowed, siblings),
-        num_sharing=settings.actor_num_gpus_per_node if has_cuda else settings.num_gpus_per_node,
+        num_sharing=cluster.actor_num_gpus_per_node if has_cuda else cluster.num_gpus_per_node,
         own_cores=num_cores(os.sched_getaffinity(0), siblings),
     )
     torch.set_num_threads(threads)

@@ -14,20 +14,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import EMBEDDING, OUTPUT_LAYER, named_tensors
 
 
-def freeze_by_name(
-    chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, tied: bool
-) -> None:
+def freeze_by_name(chunks: Sequence[torch.nn.Module], config: Config, *, tied: bool) -> None:
     """Freeze parameters by ``only_train_params_name_list`` or ``freeze_params_name_list``.
 
     A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer
     are ``tied``, the name of the embedding counts for both.
     """
-    trained, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list
+    trained = config.optimizer.only_train_params_name_list
+    frozen = config.optimizer.freeze_params_name_list
     if not trained and not frozen:
         return
     for name, tensor in named_tensors(chunks):
@@ -39,7 +38,7 @@ def freeze_by_name(
         keep_graph(chunk)
 
 
-def check_frozen(chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, stage: int) -> None:
+def check_frozen(chunks: Sequence[torch.nn.Module], config: Config, *, stage: int) -> None:
     """Check that patterns match and that each pipeline stage trains something. Collective.
 
     The number of optimizer steps in a checkpoint is that of its first rank, so each rank must have
@@ -49,10 +48,10 @@ def check_frozen(chunks: Sequence[torch.nn.Module], settings: ActorSettings, *, 
         ConfigError: a pattern matches no parameter of the model, or a stage has none to train.
     """
     patterns = {
-        "--only-train-params-name-list": settings.only_train_params_name_list,
-        "--freeze-params-name-list": settings.freeze_params_name_list,
+        "--only-train-params-name-list": config.optimizer.only_train_params_name_list,
+        "--freeze-params-name-list": config.optimizer.freeze_params_name_list,
     }
-    if settings.lora_rank is None and not any(patterns.values()):
+    if config.lora.lora_rank is None and not any(patterns.values()):
         return
     names = [name for name, _ in named_tensors(chunks)]
     trains = any(parameter.requires_grad for one in chunks for parameter in one.parameters())

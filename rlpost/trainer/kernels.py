@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from rlpost.config.transformer_engine import RULED_OUT, Need, needs
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.models.rope import attention_factor
 from rlpost.trainer import device
 from rlpost.trainer.attention_backends import Choice, Options, choose
 from rlpost.trainer.layer_specs import LOCAL, has_transformer_engine
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.settings import ActorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +30,24 @@ APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
 def kernel_fields(
-    description: ModelDescription, settings: ActorSettings, *, implementation: str
+    description: ModelDescription, config: Config, *, implementation: str
 ) -> dict[str, object]:
     """Return the fields that select kernels.
 
     Raises:
         ConfigError: requested kernels are not available here; one line for each.
     """
-    _check(description, settings, implementation=implementation)
-    model_args, fields = settings.model_args, description.fields
+    _check(description, config, implementation=implementation)
+    model, fields = config.model, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
-    is_grouped = _is_grouped(settings, implementation=implementation)
+    is_grouped = _is_grouped(config, implementation=implementation)
     chosen = {
         # SwiGLU as one kernel of torch.compile. (Without dropout the residual sum is one kernel
         # anyway.)
         "bias_activation_fusion": torch.cuda.is_available()
         and fields.get("activation_func") != "gelu_tanh"
         and (is_grouped or not _clamps_before_bias(description))
-        and not settings.megatron.get("use_te_activation_func"),
+        and not config.megatron.options.get("use_te_activation_func"),
         "masked_softmax_fusion": False,  # of an attention that is not used here
         "persist_layer_norm": False,  # of Apex
         "gradient_accumulation_fusion": False,  # of Apex, unless requested
@@ -56,34 +56,34 @@ def kernel_fields(
         and attention_factor(description.rope) == 1.0
         # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
         and not fields.get("multi_latent_attention")
-        and not model_args.get("no_rope_fusion", False),
+        and not model.no_rope_fusion,
         # Megatron's default dispatcher requires rows of equal length.
-        "moe_token_dispatcher_type": model_args.get("moe_token_dispatcher_type", "alltoall"),
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
     }
     if "num_moe_experts" not in fields:
         return chosen
     return chosen | {
-        "moe_router_dtype": model_args.get("moe_router_dtype", "fp32"),
-        "moe_enable_deepep": model_args.get("moe_enable_deepep", False),
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_enable_deepep": model.moe_enable_deepep,
         "moe_grouped_gemm": is_grouped,
-        "moe_permute_fusion": with_engine and model_args.get("moe_permute_fusion", False),
+        "moe_permute_fusion": with_engine and model.moe_permute_fusion,
     }
 
 
 def chosen_attention(
-    description: ModelDescription, settings: ActorSettings, *, implementation: str
+    description: ModelDescription, config: Config, *, implementation: str
 ) -> Choice:
     """Return what computes attention here.
 
     Raises:
         ConfigError: nothing can compute it with these settings on this GPU.
     """
-    is_16_bit = device.weight_dtype(settings.bf16) != torch.float32
+    is_16_bit = device.weight_dtype(config.perf.bf16) != torch.float32
     choice = choose(
-        description.attention(settings, is_16_bit=is_16_bit),
+        description.attention(config, is_16_bit=is_16_bit),
         device.gpu(),
         with_engine=implementation != LOCAL,
-        options=Options.of(settings.megatron),
+        options=Options.of(config.megatron.options),
     )
     if isinstance(choice, str):
         raise ConfigError(choice)
@@ -92,10 +92,10 @@ def chosen_attention(
     return choice
 
 
-def _check(description: ModelDescription, settings: ActorSettings, *, implementation: str) -> None:
-    problems = _packages_missing(settings) + _wrong_rotation(description, settings)
-    is_grouped = _is_grouped(settings, implementation=implementation)
-    fuses = settings.megatron.get("bias_activation_fusion")
+def _check(description: ModelDescription, config: Config, *, implementation: str) -> None:
+    problems = _packages_missing(config) + _wrong_rotation(description, config)
+    is_grouped = _is_grouped(config, implementation=implementation)
+    fuses = config.megatron.options.get("bias_activation_fusion")
     if fuses and not is_grouped and _clamps_before_bias(description):
         problems.append(
             "--bias-activation-fusion true: the kernel clamps the activations of this model before "
@@ -103,7 +103,7 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
             "--moe-grouped-gemm true with TransformerEngine"
         )
     if implementation == LOCAL:
-        lacking = _needs(description, settings)
+        lacking = _needs(description, config)
         lack = _lack()
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
@@ -111,7 +111,7 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
             warned = [
                 need
                 for need in lacking
-                if not need.is_required and settings.transformer_impl != LOCAL
+                if not need.is_required and config.perf.transformer_impl != LOCAL
             ]
         else:
             warned = [need for need in lacking if need.is_required]
@@ -122,10 +122,9 @@ def _check(description: ModelDescription, settings: ActorSettings, *, implementa
         raise ConfigError("\n".join(problems))
 
 
-def _is_grouped(settings: ActorSettings, *, implementation: str) -> bool:
+def _is_grouped(config: Config, *, implementation: str) -> bool:
     """Return whether one kernel computes the experts of a rank."""
-    grouped = settings.model_args.get("moe_grouped_gemm")
-    return implementation != LOCAL and (grouped is None or bool(grouped))
+    return implementation != LOCAL and config.model.moe_grouped_gemm is not False
 
 
 def _clamps_before_bias(description: ModelDescription) -> bool:
@@ -138,16 +137,15 @@ def _clamps_before_bias(description: ModelDescription) -> bool:
     return bool(fields.get("activation_func_clamp_value") and fields.get("add_bias_linear"))
 
 
-def _packages_missing(settings: ActorSettings) -> list[str]:
+def _packages_missing(config: Config) -> list[str]:
     problems = []
-    if settings.model_args.get("moe_token_dispatcher_type") == "flex" and not _is_installed(
-        "deep_ep"
-    ):
+    if config.model.moe_token_dispatcher_type == "flex" and not _is_installed("deep_ep"):
         problems.append(
             "--moe-token-dispatcher-type flex: DeepEP (the package deep_ep) is not "
             "installed on this node; install it or choose alltoall"
         )
-    if settings.megatron.get("gradient_accumulation_fusion") and not _is_installed(APEX_KERNEL):
+    fuses = config.megatron.options.get("gradient_accumulation_fusion")
+    if fuses and not _is_installed(APEX_KERNEL):
         problems.append(
             f"--gradient-accumulation-fusion true needs a kernel of Apex ({APEX_KERNEL}) for the output layer, which "
             "is not installed on this node; install Apex with --cpp_ext and --cuda_ext or omit the option"
@@ -155,7 +153,7 @@ def _packages_missing(settings: ActorSettings) -> list[str]:
     return problems
 
 
-def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> list[str]:
+def _wrong_rotation(description: ModelDescription, config: Config) -> list[str]:
     """Reject the fused rotary embedding for a model with interleaved rotation, or with YaRN.
 
     Megatron-core 0.16.1 passes neither ``interleaved`` nor ``mscale`` to TransformerEngine's kernel
@@ -163,7 +161,7 @@ def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> l
     parameters). Latent attention has another kernel, which has both.
     """
     fields = description.fields
-    if not settings.megatron.get("apply_rope_fusion") or fields.get("multi_latent_attention"):
+    if not config.megatron.options.get("apply_rope_fusion") or fields.get("multi_latent_attention"):
         return []
     problems = []
     if fields.get("rotary_interleaved"):
@@ -179,23 +177,22 @@ def _wrong_rotation(description: ModelDescription, settings: ActorSettings) -> l
     return problems
 
 
-def _needs(description: ModelDescription, settings: ActorSettings) -> list[Need]:
+def _needs(description: ModelDescription, config: Config) -> list[Need]:
     """Return the features of this model that need TransformerEngine and that local layers lack.
 
     Settings of experts are ignored for a dense model.
     """
     fields = description.fields
-    model = dict(settings.model_args)
+    model = config.model.given
     if "num_moe_experts" not in fields:
         model = {name: value for name, value in model.items() if not name.startswith("moe_")}
     model |= {
         "num_experts": fields.get("num_moe_experts"),
         "rotary_interleaved": fields.get("rotary_interleaved"),
     }
-    all_needs = needs(
-        model, settings, transformer_impl=settings.transformer_impl, megatron=settings.megatron
-    )
-    return [need for need in all_needs if need.is_of_layers or not has_transformer_engine()]
+    return [
+        need for need in needs(model, config) if need.is_of_layers or not has_transformer_engine()
+    ]
 
 
 def _lack() -> str:

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpost.config.plan import architecture
+from rlpost.config.tree import Config
 from rlpost.models.rope import rope_type
 from rlpost.trainer import device, mtp, parallel
 from rlpost.trainer.attention_backends import Choice
@@ -39,7 +40,6 @@ from rlpost.trainer.lora.adapters import adapt_layers, freeze_base, low_rank_upd
 from rlpost.trainer.megatron_fields import configured
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.rotary import set_attention_factor, set_frequencies, use_local_rotary
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.shared_rows import let_rows_be_shared
 from rlpost.trainer.weights.inventory import Gather, Inventory, gather_entries
 
@@ -60,7 +60,7 @@ that of ``fusions``.
 """
 
 
-def build_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
+def build_model(description: ModelDescription, config: Config) -> list[GPTModel]:
     """Build this rank's chunks of the model, on the current device. Needs parallel state.
 
     Weights are uninitialised: importing or loading a checkpoint fills all of them. All parameters
@@ -70,35 +70,35 @@ def build_model(description: ModelDescription, settings: ActorSettings) -> list[
     Raises:
         ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
     """
-    num_stages = description.num_virtual_stages(settings)
+    num_stages = description.num_virtual_stages(config)
     # adapters are subclasses of Megatron's own linear layers
-    uses_local = settings.lora_rank is not None and settings.transformer_impl is None
-    implementation = LOCAL if uses_local else chosen_implementation(settings.transformer_impl)
-    attention = chosen_attention(description, settings, implementation=implementation)
-    config = _transformer_config(
-        description, settings, implementation=implementation, attention=attention
+    uses_local = config.lora.lora_rank is not None and config.perf.transformer_impl is None
+    implementation = LOCAL if uses_local else chosen_implementation(config.perf.transformer_impl)
+    attention = chosen_attention(description, config, implementation=implementation)
+    transformer = _transformer_config(
+        description, config, implementation=implementation, attention=attention
     )
     chunks = []
     for stage in [None] if num_stages is None else range(num_stages):
         spec = block_spec(
-            config,
+            transformer,
             description.family,
             implementation=implementation,
             with_packed_attention=not attention.is_of_engine,
             stage=stage,
-            adapt=None if settings.lora_rank is None else partial(adapt_layers, settings=settings),
+            adapt=None if config.lora.lora_rank is None else partial(adapt_layers, config=config),
         )
-        chunks.append(_chunk(config, description, spec, stage))
-        if settings.enable_mtp_training and chunks[-1].post_process:
+        chunks.append(_chunk(transformer, description, spec, stage))
+        if config.grpo.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
-        _settle(chunks[-1], config.params_dtype)
+        _settle(chunks[-1], transformer.params_dtype)
         mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
-        if settings.lora_rank is not None:
+        if config.lora.lora_rank is not None:
             freeze_base(chunks[-1])
             keep_graph(chunks[-1])
-    freeze_by_name(chunks, settings, tied=description.tied)
+    freeze_by_name(chunks, config, tied=description.tied)
     return chunks
 
 
@@ -220,15 +220,15 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 def _transformer_config(
     description: ModelDescription,
-    settings: ActorSettings,
+    config: Config,
     *,
     implementation: str,
     attention: Choice,
 ) -> TransformerConfig:
-    hf, dtype = description.hf_config, device.weight_dtype(settings.bf16)
+    hf, dtype = description.hf_config, device.weight_dtype(config.perf.bf16)
     latent = description.fields.get("multi_latent_attention", False)
     kind = MLATransformerConfig if latent else TransformerConfig
-    return configured(kind, settings.megatron)(
+    return configured(kind, config.megatron.options)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
@@ -250,12 +250,12 @@ def _transformer_config(
         embedding_init_method=_leave_as_is,
         # The loss is a weighted sum with global denominators: Megatron must sum and never average.
         calculate_per_token_loss=True,
-        **_layout_fields(settings, description.num_virtual_stages(settings)),
+        **_layout_fields(config, description.num_virtual_stages(config)),
         pipeline_dtype=dtype,
         **(
             {"activation_func": F.silu, "add_bias_linear": False}
             | _family_fields(description)
-            | kernel_fields(description, settings, implementation=implementation)
+            | kernel_fields(description, config, implementation=implementation)
         ),
     )
 
@@ -268,23 +268,24 @@ def _family_fields(description: ModelDescription) -> dict[str, object]:
     return fields
 
 
-def _layout_fields(settings: ActorSettings, num_virtual_stages: int | None) -> dict[str, object]:
-    tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+def _layout_fields(config: Config, num_virtual_stages: int | None) -> dict[str, object]:
+    perf = config.perf
+    tensor, pipeline = perf.tensor_model_parallel_size, perf.pipeline_model_parallel_size
     interleaved = num_virtual_stages is not None
     return {
         "tensor_model_parallel_size": tensor,
-        "sequence_parallel": settings.sequence_parallel and tensor > 1,
+        "sequence_parallel": perf.sequence_parallel and tensor > 1,
         "pipeline_model_parallel_size": pipeline,
         "virtual_pipeline_model_parallel_size": num_virtual_stages,
-        "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
+        "num_layers_in_first_pipeline_stage": perf.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": perf.decoder_last_pipeline_num_layers,
         "variable_seq_lengths": pipeline > 1,  # packed rows differ in length
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        "context_parallel_size": settings.context_parallel_size,
-        "expert_model_parallel_size": settings.expert_model_parallel_size,
-        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
-        "recompute_granularity": settings.recompute_granularity,
-        "recompute_method": settings.recompute_method,
-        "recompute_num_layers": settings.recompute_num_layers,
+        "context_parallel_size": perf.context_parallel_size,
+        "expert_model_parallel_size": perf.expert_model_parallel_size,
+        "expert_tensor_parallel_size": perf.expert_tensor_parallel_size,
+        "recompute_granularity": perf.recompute_granularity,
+        "recompute_method": perf.recompute_method,
+        "recompute_num_layers": perf.recompute_num_layers,
     }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.config.plan import architecture
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.models import families
 from rlpost.models.family import Family
@@ -21,7 +22,6 @@ from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import Dimensions
 from rlpost.models.rope import RopeOptions, local_rope, missing_options, refused_options, rope
 from rlpost.trainer.attention_backends import Attention, attention_of
-from rlpost.trainer.settings import ActorSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +75,47 @@ class ModelDescription:
         """The options in layers with a window where they have others; None if there is none."""
         return local_rope(self.hf_config)
 
-    def num_virtual_stages(self, settings: ActorSettings) -> int | None:
+    def num_virtual_stages(self, config: Config) -> int | None:
         """Return the number of model chunks of each pipeline rank.
 
         None without interleaving, or for one chunk.
         """
-        per_chunk = settings.num_layers_per_virtual_pipeline_stage
+        per_chunk = config.perf.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return None
         count = (
             self.hf_config["num_hidden_layers"]
-            // settings.pipeline_model_parallel_size
+            // config.perf.pipeline_model_parallel_size
             // per_chunk
         )
         return count if count > 1 else None
 
-    def attention(self, settings: ActorSettings, *, is_16_bit: bool) -> Attention:
+    def attention(self, config: Config, *, is_16_bit: bool) -> Attention:
         """Describe the attention of a rank."""
         return attention_of(
             self.hf_config,
             self.fields,
             head_dim=self.head_dim,
-            tensor=settings.tensor_model_parallel_size,
-            context=settings.context_parallel_size,
+            tensor=config.perf.tensor_model_parallel_size,
+            context=config.perf.context_parallel_size,
             is_16_bit=is_16_bit,
-            is_deterministic=bool(settings.megatron.get("deterministic_mode")),
-            shares_rows=bool(settings.share_prefix),
+            is_deterministic=bool(config.megatron.options.get("deterministic_mode")),
+            shares_rows=bool(config.perf.share_prefix),
         )
 
-    def check_layout(self, settings: ActorSettings, *, trains: bool = True) -> None:
+    def check_layout(self, config: Config, *, trains: bool = True) -> None:
         """Raise ConfigError if the model cannot be sharded this way.
 
         With ``trains``, also if it cannot be trained this way.
         """
         fields, hf = self.fields, self.hf_config
-        if settings.enable_mtp_training and (problem := architecture.mtp_problem(self.family, hf)):
+        if config.grpo.enable_mtp_training and (
+            problem := architecture.mtp_problem(self.family, hf)
+        ):
             raise ConfigError(problem)
-        tensor, expert = settings.tensor_model_parallel_size, settings.expert_model_parallel_size
-        expert_tensor = settings.expert_tensor_parallel_size or tensor
+        perf = config.perf
+        tensor, expert = perf.tensor_model_parallel_size, perf.expert_model_parallel_size
+        expert_tensor = perf.expert_tensor_parallel_size or tensor
         has_experts = "num_moe_experts" in fields
         if not has_experts and expert > 1:
             raise ConfigError(
@@ -127,26 +130,24 @@ class ModelDescription:
             width = {"moe_intermediate_size": fields["moe_ffn_hidden_size"]}
             self._check_divisor("--expert-tensor-parallel-size", expert_tensor, width)
         self._check_divisor("--tensor-model-parallel-size", tensor, latent)
-        first, last = (
-            settings.decoder_first_pipeline_num_layers,
-            settings.decoder_last_pipeline_num_layers,
-        )
+        first = perf.decoder_first_pipeline_num_layers
+        last = perf.decoder_last_pipeline_num_layers
         if first is None and last is None:
-            per_stage = settings.num_layers_per_virtual_pipeline_stage or 1
+            per_stage = perf.num_layers_per_virtual_pipeline_stage or 1
             layers = {"num_hidden_layers": hf["num_hidden_layers"]}
-            stages = settings.pipeline_model_parallel_size * per_stage
+            stages = perf.pipeline_model_parallel_size * per_stage
             self._check_divisor("--pipeline-model-parallel-size", stages, layers)
         if problem := architecture.sharding_problem(
             fields,
             tensor=tensor,
             expert=expert,
             expert_tensor=expert_tensor,
-            context=settings.context_parallel_size,
+            context=perf.context_parallel_size,
         ):
             raise ConfigError(problem)
         # Megatron's MoELayer refuses to train without sequence parallelism.
         needs_sequence_parallel = has_experts and tensor > 1 and (trains or expert > 1)
-        if needs_sequence_parallel and not settings.sequence_parallel:
+        if needs_sequence_parallel and not perf.sequence_parallel:
             raise ConfigError(
                 "experts with tensor parallelism need --sequence-parallel true; set it"
             )

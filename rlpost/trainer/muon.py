@@ -28,9 +28,9 @@ from typing import TypedDict
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from rlpost.config.tree import Config
 from rlpost.models.names import Dimensions, Layout
 from rlpost.trainer import device
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.torch_dist.optimizer_state import MATRICES
 from rlpost.trainer.weights import layouts
@@ -167,17 +167,18 @@ class Muon(torch.optim.AdamW):
         weight.mul_(1 - lr * weight_decay).add_(update.to(weight.dtype), alpha=-lr)
 
 
-def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorSettings) -> None:
+def install(optimizer: MegatronOptimizer, inventory: Inventory, config: Config) -> None:
     """Replace Adam within Megatron's optimizers, which keep main weights, clipping and schedule.
 
     ``optimizer`` must not be distributed: each data-parallel rank needs whole shards.
     """
+    table = config.optimizer
     muon_settings = MuonSettings(
-        momentum=settings.muon_momentum,
-        nesterov=settings.muon_nesterov,
-        num_steps=settings.muon_num_ns_steps,
-        matches_adam=settings.muon_scale == "match_rms_adam",
-        dtype=device.weight_dtype(settings.bf16),
+        momentum=table.muon_momentum,
+        nesterov=table.muon_nesterov,
+        num_steps=table.muon_num_ns_steps,
+        matches_adam=table.muon_scale == "match_rms_adam",
+        dtype=device.weight_dtype(config.perf.bf16),
     )
     held = {one.tensor: one for one in inventory.held.values() if _is_matrix(one)}
     for one in optimizer_state.inner(optimizer):
@@ -191,10 +192,10 @@ def install(optimizer: MegatronOptimizer, inventory: Inventory, settings: ActorS
             groups,
             matrices,
             muon_settings,
-            lr=settings.lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
+            lr=table.lr,
+            betas=(table.adam_beta1, table.adam_beta2),
+            eps=table.adam_eps,
+            weight_decay=table.weight_decay,
         )
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from rlpost.config.tree import Config
 from rlpost.errors import SyncError
 from rlpost.trainer.kept_weights import KeptWeights
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.types import StepPlace
 
@@ -38,7 +38,7 @@ class OldPolicy:
 
     def __init__(
         self,
-        settings: ActorSettings,
+        config: Config,
         inventory: Inventory,
         *,
         prepare: Callable[[], None],
@@ -52,7 +52,7 @@ class OldPolicy:
         self.own_versions = NO_VERSION
         """The versions that equal the model's own weights: several while a critic trains alone."""
         self._weights: KeptWeights | None = None
-        if settings.keeps_old_policy:
+        if config.keeps_old_policy:
             shares = reference if isinstance(reference, KeptWeights) else None
             self._weights = KeptWeights(inventory, SAVED, prepare=prepare, shares=shares)
 

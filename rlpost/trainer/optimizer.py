@@ -17,12 +17,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from rlpost.algorithm.guards import check_finite
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, Interrupted
 from rlpost.trainer import device, random_state, step
 from rlpost.trainer.kept_weights import host_copies
 from rlpost.trainer.layer_specs import has_transformer_engine
 from rlpost.trainer.megatron_fields import configured
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist.optimizer_state import inner
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 """Dtypes as TransformerEngine's Adam expects them; fp8 is stored as uint8 with a separate scale."""
 
 
-def wrap(
-    chunks: Sequence[torch.nn.Module], settings: ActorSettings
-) -> list[DistributedDataParallel]:
+def wrap(chunks: Sequence[torch.nn.Module], config: Config) -> list[DistributedDataParallel]:
     """Wrap the chunks with gradient buffers, which are summed over the data-parallel ranks."""
-    ddp_config = configured(DistributedDataParallelConfig, settings.megatron)(
-        grad_reduce_in_fp32=settings.accumulate_allreduce_grads_in_fp32,
-        use_distributed_optimizer=settings.use_distributed_optimizer,
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
+    ddp_config = configured(DistributedDataParallelConfig, config.megatron.options)(
+        grad_reduce_in_fp32=config.perf.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=config.perf.use_distributed_optimizer,
+        overlap_grad_reduce=config.perf.overlap_grad_reduce,
+        overlap_param_gather=config.perf.overlap_param_gather,
     )
     # As in Megatron-LM: the reduction of later chunks overlaps with computation anyway.
     return [
@@ -48,22 +46,22 @@ def wrap(
     ]
 
 
-def build(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> MegatronOptimizer:
+def build(model: Sequence[DistributedDataParallel], config: Config) -> MegatronOptimizer:
     """Build Adam over the wrapped chunks.
 
     Raises:
         ConfigError: the precision needs a package or device that is missing.
     """
-    optimizer = get_megatron_optimizer(optimizer_config(settings), list(model))
+    optimizer = get_megatron_optimizer(optimizer_config(config), list(model))
     for one in inner(optimizer):
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             pin_weights(one.optimizer)
-    config = model[0].config
-    config.finalize_model_grads_func = step.finalize_summed_grads
-    config.grad_scale_func = optimizer.scale_loss
-    if settings.overlap_grad_reduce:
+    transformer = model[0].config
+    transformer.finalize_model_grads_func = step.finalize_summed_grads
+    transformer.grad_scale_func = optimizer.scale_loss
+    if config.perf.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
 
 
@@ -110,47 +108,48 @@ def _zero_grad(model: Sequence[DistributedDataParallel], optimizer: MegatronOpti
     optimizer.zero_grad()
 
 
-def finish_param_sync(model: Sequence[DistributedDataParallel], settings: ActorSettings) -> None:
+def finish_param_sync(model: Sequence[DistributedDataParallel], config: Config) -> None:
     """Wait for overlapped parameter gathers; call before reading weights.
 
     With ``overlap_param_gather`` they would otherwise complete in the next forward pass.
     """
-    if settings.overlap_param_gather:
+    if config.perf.overlap_param_gather:
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
 
 
-def optimizer_config(settings: ActorSettings) -> OptimizerConfig:
+def optimizer_config(config: Config) -> OptimizerConfig:
     """Megatron's settings of Adam.
 
     Raises:
         ConfigError: the precision needs a package or device that is missing.
     """
-    dtype = device.weight_dtype(settings.bf16)
-    placement = _placement(settings)
+    dtype = device.weight_dtype(config.perf.bf16)
+    placement = _placement(config)
     is_hybrid = bool(placement)
     if is_hybrid:
-        _check_hybrid(settings, dtype)
-    precision = {} if is_hybrid else _precision(settings)
-    config = configured(OptimizerConfig, settings.megatron)(
+        _check_hybrid(config, dtype)
+    precision = {} if is_hybrid else _precision(config)
+    table = config.optimizer
+    adam = configured(OptimizerConfig, config.megatron.options)(
         optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        clip_grad=settings.clip_grad,
+        lr=table.lr,
+        weight_decay=table.weight_decay,
+        adam_beta1=table.adam_beta1,
+        adam_beta2=table.adam_beta2,
+        adam_eps=table.adam_eps,
+        clip_grad=table.clip_grad,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=settings.use_distributed_optimizer,
-        overlap_param_gather=settings.overlap_param_gather,
+        use_distributed_optimizer=config.perf.use_distributed_optimizer,
+        overlap_param_gather=config.perf.overlap_param_gather,
         **placement,
         **precision,
     )
-    return _laid_out_for_hybrid(config) if is_hybrid else config
+    return _laid_out_for_hybrid(adam) if is_hybrid else adam
 
 
-def _laid_out_for_hybrid(config: OptimizerConfig) -> OptimizerConfig:
+def _laid_out_for_hybrid(adam: OptimizerConfig) -> OptimizerConfig:
     """Select the gradient layout of HybridDeviceOptimizer, without TransformerEngine.
 
     ``use_precision_aware_optimizer`` selects that layout, so it is always set (Megatron-LM's command
@@ -162,15 +161,15 @@ def _laid_out_for_hybrid(config: OptimizerConfig) -> OptimizerConfig:
     it would set them for a version below 2.1: without weight remainders, an encoding of
     TransformerEngine's Adam.
     """
-    config.use_precision_aware_optimizer = True
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    config.store_param_remainders = False
-    return config
+    adam.use_precision_aware_optimizer = True
+    adam.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    adam.store_param_remainders = False
+    return adam
 
 
-def _placement(settings: ActorSettings) -> dict[str, object]:
+def _placement(config: Config) -> dict[str, object]:
     """CPU offload fields. Megatron's HybridDeviceOptimizer needs CUDA and host memory."""
-    if not settings.optimizer_cpu_offload:
+    if not config.optimizer.optimizer_cpu_offload:
         return {}
     if not torch.cuda.is_available():
         logger.warning(
@@ -179,20 +178,20 @@ def _placement(settings: ActorSettings) -> dict[str, object]:
         return {}
     return {
         "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": settings.optimizer_offload_fraction,
-        "overlap_cpu_optimizer_d2h_h2d": settings.overlap_cpu_optimizer_d2h_h2d,
+        "optimizer_offload_fraction": config.optimizer.optimizer_offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": config.optimizer.overlap_cpu_optimizer_d2h_h2d,
     }
 
 
-def _check_hybrid(settings: ActorSettings, dtype: torch.dtype) -> None:
+def _check_hybrid(config: Config, dtype: torch.dtype) -> None:
     """Check the settings that HybridDeviceOptimizer excludes; raises ConfigError."""
-    if not settings.use_distributed_optimizer:
+    if not config.perf.use_distributed_optimizer:
         raise ConfigError(
             "--optimizer-cpu-offload on a GPU needs --use-distributed-optimizer true; "
             "set it, or omit --optimizer-cpu-offload"
         )
-    if settings.use_precision_aware_optimizer:
-        _check_state_is_float32(settings)
+    if config.optimizer.use_precision_aware_optimizer:
+        _check_state_is_float32(config)
     if dtype != torch.bfloat16:
         # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
         # 0.16.1).
@@ -202,11 +201,11 @@ def _check_hybrid(settings: ActorSettings, dtype: torch.dtype) -> None:
         )
 
 
-def _check_state_is_float32(settings: ActorSettings) -> None:
+def _check_state_is_float32(config: Config) -> None:
     """Raise ConfigError if a dtype of Adam's state is not float32."""
     other = [
         f"--{name.replace('_', '-')} {value}"
-        for name, value in _state_dtypes(settings).items()
+        for name, value in _state_dtypes(config).items()
         if value != "fp32"
     ]
     if other:
@@ -216,27 +215,27 @@ def _check_state_is_float32(settings: ActorSettings) -> None:
         )
 
 
-def _precision(settings: ActorSettings) -> dict[str, object]:
+def _precision(config: Config) -> dict[str, object]:
     """Fields for the dtypes of Adam's state, where it supports others than float32.
 
     Raises ConfigError where it does not, and they are set.
     """
-    if not settings.use_precision_aware_optimizer:
+    if not config.optimizer.use_precision_aware_optimizer:
         return {}
     if torch.cuda.is_available() and has_transformer_engine():
-        dtypes = {name: DTYPES[value] for name, value in _state_dtypes(settings).items()}
+        dtypes = {name: DTYPES[value] for name, value in _state_dtypes(config).items()}
         return {"use_precision_aware_optimizer": True} | dtypes
-    _check_state_is_float32(settings)
+    _check_state_is_float32(config)
     logger.warning("--use-precision-aware-optimizer has no effect: all its dtypes are fp32")
     return {}
 
 
-def _state_dtypes(settings: ActorSettings) -> dict[str, str]:
+def _state_dtypes(config: Config) -> dict[str, str]:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    return {name: getattr(settings, name) for name in names}
+    return {name: getattr(config.optimizer, name) for name in names}
 
 
-def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_steps: int) -> float:
+def apply_schedule(optimizer: MegatronOptimizer, config: Config, num_steps: int) -> float:
     """Set learning rate and weight decay for the step after ``num_steps``.
 
     Norms and biases are not decayed: Megatron sets ``wd_mult`` for them but ignores it. Betas and
@@ -245,56 +244,59 @@ def apply_schedule(optimizer: MegatronOptimizer, settings: ActorSettings, num_st
     Returns:
         The learning rate.
     """
-    lr, decay = learning_rate(settings, num_steps), weight_decay(settings, num_steps)
+    table = config.optimizer
+    lr, decay = learning_rate(config, num_steps), weight_decay(config, num_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = decay * group.get("wd_mult", 1.0)
-        group["betas"], group["eps"] = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+        group["betas"], group["eps"] = (table.adam_beta1, table.adam_beta2), table.adam_eps
     return lr
 
 
-def learning_rate(settings: ActorSettings, num_steps: int) -> float:
+def learning_rate(config: Config, num_steps: int) -> float:
     """Return the learning rate after ``num_steps`` optimizer steps.
 
     There is no other state: a resumed run has the values of an uninterrupted one, and a changed
     schedule takes effect at once. The curves are those of Megatron-core's
     ``OptimizerParamScheduler``; warmup starts exactly at ``lr_warmup_init``.
     """
-    lr, low = settings.lr, settings.min_lr
-    warmup, end = _warmup_iters(settings), settings.lr_decay_iters
+    table = config.optimizer
+    lr, low = table.lr, table.min_lr
+    warmup, end = _warmup_iters(config), config.lr_decay_iters
     if warmup > 0 and num_steps <= warmup:
-        return settings.lr_warmup_init + (lr - settings.lr_warmup_init) * num_steps / warmup
-    if settings.lr_decay_style == "constant":
+        return table.lr_warmup_init + (lr - table.lr_warmup_init) * num_steps / warmup
+    if table.lr_decay_style == "constant":
         return lr
     if num_steps > end:
         return low
-    if settings.lr_decay_style == "inverse-square-root":
+    if table.lr_decay_style == "inverse-square-root":
         return max(low, lr * math.sqrt(max(warmup, 1) / max(num_steps, 1)))
-    if settings.lr_decay_style == "WSD":
-        fall = settings.lr_wsd_decay_iters or end
-        part, shape = (num_steps - (end - fall)) / fall, settings.lr_wsd_decay_style
+    if table.lr_decay_style == "WSD":
+        fall = table.lr_wsd_decay_iters or end
+        part, shape = (num_steps - (end - fall)) / fall, table.lr_wsd_decay_style
     else:
-        part, shape = (num_steps - warmup) / (end - warmup), settings.lr_decay_style
+        part, shape = (num_steps - warmup) / (end - warmup), table.lr_decay_style
     return low + _height(shape, max(part, 0.0)) * (lr - low)
 
 
-def weight_decay(settings: ActorSettings, num_steps: int) -> float:
+def weight_decay(config: Config, num_steps: int) -> float:
     """Return the weight decay after ``num_steps`` optimizer steps."""
-    if settings.weight_decay_incr_style == "constant":
-        return settings.weight_decay
-    start, end = settings.start_weight_decay, settings.end_weight_decay
+    table = config.optimizer
+    if table.weight_decay_incr_style == "constant":
+        return table.weight_decay
+    start, end = table.start_weight_decay, table.end_weight_decay
     if start is None:
-        start = settings.weight_decay
+        start = table.weight_decay
     if end is None:
-        end = settings.weight_decay
-    part = min(num_steps / settings.lr_decay_iters, 1.0)
-    return end - _height(settings.weight_decay_incr_style, part) * (end - start)
+        end = table.weight_decay
+    part = min(num_steps / config.lr_decay_iters, 1.0)
+    return end - _height(table.weight_decay_incr_style, part) * (end - start)
 
 
-def _warmup_iters(settings: ActorSettings) -> float:
-    if settings.lr_warmup_fraction is not None:
-        return settings.lr_warmup_fraction * settings.lr_decay_iters
-    return settings.lr_warmup_iters
+def _warmup_iters(config: Config) -> float:
+    if config.optimizer.lr_warmup_fraction is not None:
+        return config.optimizer.lr_warmup_fraction * config.lr_decay_iters
+    return config.optimizer.lr_warmup_iters
 
 
 def _height(shape: str, part: float) -> float:

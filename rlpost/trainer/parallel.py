@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from common.torch_store import close_store, open_store
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.trainer import device
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import Groups
 
 T = TypeVar("T")
@@ -56,9 +56,7 @@ class Rendezvous:
     secret: str = ""
 
 
-def initialise(
-    rendezvous: Rendezvous, settings: ActorSettings, *, num_virtual_stages: int | None
-) -> None:
+def initialise(rendezvous: Rendezvous, config: Config, *, num_virtual_stages: int | None) -> None:
     """Join the process groups. Blocks until all ranks have joined.
 
     Raises:
@@ -66,8 +64,8 @@ def initialise(
         ValueError: several ranks have no secret.
         torch.distributed.DistError: a rank did not join within the timeout.
     """
-    check_layout(settings, rendezvous.world_size)
-    timeout = timedelta(minutes=settings.distributed_timeout_minutes)
+    check_layout(config, rendezvous.world_size)
+    timeout = timedelta(minutes=config.cluster.distributed_timeout_minutes)
     store = open_store(
         rendezvous.master_addr,
         rendezvous.master_port,
@@ -84,33 +82,35 @@ def initialise(
         world_size=rendezvous.world_size,
         timeout=timeout,
     )
-    form_groups(settings, num_virtual_stages=num_virtual_stages)
+    form_groups(config, num_virtual_stages=num_virtual_stages)
 
 
-def form_groups(settings: ActorSettings, *, num_virtual_stages: int | None) -> None:
+def form_groups(config: Config, *, num_virtual_stages: int | None) -> None:
     """Create Megatron's groups and seed the random generators.
 
     Collective; requires torch's world group.
     """
+    perf = config.perf
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=settings.tensor_model_parallel_size,
-        pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        tensor_model_parallel_size=perf.tensor_model_parallel_size,
+        pipeline_model_parallel_size=perf.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=num_virtual_stages,
-        context_parallel_size=settings.context_parallel_size,
-        expert_model_parallel_size=settings.expert_model_parallel_size,
-        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
-        distributed_timeout_minutes=settings.distributed_timeout_minutes,
+        context_parallel_size=perf.context_parallel_size,
+        expert_model_parallel_size=perf.expert_model_parallel_size,
+        expert_tensor_parallel_size=perf.expert_tensor_parallel_size,
+        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
-    device.seed(settings.seed)
-    model_parallel_cuda_manual_seed(settings.seed)
+    device.seed(config.optimizer.seed)
+    model_parallel_cuda_manual_seed(config.optimizer.seed)
 
 
-def check_layout(settings: ActorSettings, world_size: int) -> None:
+def check_layout(config: Config, world_size: int) -> None:
     """Raise PlacementError if the parallel sizes do not divide the number of ranks."""
+    perf = config.perf
     sizes = {
-        "--tensor-model-parallel-size": settings.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": settings.pipeline_model_parallel_size,
-        "--context-parallel-size": settings.context_parallel_size,
+        "--tensor-model-parallel-size": perf.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": perf.pipeline_model_parallel_size,
+        "--context-parallel-size": perf.context_parallel_size,
     }
     left = world_size
     for flag, size in sizes.items():
@@ -120,9 +120,9 @@ def check_layout(settings: ActorSettings, world_size: int) -> None:
                 f"{flag} {size} does not divide the {world_size} ranks of the trainer{taken}; use a divisor"
             )
         left //= size
-    expert = settings.expert_model_parallel_size
-    expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
-    ranks = world_size // settings.pipeline_model_parallel_size
+    expert = perf.expert_model_parallel_size
+    expert_tensor = perf.expert_tensor_parallel_size or perf.tensor_model_parallel_size
+    ranks = world_size // perf.pipeline_model_parallel_size
     if ranks % (expert_tensor * expert):
         raise PlacementError(
             f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {expert_tensor} does not divide "

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from rlpost.algorithm.objective import Stats
 from rlpost.columns import FloatColumn
+from rlpost.config.tree import Config
 from rlpost.trainer import device, parallel, step
 from rlpost.trainer.logprobs import TeacherScores, TopTokens, held_scores, unpack_top
 from rlpost.trainer.mtp import LossOf, MtpTraining, shifted
@@ -32,7 +33,6 @@ from rlpost.trainer.packing import (
     unpack,
 )
 from rlpost.trainer.routing_replay import RoutingReplay
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
 from rlpost.types import MicroBatch, TrainBatch
 
@@ -51,7 +51,7 @@ class Passes:
     def __init__(
         self,
         model: Sequence[torch.nn.Module],
-        settings: ActorSettings,
+        config: Config,
         *,
         num_valid: int,
         row_layout: RowLayout,
@@ -65,7 +65,7 @@ class Passes:
         ``num_valid`` is the number of columns of this rank's logits that are tokens.
         """
         self._model = model
-        self._settings = settings
+        self._config = config
         self._num_valid = num_valid
         self._row_layout = row_layout
         self._routing = routing
@@ -199,7 +199,7 @@ class Passes:
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
         return step.MicroBatchLoss(
-            self._settings,
+            self._config,
             num_valid=self._num_valid,
             num_samples=batch.num_samples,
             num_tokens=batch.num_tokens,

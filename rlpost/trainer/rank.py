@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 
 from common.attempt import attempt_secret
 from rlpost.columns import FloatColumn
+from rlpost.config.tree import Config
 from rlpost.observe.progress.position import RECORDER, Position
 from rlpost.trainer import device, parallel, progress, weight_files
 from rlpost.trainer.critic import Critic, Values
@@ -27,7 +28,6 @@ from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.packing import RowLayout
 from rlpost.trainer.parallel import Communicators, Rendezvous
 from rlpost.trainer.saves import RunningSave
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
 from rlpost.types import StepResult, TrainBatch
 
@@ -44,24 +44,22 @@ class Rank(ABC):
     saves: RunningSave
     """Set by ``build``."""
 
-    def __init__(
-        self, settings: ActorSettings, description: ModelDescription | None = None
-    ) -> None:
+    def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
         """Read the architecture.
 
-        ``settings`` have the layout of this rank's group. ``description`` is read from
+        ``config`` has the layout of this rank's group. ``description`` is read from
         ``hf_checkpoint`` unless given.
 
         Raises:
             WeightError: the architecture is not supported.
             ConfigError: the architecture cannot be sharded this way.
         """
-        self.settings = settings
+        self.config = config
         self.stop_points = StopPoints()
         self.description = description or read_description(
-            settings.hf_checkpoint, settings.model_args
+            config.checkpoint.hf_checkpoint, config.model.given
         )
-        self.description.check_layout(settings)
+        self.description.check_layout(config)
 
     def setup(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Join the process groups, then build model and optimizer.
@@ -71,11 +69,11 @@ class Rank(ABC):
         Raises:
             PlacementError: the layout does not fit the number of ranks.
         """
-        device.prepare(self.settings)
+        device.prepare(self.config)
         parallel.initialise(
             Rendezvous(rank, world_size, master_addr, master_port, attempt_secret()),
-            self.settings,
-            num_virtual_stages=self.description.num_virtual_stages(self.settings),
+            self.config,
+            num_virtual_stages=self.description.num_virtual_stages(self.config),
         )
         self.build()
         num_parameters = sum(one.numel() for chunk in self.chunks for one in chunk.parameters())
@@ -94,16 +92,16 @@ class Rank(ABC):
     def made_row_layout(self) -> RowLayout:
         """Return the layout of packed rows; needs the process groups."""
         return RowLayout(
-            row_multiple=self.settings.row_multiple,
-            sequence_multiple=self.settings.sequence_multiple,
+            row_multiple=self.config.row_multiple,
+            sequence_multiple=self.config.perf.sequence_multiple,
             context_rank=parallel.context_parallel_group().rank(),
-            context_size=self.settings.context_parallel_size,
-            share_prefix=bool(self.settings.share_prefix),
+            context_size=self.config.perf.context_parallel_size,
+            share_prefix=bool(self.config.perf.share_prefix),
         )
 
     def communicators(self) -> Communicators | None:
         """Return this rank's communicators if their buffers are offloaded, else None."""
-        is_offloaded = self.settings.offload_nccl and device.backend() == "nccl"
+        is_offloaded = self.config.cluster.offload_nccl and device.backend() == "nccl"
         return Communicators() if is_offloaded else None
 
     def compute_values(self, batch: TrainBatch) -> Values:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from rlpost.config.tree import Config
 from rlpost.trainer import device, parallel
 from rlpost.trainer.packing import PackedMicroBatch, RowLayout
 from rlpost.trainer.routes import (
@@ -36,7 +37,6 @@ from rlpost.trainer.routes import (
     packed_routes,
     token_rows,
 )
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import all_gather
 from rlpost.types import MicroBatch
 
@@ -139,7 +139,7 @@ class RoutingReplay:
     def __init__(
         self,
         chunks: Sequence[GPTModel],
-        settings: ActorSettings,
+        config: Config,
         layout: RowLayout,
         fields: Mapping[str, Any],
     ) -> None:
@@ -149,9 +149,9 @@ class RoutingReplay:
         """
         self.current: ReplayPass | None = None
         self._layout = layout
-        self._replays = settings.use_rollout_routing_replay or settings.use_routing_replay
-        self._uses_engines = settings.use_rollout_routing_replay
-        self._recorded = RecordedRoutes() if settings.use_routing_replay else None
+        self._replays = config.grpo.use_rollout_routing_replay or config.grpo.use_routing_replay
+        self._uses_engines = config.grpo.use_rollout_routing_replay
+        self._recorded = RecordedRoutes() if config.grpo.use_routing_replay else None
         is_sparse = fields.get("moe_layer_freq", [])
         self.layer_numbers = [number for number, sparse in enumerate(is_sparse) if sparse]
         routers = [
@@ -161,7 +161,7 @@ class RoutingReplay:
             if isinstance(layer.mlp, MoELayer)
         ]
         group = parallel.tensor_parallel_group()
-        splits_rows = settings.sequence_parallel and group.size() > 1
+        splits_rows = config.perf.sequence_parallel and group.size() > 1
         self._shape = RouteShape(
             num_layers=len(self.layer_numbers),
             num_experts=fields.get("num_moe_experts", 0),

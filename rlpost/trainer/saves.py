@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
 from rlpost.observe.progress.position import RECORDER
 from rlpost.observe.spans import span
@@ -20,7 +21,6 @@ from rlpost.trainer.critic import Critic
 from rlpost.trainer.lora.adapters import checkpoint_settings
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.trainer.memory import DeviceMemory
-from rlpost.trainer.settings import ActorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class RunningSave:
     """Waits for the running save of a rank; there is at most one."""
 
-    def __init__(self, settings: ActorSettings) -> None:
-        self._deadline_s = settings.save_deadline_s
+    def __init__(self, config: Config) -> None:
+        self._deadline_s = config.checkpoint.save_deadline_s
         # Replaced, never modified in place: another thread may read it while a part is added.
         self._parts: tuple[Writing, ...] = ()
 
@@ -98,14 +98,14 @@ class Saves(RunningSave):
 
     def __init__(
         self,
-        settings: ActorSettings,
+        config: Config,
         chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer,
         memory: DeviceMemory,
         critic: Critic | None,
     ) -> None:
-        super().__init__(settings)
-        self._settings = settings
+        super().__init__(config)
+        self._config = config
         self._chunks = chunks
         self._optimizer = optimizer
         self.critic = critic
@@ -121,10 +121,10 @@ class Saves(RunningSave):
         """Replace the host buffer of saves by one of ``num_bytes``. Collective."""
         self._saver = Saver(
             self._chunks,
-            None if self._settings.no_save_optim else self._optimizer,
+            None if self._config.checkpoint.no_save_optim else self._optimizer,
             buffer_bytes=num_bytes,
             residence=self._residence,
-            adapters=checkpoint_settings(self._settings),
+            adapters=checkpoint_settings(self._config),
         )
         if self.critic is not None:
             self.critic.set_save_buffer(num_bytes, self._residence)
@@ -137,7 +137,7 @@ class Saves(RunningSave):
             CheckpointError: a rank cannot write, and the save is not in the background; raised on
                 every rank.
         """
-        saver = self._saver or self.set_buffer(self._settings.save_buffer_bytes)
+        saver = self._saver or self.set_buffer(self._config.checkpoint.save_buffer_bytes)
         self.add(saver.start(folder, progress))
         if self.critic is not None:
             self.add(self.critic.start_save(folder, progress.step, self._residence))

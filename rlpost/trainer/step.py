@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.objective import Stats, Tokens, loss_function
+from rlpost.config.tree import Config
 from rlpost.observe.progress.position import RECORDER
 from rlpost.observe.spans import span
 from rlpost.trainer import parallel
@@ -39,7 +40,6 @@ from rlpost.trainer.logprobs import (
 from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.packing import PackedMicroBatch
 from rlpost.trainer.routing_replay import RoutingReplay
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.shared_rows import shared_params
 from rlpost.trainer.stop_points import StopPoints
 
@@ -98,7 +98,7 @@ class MicroBatchLoss:
     """Computes log-probs from this rank's logits, and a weighted loss from those."""
 
     def __init__(
-        self, settings: ActorSettings, *, num_valid: int, num_samples: int, num_tokens: int
+        self, config: Config, *, num_valid: int, num_samples: int, num_tokens: int
     ) -> None:
         """Import the loss function.
 
@@ -108,10 +108,11 @@ class MicroBatchLoss:
         Raises:
             ConfigError: a custom loss cannot be imported.
         """
-        self.settings = settings
+        self.config = config
         self.num_valid = num_valid
-        self.weighting = Weighting(num_samples, num_tokens, settings.calculate_per_token_loss)
-        self.objective = loss_function(settings)
+        self.weighting = Weighting(num_samples, num_tokens, config.grpo.calculate_per_token_loss)
+        self._loss_settings = config.loss_settings
+        self.objective = loss_function(self._loss_settings)
 
     def logprobs(
         self, logits: torch.Tensor, packed: PackedMicroBatch, *, with_entropy: bool = False
@@ -143,15 +144,15 @@ class MicroBatchLoss:
     def _rows(self, packed: PackedMicroBatch) -> LogitRows:
         """The rows of the response tokens, with their sampling masks if the settings use them."""
         masks = None
-        if self.settings.use_rollout_sampling_mask and packed.mask_sizes is not None:
+        if self.config.grpo.use_rollout_sampling_mask and packed.mask_sizes is not None:
             assert packed.mask_ids is not None
             masks = SamplingMasks(packed.mask_sizes, packed.mask_ids)
         return LogitRows(
             packed.response_index,
             packed.targets,
-            temperature=self.settings.temperature,
+            temperature=self.config.rollout.rollout_temperature,
             num_valid=self.num_valid,
-            chunk_size=self.settings.log_probs_chunk_size,
+            chunk_size=self.config.grpo.log_probs_chunk_size,
             masks=masks,
             may_repeat=packed.key_rows is not None,
         )
@@ -180,7 +181,7 @@ class MicroBatchLoss:
             sample_lengths=packed.sample_lengths,
             sample_sums=partial(_sample_sums, packed=packed),
         )
-        loss_R, per_token = self.objective(tokens, self.settings)
+        loss_R, per_token = self.objective(tokens, self._loss_settings)
         loss, no_count, terms = self.weighting.reduced(loss_R, per_token, packed)
         return loss, no_count, {"loss": loss.detach()} | terms
 

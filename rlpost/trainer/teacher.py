@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation: a second model, in host memory between its passes.
 
-Input: the settings of the actor, and batches of samples. Output: log-probs of the response tokens
+Input: the settings of the run, and batches of samples. Output: log-probs of the response tokens
 under the teacher.
 
 The teacher may be of another family and size. It is sharded as the policy is: tensor, pipeline,
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.logprobs import TopTokens
@@ -23,9 +24,8 @@ from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.packing import RowLayout
 from rlpost.trainer.passes import Logprobs, Passes
 from rlpost.trainer.routing_replay import RoutingReplay
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.stop_points import StopPoints
-from rlpost.trainer.teacher_description import teacher_description, teacher_settings
+from rlpost.trainer.teacher_description import teacher_config, teacher_description
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.types import TrainBatch
 
@@ -33,23 +33,23 @@ from rlpost.types import TrainBatch
 class Teacher:
     """This rank's shard of the teacher. Every method is collective."""
 
-    def __init__(
-        self, settings: ActorSettings, *, row_layout: RowLayout, stop_points: StopPoints
-    ) -> None:
+    def __init__(self, config: Config, *, row_layout: RowLayout, stop_points: StopPoints) -> None:
         """Build the teacher and read its weights. Needs parallel state.
 
-        ``settings`` and ``row_layout`` are those of the policy.
+        ``config`` and ``row_layout`` are those of the policy.
 
         Raises:
             ConfigError: the teacher cannot be sharded as the policy is.
             WeightError, CheckpointError: the weights do not fit its configuration.
         """
-        assert settings.opd_teacher_load is not None, "has_teacher requires --opd-teacher-load"
-        own, description = teacher_settings(settings), teacher_description(settings)
+        assert config.distillation.opd_teacher_load is not None, (
+            "teacher_in_trainer requires --opd-teacher-load"
+        )
+        own, description = teacher_config(config), teacher_description(config)
         chunks = build_model(description, own)
         for chunk in chunks:
             chunk.requires_grad_(False)
-        folder = settings.opd_teacher_load
+        folder = config.distillation.opd_teacher_load
         if find_checkpoint(folder) is None:
             import_weights(inventory_of(chunks, description), HuggingFaceFolder(folder))
         else:

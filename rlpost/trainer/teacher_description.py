@@ -1,16 +1,17 @@
 """Architecture and settings of the teacher in the trainer. Imports neither torch nor Megatron.
 
-Input: the settings of the actor. Output: those of the teacher, and its architecture.
+Input: the settings of the run. Output: those of the teacher, and its architecture.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+from rlpost.config.groups.model import ModelConfig
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError
 from rlpost.trainer.model_description import ModelDescription, read_description
-from rlpost.trainer.settings import ActorSettings
 
 
 def teacher_folder(load: str, hf_checkpoint: str | None, policy: str) -> Path:
@@ -26,44 +27,42 @@ def teacher_folder(load: str, hf_checkpoint: str | None, policy: str) -> Path:
     return Path(load) if (Path(load) / "config.json").is_file() else Path(policy)
 
 
-def teacher_description(settings: ActorSettings) -> ModelDescription:
+def teacher_description(config: Config) -> ModelDescription:
     """Read the architecture of the teacher.
 
     Raises:
         WeightError: the architecture is not supported.
         ConfigError: it cannot be sharded as the policy is.
     """
-    own = teacher_settings(settings)
-    description = read_description(own.hf_checkpoint, own.model_args)
+    own = teacher_config(config)
+    description = read_description(own.checkpoint.hf_checkpoint, own.model.given)
     try:
         description.check_layout(own, trains=False)
     except ConfigError as error:
         raise ConfigError(
-            f"--opd-teacher-load {settings.opd_teacher_load}: the teacher is sharded as the policy "
-            f"is: {error}; or serve it, with --opd-type sglang"
+            f"--opd-teacher-load {config.distillation.opd_teacher_load}: the teacher is sharded as "
+            f"the policy is: {error}; or serve it, with --opd-type sglang"
         ) from error
     return description
 
 
-def teacher_settings(settings: ActorSettings) -> ActorSettings:
+def teacher_config(config: Config) -> Config:
     """Return the settings of the teacher.
 
     They have the layout of the policy, and nothing that only training uses.
     """
+    distillation, policy = config.distillation, config.checkpoint.hf_checkpoint
     folder = teacher_folder(
-        settings.opd_teacher_load or "",
-        settings.opd_teacher_hf_checkpoint,
-        settings.hf_checkpoint,
+        distillation.opd_teacher_load or "", distillation.opd_teacher_hf_checkpoint, policy
     )
-    own = settings
-    if folder != Path(settings.hf_checkpoint):
-        own = replace(
-            settings,
-            model_args={},
+    own = config
+    if folder != Path(policy):
+        own = with_values(
+            config.model_copy(update={"model": ModelConfig()}),
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
         )
-    return replace(
+    return with_values(
         own,
         hf_checkpoint=str(folder),
         loss_type="policy_loss",

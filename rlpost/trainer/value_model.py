@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.models.family import Family
 from rlpost.models.names import Rule
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.model import build_model
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.torch_dist.reader import StoredTensors
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import OUTPUT_LAYER, Gather, Inventory, gather_entries
@@ -107,17 +107,17 @@ def value_family(family: Family) -> Family:
     return replace(family, rules=(*others, *head))
 
 
-def build_value_model(description: ModelDescription, settings: ActorSettings) -> list[GPTModel]:
+def build_value_model(description: ModelDescription, config: Config) -> list[GPTModel]:
     """Build this rank's chunks; see ``rlpost.trainer.model.build_model``. The head is initialised.
 
     Raises:
         ConfigError: as ``build_model``.
     """
     untied = replace(description, hf_config={**description.hf_config, "tie_word_embeddings": False})
-    chunks = build_model(untied, settings)
+    chunks = build_model(untied, config)
     for chunk in chunks:
         if chunk.post_process:
-            chunk.output_layer = ValueHead(chunk.config, seed=settings.seed)
+            chunk.output_layer = ValueHead(chunk.config, seed=config.optimizer.seed)
     return chunks
 
 

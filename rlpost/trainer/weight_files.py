@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from common.files import sync
+from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
 from rlpost.trainer import parallel
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.exporter import Exporter, export_folder
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.peft_folder import write_peft_folder
@@ -33,7 +33,7 @@ def export(
     inventory: Inventory,
     folder: str | Path,
     description: ModelDescription,
-    settings: ActorSettings,
+    config: Config,
 ) -> None:
     """Write the weights as a Hugging Face folder with configuration and tokenizer.
 
@@ -42,33 +42,33 @@ def export(
     Raises:
         CheckpointError: the folder cannot be written; raised on every rank.
     """
-    if settings.lora_export == "peft":
-        writes, adapters = dist.get_rank() == 0, peft_settings(settings)
+    if config.lora.lora_export == "peft":
+        writes, adapters = dist.get_rank() == 0, peft_settings(config)
         write = partial(write_peft_folder, inventory, folder, settings=adapters, writes=writes)
         write_everywhere(write, folder)
     else:
-        export_merged(exporter, folder, description, settings)
+        export_merged(exporter, folder, description, config)
 
 
 def export_merged(
     exporter: Exporter,
     folder: str | Path,
     description: ModelDescription,
-    settings: ActorSettings,
+    config: Config,
 ) -> None:
     """As ``export``, always all weights."""
     write = partial(
         export_folder,
         exporter,
         folder,
-        template=settings.hf_checkpoint,
+        template=config.checkpoint.hf_checkpoint,
         config=description.hf_config,
         writes=dist.get_rank() == 0,
     )
     write_everywhere(write, folder)
 
 
-def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) -> int | None:
+def write_adapters(inventory: Inventory, folder: Path, config: Config) -> int | None:
     """Write the adapters as a PEFT folder that appears complete.
 
     Returns:
@@ -82,7 +82,7 @@ def write_adapters(inventory: Inventory, folder: Path, settings: ActorSettings) 
     def write() -> int | None:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)
-        adapters = peft_settings(settings)
+        adapters = peft_settings(config)
         write_peft_folder(inventory, temporary, settings=adapters, writes=writes)
         return commit(temporary, folder) if writes else None
 

@@ -14,7 +14,7 @@ from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_host import wait_until
 
 BRINGUP_S = 120
-STUB_RAY = REPOSITORY / "bootstrap/simulated/ray_stub"
+STUB_RAY = REPOSITORY / "tests/fakes/ray_stub"
 
 # A driver that runs a Ray task on every node, before and after the request to stop.
 DRIVER = """

@@ -138,9 +138,10 @@ def test_a_run_submitted_from_inside_another_job_has_the_resources_that_it_asked
     )
     run.until_over(JobState.COMPLETED)
     attempt = run.folder / "attempts/latest"  # Slurm starts a job again that a busy node did not
-    assert (attempt / "argv-n02.json").exists(), run.log
-    for host in ("n01", "n02"):
-        facts = json.loads((attempt / f"argv-{host}.json").read_text())
+    called = list(attempt.glob("argv-*.json"))  # not on the node that the outer job still holds
+    assert len(called) == 2, run.log
+    for path in called:
+        facts = json.loads(path.read_text())
         assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", run.log
         assert facts["environment"]["SLURM_CPUS_PER_TASK"] is None
 

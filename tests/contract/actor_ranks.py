@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rlpost.algorithm.schedule import schedule
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.driver.batches import filled_up
 from rlpost.errors import CheckpointError, SyncError
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainBatch, TrainSample
 from tests.ports import free_port
 
@@ -39,10 +40,10 @@ _fork_server.set_forkserver_preload(
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
-    settings: ActorSettings,
+    settings: Config,
     *,
     before: Callable[[], None] | None = None,
-    make: Callable[[ActorSettings], Any] | None = None,
+    make: Callable[[Config], Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(actor, **kwargs)`` on every rank of a world.
@@ -51,8 +52,8 @@ def run_ranks(
     default an ``Actor``. Returns the results in rank order. Ranks have one thread if the settings do
     not say how many: those of tests share few cores, and threads spin while they wait.
     """
-    if settings.actor_num_threads is None:
-        settings = dataclasses.replace(settings, actor_num_threads=1)
+    if settings.perf.actor_num_threads is None:
+        settings = with_values(settings, actor_num_threads=1)
     port = free_port()
     places = [(rank, world_size, "127.0.0.1", port) for rank in range(world_size)]
     return in_processes(
@@ -111,10 +112,10 @@ def _receive(pipe: Connection, rank: int) -> Any:
 def _rank_main(
     pipe: Connection,
     before: Callable[[], None] | None,
-    make: Callable[[ActorSettings], Any] | None,
+    make: Callable[[Config], Any] | None,
     function: Callable[..., Any],
     place: tuple[int, int, str, int],
-    settings: ActorSettings,
+    settings: Config,
     kwargs: dict[str, Any],
 ) -> None:
     from rlpost.trainer.actor import Actor
@@ -130,10 +131,10 @@ def _rank_main(
         pipe.send((False, traceback.format_exc()))
 
 
-def micro_batch_multiple(settings: ActorSettings) -> int:
+def micro_batch_multiple(settings: Config) -> int:
     """Return the divisor of the number of micro-batches, as ``Config.micro_batch_multiple``."""
-    is_interleaved = settings.num_layers_per_virtual_pipeline_stage is not None
-    return settings.pipeline_model_parallel_size if is_interleaved else 1
+    is_interleaved = settings.perf.num_layers_per_virtual_pipeline_stage is not None
+    return settings.perf.pipeline_model_parallel_size if is_interleaved else 1
 
 
 def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None) -> TrainBatch:
@@ -141,7 +142,7 @@ def my_batch(actor: Any, samples: Sequence[TrainSample], max_tokens: int | None)
     from rlpost.trainer import parallel
 
     num_samples, num_ranks = len(samples), parallel.data_parallel_group().size()
-    multiple = micro_batch_multiple(actor.settings)
+    multiple = micro_batch_multiple(actor.config)
     samples = filled_up(samples, num_ranks * multiple)
     plan = schedule(
         [len(sample.token_ids) for sample in samples],

@@ -25,7 +25,6 @@ from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_coordinates import place
 from rlpost.rehearsal.rank_facts import RankFacts
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.layouts import tensor_bytes
 
 GPU_BYTES = 80 * 10**9
@@ -52,24 +51,21 @@ class Rehearsal:
         return problems(self.ranks, self.plans, self.expected)
 
 
-def rehearse(
-    config: Config, settings: ActorSettings, *, hf: Mapping[str, object] | None = None
-) -> Rehearsal:
+def rehearse(config: Config, *, hf: Mapping[str, object] | None = None) -> Rehearsal:
     """Build all ranks, one after another.
 
     A rank of a large model takes about a third of a second.
 
     Args:
         config: the settings of the run.
-        settings: those of an actor, made from ``config``.
         hf: config.json to compare with; by default that of the checkpoint or of the table [model].
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
-    description, world = description_of(settings), config.actor_world_size
+    description, world = description_of(config), config.actor_world_size
     ranks = {
-        rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
+        rank: rehearse_rank(config, description, rank=rank, world=world) for rank in range(world)
     }
     plans = update_plans(ranks, config, gpu_bytes=GPU_BYTES)
     compared = description.hf_config if hf is None else hf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def save_through_a_narrow_buffer(
         return found
 
     HostStream.release, actor.memory.resident = gated, noted  # type: ignore[method-assign]
-    actor.saves.set_buffer(actor.settings.save_buffer_bytes)
+    actor.saves.set_buffer(actor.config.checkpoint.save_buffer_bytes)
     actor.save(folders[1], 1, in_background=True)
     actor.memory.offload("weights", "grads", "optimizer")
     may_release.release(2)
@@ -128,7 +129,7 @@ def refusal(save: Callable[[], None]) -> str:
 def _save_beside(actor: Any, full_disk: str) -> None:
     actor.save(f"{full_disk}/beside", 1, in_background=True)
     while not actor.save_is_done():
-        pass
+        time.sleep(0.01)
 
 
 def _train(actor: Any, samples: Sequence[TrainSample]) -> dict[str, float]:

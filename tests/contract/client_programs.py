@@ -1,9 +1,9 @@
-"""Programs that talk to the gateway with a client library: python client_programs.py NAME.
+"""Programs that talk to the gateway with a client library: python client_programs.py.
 
 They run in the environment of the clients (``tools/install_clients.sh``), which has no rlpost.
-Input: on standard input, for each mode (plain, stream) the address and key of an episode. Output: on
-standard output, the last text of each mode. A conversation has three turns: a call of the tool
-``weather``, two calls at once, and a text.
+Input: on standard input, for each program to run and each mode (plain, stream) the address and key
+of an episode. Output: on standard output, the last text of each. A conversation has three turns: a
+call of the tool ``weather``, two calls at once, and a text.
 """
 
 from __future__ import annotations
@@ -222,10 +222,11 @@ def mini_swe_agent(episode: dict[str, str], stream: bool) -> str:
 
 
 def main() -> None:
-    """Run the program for each mode."""
-    program = globals()[sys.argv[1]]
-    episodes = json.load(sys.stdin)
-    texts = {mode: program(one, mode == "stream") for mode, one in episodes.items()}
+    """Run each program for each mode."""
+    texts: dict[str, dict[str, str]] = {}
+    for name, episodes in json.load(sys.stdin).items():
+        program = globals()[name]
+        texts[name] = {mode: program(one, mode == "stream") for mode, one in episodes.items()}
     print("\n" + json.dumps(texts))  # after what libraries print
 
 

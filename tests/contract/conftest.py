@@ -1,4 +1,4 @@
-"""Fixtures that the contract tests share: a tiny model, and engines without imports."""
+"""Fixtures that the contract tests share: a secret of ranks, a tiny and a pretrained model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
@@ -19,9 +18,6 @@ from rlpost.cli.assets.pypi import make_from_pypi
 from rlpost.cli.assets.wanted import Asset
 from rlpost.errors import AssetError
 from tests.cache import cache_folder
-
-if TYPE_CHECKING:
-    from tests.contract.forked_engines import ForkedEngines
 
 ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 600.0  # on a machine that is busy with other work
@@ -69,12 +65,3 @@ def pretrained() -> Path:
             raise
         pytest.skip(str(error))
     return made.folder
-
-
-@pytest.fixture(scope="package")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngines]:
-    """Start the engines of all modules from one process, which imports SGLang once."""
-    from tests.contract.forked_engines import ForkedEngines
-
-    with ForkedEngines(tmp_path_factory.mktemp("engines") / "imports.log") as started:
-        yield started

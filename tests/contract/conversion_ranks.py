@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import in_processes
 from tests.ports import free_ports
+from tests.settings import rank_config
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _rank_main(
         for each in conversions:
             original, kept = f"{folder}/{each.model}", f"{folder}/{each.model}_torch_dist"
             for layout, forward in ((each.there, True), (each.back, False)):
-                settings = ActorSettings(original, distributed_timeout_minutes=2, **layout)
+                settings = rank_config(original, distributed_timeout_minutes=2, **layout)
                 settings = with_mtp_layer(settings, original if forward else kept)
                 meeting = Rendezvous(
                     rank, num_ranks, "127.0.0.1", next(remaining), secret="of the conversion"

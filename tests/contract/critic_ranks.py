@@ -9,7 +9,7 @@ from typing import Any
 
 from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.columns import FloatColumn
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from rlpost.types import Sample, SampleGroup, ScoredSample, TrainBatch, TrainSample
 from tests.contract.actor_ranks import logits, my_batch, whole_tensors
 
@@ -109,7 +109,7 @@ def leave_and_come_back(
     return [before, back, loaded]
 
 
-def own_rank(settings: ActorSettings) -> Any:
+def own_rank(settings: Config) -> Any:
     """Make a rank of a critic on its own GPUs."""
     from rlpost.trainer.critic_rank import CriticRank
 

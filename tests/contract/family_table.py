@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
 from tests.contract.families import FAMILIES, WITH_TENSOR_PARALLEL, load_folder, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1}
@@ -43,7 +43,7 @@ def expected_logits(folder: Path) -> torch.Tensor:
 def difference(folder: Path, layout: dict[str, Any], num_ranks: int) -> tuple[float, bool]:
     """Return the difference of the logits, and whether the export equals the model bit for bit."""
     settings, expected = (
-        ActorSettings(str(folder), distributed_timeout_minutes=2, **layout),
+        rank_config(str(folder), distributed_timeout_minutes=2, **layout),
         expected_logits(folder),
     )
     with tempfile.TemporaryDirectory() as export:

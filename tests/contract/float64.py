@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks, whole_tensors
 from tests.contract.families import FAMILIES, WITH_TENSOR_PARALLEL, load_folder, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 MIXTURES = tuple(name for name in FAMILIES if name.endswith("-moe"))
 TP_SP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -83,9 +83,9 @@ def difference(family: str, *, in_float64: bool) -> tuple[float, str]:
 
 def _difference(family: str, folder: str, *, in_float64: bool) -> tuple[float, str]:
     def gradients(num_ranks: int, layout: dict[str, Any]) -> dict[str, np.ndarray]:
-        settings = ActorSettings(
+        settings = rank_config(
             folder,
-            temperature=0.8,
+            rollout_temperature=0.8,
             use_distributed_optimizer=False,
             distributed_timeout_minutes=2,
             megatron=OPTIMIZER if in_float64 else {},

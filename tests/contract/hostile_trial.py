@@ -27,6 +27,7 @@ from rlpost.agents.sandbox.local import host_user
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotRefused, fresh
 from tests.contract.hostile_commands import Targets, generate
+from tests.processes import living
 
 LIMITS = Limits(
     wall_seconds=1.5,
@@ -140,10 +141,10 @@ def host_state(ours: Canaries) -> dict[str, object]:
 
 
 def _processes(users: set[int]) -> Iterator[tuple[int, str]]:
-    for process in psutil.process_iter(["uids", "name", "pid"]):
-        uids = process.info["uids"]
-        if uids is not None and uids.real in users:
-            yield process.info["pid"], process.info["name"]
+    for process in living():
+        with contextlib.suppress(psutil.Error):  # it ended after it was listed
+            if process.uids().real in users:
+                yield process.pid, process.name()
 
 
 def _owner(path: Path) -> int:

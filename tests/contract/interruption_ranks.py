@@ -48,7 +48,7 @@ class Crossings:
         import torch.distributed as dist
 
         self._cross, self._slow = actor.stop_points.cross, random.Random(dist.get_rank())
-        is_one_unit = actor.settings.pipeline_model_parallel_size > 1
+        is_one_unit = actor.config.perf.pipeline_model_parallel_size > 1
         self._ahead = 0 if is_one_unit else dist.get_rank() % 2
         self.begin(0)
         self.held.set()

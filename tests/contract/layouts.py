@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import run_ranks, train_and_compare
 from tests.contract.families import LATENT_MTP, MTP, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 LIMIT = 1e-5  # relative, in float32
 DENSE, TIED, MOE, LATENT = "qwen3", "qwen3-tied", "glm4.5-moe", "deepseek-v3-moe"
@@ -199,8 +199,8 @@ class Comparison:
         return self.folder / name
 
     def _run(self, layout: Layout) -> list[dict[str, Any]]:
-        settings = ActorSettings(
-            str(self.model(layout.model)), lr=1e-3, adam_eps=1e-4, temperature=0.8, distributed_timeout_minutes=2,
+        settings = rank_config(
+            self.model(layout.model), lr=1e-3, adam_eps=1e-4, rollout_temperature=0.8, distributed_timeout_minutes=2,
             update_weight_buffer_size=40_000, **layout.settings, **ALGORITHMS[layout.algorithm],
         )  # fmt: skip
         two_passes = layout.algorithm != "grpo"  # the second has ratios other than 1

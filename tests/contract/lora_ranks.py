@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rlpost.config.wording import with_values
 from rlpost.types import StepPlace, TrainSample
 from tests.contract.actor_ranks import Files, logits, my_batch, train
 
@@ -29,7 +29,7 @@ def whole_adapters(actor: Any) -> dict[str, Any]:
     from rlpost.trainer.lora.adapters import peft_settings
     from rlpost.trainer.weights.peft_folder import peft_tensors
 
-    found = peft_tensors(actor.inventory, peft_settings(actor.settings))
+    found = peft_tensors(actor.inventory, peft_settings(actor.config))
     if torch.distributed.get_rank() != 0:
         return {}
     return {name: tensor.float().clone().numpy() for name, tensor in found.items()}
@@ -53,7 +53,7 @@ def look_at_adapters(
         seen["base after"] = logits(actor, samples)
     seen["reference logprobs"] = actor.compute_ref_logprobs(batch)
     actor.export(f"{folder}/merged")
-    actor.settings = dataclasses.replace(actor.settings, lora_export="peft")
+    actor.config = with_values(actor.config, lora_export="peft")
     actor.export(f"{folder}/peft")
     seen["num_saved"] = _num_saved(f"{folder}/saved")
     return trained | seen

@@ -403,7 +403,7 @@ def ours(actor: Any, folder: Path, samples: Sequence[TrainSample]) -> torch.Tens
     from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 
     description = read_description(folder)
-    chunks = build_model(description, actor.settings)
+    chunks = build_model(description, actor.config)
     import_weights(inventory_of(chunks, description), HuggingFaceFolder(folder))
     packed = pack(tuple(samples), actor.row_layout)
     with torch.no_grad():

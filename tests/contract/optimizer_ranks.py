@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import types
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+from rlpost.config.wording import with_values
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, my_batch, train
 
@@ -97,8 +97,8 @@ def train_with_adam_in_host_memory(
     method.__code__ = _renamed(
         method.__code__, {"is_cuda": "is_of_the_model", "pin_memory": "contiguous"}
     )
-    settings = dataclasses.replace(
-        actor.settings, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True
+    settings = with_values(
+        actor.config, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True
     )
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         config = optimizer.optimizer_config(settings)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlpost.config.tree import Config
 from rlpost.rehearsal.contradictions import parameters_of
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.trainer import model as actor_model
@@ -28,9 +29,9 @@ from rlpost.trainer import optimizer as actor_optimizer
 from rlpost.trainer import parallel
 from rlpost.trainer.memory import DeviceMemory
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.teacher_description import teacher_description, teacher_settings
+from rlpost.trainer.teacher_description import teacher_config, teacher_description
 from tests.rare_collections import collect_rarely
+from tests.settings import rank_config
 
 # after the stand-in for CUDA, which rlpost.trainer installs
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -39,7 +40,7 @@ NUM_TOKENS = 512
 
 
 @contextmanager
-def alone(settings: ActorSettings, description: ModelDescription) -> Iterator[None]:
+def alone(settings: Config, description: ModelDescription) -> Iterator[None]:
     """Make this process the only rank of a world."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel.form_groups(settings, num_virtual_stages=description.num_virtual_stages(settings))
@@ -57,7 +58,7 @@ def described(hf: dict[str, Any]) -> ModelDescription:
 
 def count(case: dict[str, Any]) -> dict[str, int]:
     """Count the parameters of one rank's modules, on the meta device."""
-    settings = ActorSettings(hf_checkpoint="model", **case["settings"])
+    settings = rank_config(hf_checkpoint="model", **case["settings"])
     facts = rehearse_rank(settings, described(case["hf"]), rank=case["rank"], world=case["world"])
     return asdict(parameters_of(facts))
 
@@ -70,12 +71,12 @@ def count_teacher(case: dict[str, Any]) -> dict[str, int]:
             folder.mkdir()
             hf = {"max_position_embeddings": 4096} | case[name]
             (folder / "config.json").write_text(json.dumps(hf))
-        settings = ActorSettings(
+        settings = rank_config(
             hf_checkpoint=str(folders["policy"]),
             opd_teacher_load=str(folders["teacher"]),
             **case["settings"],
         )
-        own, description = teacher_settings(settings), teacher_description(settings)
+        own, description = teacher_config(settings), teacher_description(settings)
         facts = rehearse_rank(own, description, rank=case["rank"], world=case["world"])
     return asdict(parameters_of(facts))
 
@@ -85,7 +86,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
     The state is weights, gradients and Adam's moments.
     """
-    settings = ActorSettings(hf_checkpoint="model", transformer_impl="local", **case["settings"])
+    settings = rank_config(hf_checkpoint="model", transformer_impl="local", **case["settings"])
     description = described(case["hf"])
     with alone(settings, description):
         chunks = actor_model.build_model(description, settings)

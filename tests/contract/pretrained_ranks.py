@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rlpost.config.wording import with_values
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, logits, train
 
@@ -24,7 +24,7 @@ def logits_and_export(
     Returns: logits [T, vocabulary] ``before`` and ``after`` training.
     """
     before = imported_logits(actor, samples)
-    if actor.settings.lora_rank:
-        actor.settings = dataclasses.replace(actor.settings, lora_export="peft")
+    if actor.config.lora.lora_rank:
+        actor.config = with_values(actor.config, lora_export="peft")
     train(actor, [samples] * num_steps, files=Files(export=export))
     return {"before": before, "after": logits(actor, samples)}

@@ -33,7 +33,7 @@ def replay(
     actor.optimizer.step = step
     batch = my_batch(actor, samples, max_tokens=64)
     mine = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
-    num_groups = max(len(batch.micro_batches) // 2, micro_batch_multiple(actor.settings))
+    num_groups = max(len(batch.micro_batches) // 2, micro_batch_multiple(actor.config))
     order = list(range(len(mine)))[::-1]
     groups = [tuple(order[start::num_groups]) for start in range(num_groups)]
     found = actor.compute_logprobs(dataclasses.replace(batch, log_prob_groups=tuple(groups)))

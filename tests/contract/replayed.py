@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract import forced_routes
 from tests.contract.actor_ranks import run_ranks
@@ -24,6 +23,7 @@ from tests.contract.families import make_family
 from tests.contract.layouts import LAYOUTS, LIMIT, MOE, Layout, pp
 from tests.contract.replay_ranks import replay
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 TEMPERATURE = 0.8
 SAMPLES = STEPS[0]
@@ -89,9 +89,9 @@ def run(
     then: Path | None = None,
     **flags: bool,
 ) -> list[Any]:
-    settings = ActorSettings(
+    settings = rank_config(
         str(folder),
-        temperature=TEMPERATURE,
+        rollout_temperature=TEMPERATURE,
         distributed_timeout_minutes=2,
         **layout.settings,
         **flags,

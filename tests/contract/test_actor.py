@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, load, look_and_train, run_ranks, train
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(models: Path, model: str, layout: str, **changes: Any) -> ActorSettings:
+def settings(models: Path, model: str, layout: str, **changes: Any) -> Config:
     _, tensor_parallel, sequence_parallel = LAYOUTS[layout]
     defaults = dict(
         hf_checkpoint=str(models / model),
@@ -73,13 +74,13 @@ def settings(models: Path, model: str, layout: str, **changes: Any) -> ActorSett
         weight_decay=WEIGHT_DECAY,
         clip_grad=CLIP_GRAD,
         adam_eps=ADAM_EPS,
-        temperature=TEMPERATURE,
+        rollout_temperature=TEMPERATURE,
         eps_clip=EPS_CLIP,
         eps_clip_high=EPS_CLIP,
         distributed_timeout_minutes=2,
         update_weight_buffer_size=40_000,
     )
-    return ActorSettings(**(defaults | changes))
+    return rank_config(**(defaults | changes))
 
 
 @pytest.fixture(scope="module")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import Files, hash_of_saved, run_ranks, save_beside_training
 from tests.contract.families import make_family
 from tests.contract.optimizer_ranks import restart_from_weights, train_and_look_inside
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
 # weights of 0.2 have steps of 1e-3 in bfloat16: Adam moves them by a hundredth of that
 SMALL = dict(lr=1e-5, adam_eps=1e-4, distributed_timeout_minutes=2)
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
-    "distributed": ("qwen3", 2, {}),
     "plain": ("qwen3", 1, {"use_distributed_optimizer": False}),
-    "experts": ("glm4.5-moe", 2, {"expert_model_parallel_size": 2}),
+    "distributed, with experts": ("glm4.5-moe", 2, {"expert_model_parallel_size": 2}),
 }
 
 
@@ -44,7 +44,7 @@ def test_updates_below_bfloat16_resolution_are_kept_and_survive_a_resume_bit_for
     After a resume they equal those of the uninterrupted run.
     """
     model, num_ranks, layout = KINDS[kind]
-    settings = ActorSettings(str(models / model), bf16=True, **SMALL, **layout)
+    settings = rank_config(str(models / model), bf16=True, **SMALL, **layout)
     saved = str(tmp_path / "saved")
     whole = run_ranks(
         train_and_look_inside, num_ranks, settings, steps=STEPS, files=Files(save=saved)
@@ -61,9 +61,9 @@ def test_updates_below_bfloat16_resolution_are_kept_and_survive_a_resume_bit_for
 
 
 @pytest.fixture(scope="module")
-def wide(models: Path) -> tuple[ActorSettings, dict[str, Any]]:
+def wide(models: Path) -> tuple[Config, dict[str, Any]]:
     """Return settings in float32, and the result of training with them."""
-    settings = ActorSettings(str(models / "qwen3"), **(SMALL | {"lr": 1e-3}))
+    settings = rank_config(str(models / "qwen3"), **(SMALL | {"lr": 1e-3}))
     (found,) = run_ranks(train_and_look_inside, 1, settings, steps=STEPS)
     assert found["types"] == {"torch.float32"}
     return settings, found
@@ -71,9 +71,7 @@ def wide(models: Path) -> tuple[ActorSettings, dict[str, Any]]:
 
 def test_bfloat16_trains_as_float32_does_within_its_precision(wide):
     settings, expected = wide
-    (narrow,) = run_ranks(
-        train_and_look_inside, 1, dataclasses.replace(settings, bf16=True), steps=STEPS
-    )
+    (narrow,) = run_ranks(train_and_look_inside, 1, with_values(settings, bf16=True), steps=STEPS)
     for ours, theirs in zip(narrow["metrics"], expected["metrics"], strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.05, abs=0.01)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.1)
@@ -82,7 +80,7 @@ def test_bfloat16_trains_as_float32_does_within_its_precision(wide):
 
 def test_optimizer_offload_changes_nothing_without_a_gpu(wide):
     settings, expected = wide
-    offloaded = dataclasses.replace(
+    offloaded = with_values(
         settings,
         optimizer_cpu_offload=True,
         overlap_cpu_optimizer_d2h_h2d=True,
@@ -106,12 +104,12 @@ def test_settings_that_need_cuda_or_transformer_engine_are_refused_with_a_remedy
     )
     with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*omit the setting"):
         layer_specs.chosen_implementation("transformer_engine")
-    narrow = ActorSettings("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+    narrow = rank_config("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
     sparse = SimpleNamespace(fields={"num_moe_experts": 8})
     with pytest.raises(ConfigError, match=r"flex: DeepEP .*choose alltoall"):
         kernel_fields(
             sparse,
-            ActorSettings("", model_args={"moe_token_dispatcher_type": "flex"}),
+            rank_config("", moe_token_dispatcher_type="flex"),
             implementation="local",
         )
     with pytest.raises(ConfigError, match=r"--exp-avg-dtype bf16 needs CUDA .*use fp32"):
@@ -126,7 +124,7 @@ def test_optimizer_offload_with_cuda_sets_the_options_that_megatron_requires(mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made = optimizer_config(
-        ActorSettings("", bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+        rank_config("", bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     )
     assert made.optimizer_cpu_offload and made.optimizer_offload_fraction == 0.5
     assert made.use_precision_aware_optimizer
@@ -137,7 +135,7 @@ def test_a_schedule_continues_after_a_resume_even_without_the_state_of_adam(mode
 
     The checkpoint of the second holds only weights and progress.
     """
-    settings = ActorSettings(
+    settings = rank_config(
         str(models / "qwen3"),
         **(SMALL | {"lr": 4e-4}),
         lr_warmup_iters=4,
@@ -189,26 +187,26 @@ def test_learning_rate_and_weight_decay_equal_those_of_megatron_at_every_step(gi
 
     from rlpost.trainer.optimizer import learning_rate, weight_decay
 
-    settings = ActorSettings("", lr=1e-3, lr_decay_iters=20, weight_decay=0.1, **given)
+    settings = rank_config("", lr=1e-3, lr_decay_iters=20, weight_decay=0.1, **given)
     group: dict[str, float] = {}
-    start, end = settings.start_weight_decay, settings.end_weight_decay
-    warmup = settings.lr_warmup_iters
-    if settings.lr_warmup_fraction is not None:
-        warmup = settings.lr_warmup_fraction * settings.lr_decay_iters
+    start, end = settings.optimizer.start_weight_decay, settings.optimizer.end_weight_decay
+    warmup = settings.optimizer.lr_warmup_iters
+    if settings.optimizer.lr_warmup_fraction is not None:
+        warmup = settings.optimizer.lr_warmup_fraction * settings.lr_decay_iters
     theirs = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
-        init_lr=settings.lr_warmup_init,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        init_lr=settings.optimizer.lr_warmup_init,
+        max_lr=settings.optimizer.lr,
+        min_lr=settings.optimizer.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=settings.lr_decay_iters,
-        lr_decay_style=settings.lr_decay_style,
-        start_wd=settings.weight_decay if start is None else start,
-        end_wd=settings.weight_decay if end is None else end,
+        lr_decay_style=settings.optimizer.lr_decay_style,
+        start_wd=settings.optimizer.weight_decay if start is None else start,
+        end_wd=settings.optimizer.weight_decay if end is None else end,
         wd_incr_steps=settings.lr_decay_iters,
-        wd_incr_style=settings.weight_decay_incr_style,
-        wsd_decay_steps=settings.lr_wsd_decay_iters,
-        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+        wd_incr_style=settings.optimizer.weight_decay_incr_style,
+        wsd_decay_steps=settings.optimizer.lr_wsd_decay_iters,
+        lr_wsd_decay_style=settings.optimizer.lr_wsd_decay_style,
     )
     for num_steps in range(25):
         assert learning_rate(settings, num_steps) == pytest.approx(
@@ -226,7 +224,7 @@ def test_a_background_save_holds_the_step_at_which_it_started(models, tmp_path, 
     (NeMo-RL issue 3312: it held the first ones again).
     """
     model, num_ranks, layout = KINDS[kind]
-    settings = ActorSettings(str(models / model), **SMALL, **layout)
+    settings = rank_config(str(models / model), **SMALL, **layout)
     folders = [str(tmp_path / name) for name in ("waited", "beside", "later")]
     hashes = run_ranks(save_beside_training, num_ranks, settings, steps=STEPS, folders=folders)[0]
     waited, beside, later = (

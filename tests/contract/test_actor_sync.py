@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from common.attempt import attempt_secret
 from common.torch_store import replace_rendezvous
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from tests.contract.actor_ranks import (
     connect_without_engines,
     plan_sync,
@@ -35,6 +35,7 @@ from tests.contract.layouts import LAYOUTS
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port, free_ports
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 BUCKET_BYTES = 40_000
@@ -111,7 +112,7 @@ def receive(connections: list[list[int]], group_name: str, plan: tuple, results:
         results.put(tensors)
 
 
-def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
+def received_by_an_engine(actor: Config, world_size: int) -> list[dict]:
     """Return the tensors that a peer receives from each of two connections.
 
     It receives all buckets through each connection.
@@ -119,7 +120,7 @@ def received_by_an_engine(actor: ActorSettings, world_size: int) -> list[dict]:
     plans = run_ranks(plan_sync, world_size, actor)
     assert all(plan == plans[0] for plan in plans), "every rank plans the same"
     assert len(plans[0]) > 3
-    stages = actor.pipeline_model_parallel_size
+    stages = actor.perf.pipeline_model_parallel_size
     context = start_context()
     results, ports = context.Queue(), free_ports(2 * stages)
     connections = [ports[:stages], ports[stages:]]
@@ -162,7 +163,7 @@ def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(
 def test_weights_reach_an_engine_from_all_stages_and_experts(tmp_path, name):
     layout = next(one for one in LAYOUTS if one.name == name)
     make_family(tmp_path, layout.model)
-    actor = ActorSettings(str(tmp_path), update_weight_buffer_size=BUCKET_BYTES, **layout.settings)
+    actor = rank_config(str(tmp_path), update_weight_buffer_size=BUCKET_BYTES, **layout.settings)
     assert_equal_bit_for_bit(received_by_an_engine(actor, layout.num_ranks), tmp_path)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.checkpoint_ranks import (
     live_through,
@@ -20,6 +19,7 @@ from tests.contract.checkpoint_ranks import (
 )
 from tests.contract.families import make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,7 +48,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_fail
     Every rank reports the full disk, no rank waits for another, and the next step is unchanged.
     """
     make_family(tmp_path / "model", "qwen3")
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path / "model"),
         lr=1e-3,
         adam_eps=1e-4,
@@ -75,8 +75,6 @@ def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_fail
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
-    "DP 2": ("qwen3", 2, {}),
-    "TP 2, DP 2": ("qwen3", 4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "PP 2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
     "EP 2, ETP 1, DP 2": (
         "glm4.5-moe",
@@ -104,7 +102,7 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_is_offloaded_and_t
     """
     model, num_ranks, given = LAYOUTS[layout]
     make_family(tmp_path / "model", model)
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path / "model"),
         bf16=True,
         lr=1e-3,
@@ -129,7 +127,9 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_is_offloaded_and_t
     for folder in folders:
         resumed = run_ranks(load_and_train, num_ranks, settings, steps=STEPS, folder=folder)
         assert [rank == expected for rank in resumed] == [True] * num_ranks
-    alone = ActorSettings(settings.hf_checkpoint, bf16=True, lr=1e-3, distributed_timeout_minutes=2)
+    alone = rank_config(
+        settings.checkpoint.hf_checkpoint, bf16=True, lr=1e-3, distributed_timeout_minutes=2
+    )
     (elsewhere,) = run_ranks(load_and_train, 1, alone, steps=STEPS, folder=folders[1])
     assert elsewhere["before"] == expected["before"]
     assert elsewhere["metrics"]["train/grad_norm"] == pytest.approx(

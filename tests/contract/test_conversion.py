@@ -20,11 +20,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from rlpost.cli.convert import torch_dist_to_hf
 from rlpost.durable.torch_dist_folder import find_checkpoint
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import in_processes, look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
 from tests.contract.families import FAMILIES, MTP, load_folder, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_a_converted_model_has_the_layer_for_multi_token_prediction(converted):
 def test_a_run_starts_from_a_converted_model_with_and_without_that_layer(
     converted, tmp_path, is_trained
 ):
-    settings = ActorSettings(
+    settings = rank_config(
         str(converted / MTP),
         ref_load=str(converted / f"{MTP}_torch_dist"),
         enable_mtp_training=is_trained,
@@ -119,7 +119,7 @@ def test_a_run_starts_from_the_reference_checkpoint(converted, tmp_path):
     make_family(other, "qwen3")
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
-    settings = ActorSettings(
+    settings = rank_config(
         str(other), ref_load=str(converted / "qwen3_torch_dist"), use_kl_loss=True
     )
     run_ranks(look, 1, settings, samples=STEPS[0], export=str(tmp_path / "out"))

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.shape import Layout, critic_parameters
+from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import (
     learn,
@@ -32,12 +32,12 @@ from tests.contract.critic_ranks import (
 from tests.contract.families import make_family
 from tests.contract.layouts import CP2, LIMIT, MOE, _difference, ep, pp, tp
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
 VPP = {"num_layers_per_virtual_pipeline_stage": 1}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
-    "tp2": ("qwen3", 2, tp(2, sp=False)),
     "tp2-sp-dp2": ("qwen3", 4, tp(2)),
     "pp2-tied": ("qwen3-tied", 2, pp(2)),
     "cp2-pp2-vpp2": ("qwen3", 4, CP2 | pp(2, **VPP)),
@@ -53,9 +53,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(models: Path, model: str, **changes: Any) -> ActorSettings:
+def settings(models: Path, model: str, **changes: Any) -> Config:
     defaults = dict(
-        use_critic=True,
+        advantage_estimator="ppo",
         lr=1e-3,
         critic_lr=2e-3,
         adam_eps=1e-4,
@@ -63,7 +63,7 @@ def settings(models: Path, model: str, **changes: Any) -> ActorSettings:
         distributed_timeout_minutes=2,
         update_weight_buffer_size=40_000,
     )
-    return ActorSettings(str(models / model), **(defaults | changes))
+    return rank_config(str(models / model), **(defaults | changes))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_second_step_against_the_same_values_is_clipped_and_the_policy_is_unaf
     assert first["train/critic_lr"] == 2e-3
     assert found["policy"][0]["train/lr"] == 1e-3
     assert found["num_steps"] == 2 * len(STEPS)
-    without = settings(models, "qwen3", use_critic=False)
+    without = settings(models, "qwen3", advantage_estimator="grpo")
     (policy,) = run_ranks(train_policy, 1, without, steps=STEPS)
     assert policy == (found["policy"], found["policy_hash"])
 
@@ -294,7 +294,7 @@ def load_without_critic(actor: Any, *, folder: str) -> str:
     from rlpost.trainer.critic import Critic
 
     actor.critic = Critic(
-        actor.settings,
+        actor.config,
         actor.description,
         row_layout=actor.row_layout,
         stop_points=actor.stop_points,

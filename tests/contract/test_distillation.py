@@ -16,13 +16,14 @@ from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.columns import FloatColumn
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.tree import Config
 from rlpost.driver.distillation import rank_distances, with_teacher
 from rlpost.errors import ConfigError
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import Sample, SampleGroup, ScoredSample, TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,17 +61,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(models: Path, **changes: Any) -> ActorSettings:
+def settings(models: Path, **changes: Any) -> Config:
     given = dict(
         lr=1e-3,
-        temperature=TEMPERATURE,
+        rollout_temperature=TEMPERATURE,
         distributed_timeout_minutes=2,
         use_opd=True,
         opd_type="megatron",
         opd_kl_coef=COEF,
         opd_teacher_load=str(models / "teacher"),
     )
-    return ActorSettings(str(models / "student"), **(given | changes))
+    return rank_config(str(models / "student"), **(given | changes))
 
 
 def seen(actor: Any, *, with_server: bool = False) -> dict[str, Any]:
@@ -361,7 +362,7 @@ def test_the_divergence_falls_while_the_student_learns_from_its_own_answers(mode
         opd_kl_coef=1.0,
         opd_teacher_load=str(teacher),
         lr=1e-2,
-        temperature=1.0,
+        rollout_temperature=1.0,
     )
     (found,) = run_ranks(distil, 1, given, student=str(tmp_path / "student"), form=form)
     first, last = sum(found[:2]) / 2, sum(found[-2:]) / 2
@@ -453,7 +454,9 @@ def test_a_step_with_critic_and_teacher_equals_a_loop_over_transformers(models, 
     """The policy gets both signals; the critic learns only the rewards."""
     if layout:
         layout = {**layout, "sequence_parallel": True}
-    given = settings(models, use_critic=True, critic_lr=1e-3, opd_form="advantage", **layout)
+    given = settings(
+        models, advantage_estimator="ppo", critic_lr=1e-3, opd_form="advantage", **layout
+    )
     ranks = 2 if layout else 1
     *_, found = run_ranks(beside_critic, ranks, given, critic=str(tmp_path / "critic"))
     expected = loop_of_hugging_face(models, tmp_path / "critic")

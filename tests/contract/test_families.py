@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.families import (
     FAMILIES,
@@ -21,6 +20,7 @@ from tests.contract.families import (
 )
 from tests.contract.samples import STEPS
 from tests.examples import install, write_examples
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = STEPS[0]
@@ -29,14 +29,15 @@ LAYOUTS = {
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
 EXPERT_PARALLEL = (2, {"expert_model_parallel_size": 2})
-CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS] + [
+CASES = [
+    *((name, "tp2-sp") for name in (*FAMILIES, *FROM_OUTSIDE)),
+    *((name, "alone") for name in VARIANTS),
     ("qwen3-moe", "ep2"),
     ("glm4.5-moe", "ep2"),
     ("minimax-m2-moe", "ep2"),
     ("deepseek-v3-moe", "ep2"),
     ("qwen3.5-moe", "ep2"),
 ]
-CASES += [(name, "tp2-sp") for name in FROM_OUTSIDE] + [(name, "alone") for name in VARIANTS]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_packed_logits_equal_those_of_transformers_and_an_export_equals_its_impo
     num_ranks, layout = EXPERT_PARALLEL if layout_name == "ep2" else LAYOUTS[layout_name]
     if layout_name == "tp2-sp":
         layout = layout | WITH_TENSOR_PARALLEL.get(name, {})
-    settings = ActorSettings(str(folder), distributed_timeout_minutes=2, **layout)
+    settings = rank_config(str(folder), distributed_timeout_minutes=2, **layout)
     for seen in run_ranks(look, num_ranks, settings, samples=SAMPLES, export=str(tmp_path)):
         ours = torch.from_numpy(seen["logits"])[: expected.size(0)]
         assert (ours - expected).abs().max().item() < 1e-5 * max(1.0, expected.abs().max().item())

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import load_folder, make_family
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 BLOCK = 128
@@ -109,7 +109,7 @@ def found(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Return the exported folder, and what each rank would send."""
     export = tmp_path_factory.mktemp("exported")
-    settings = ActorSettings(str(checkpoint[0]), distributed_timeout_minutes=2, **LAYOUT)
+    settings = rank_config(str(checkpoint[0]), distributed_timeout_minutes=2, **LAYOUT)
     return export, run_ranks(read_and_write, 2, settings, export=str(export))
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.families import load_folder, make_family
 from tests.contract.layouts import FULL, pp
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,8 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(model: Path, **more: Any) -> ActorSettings:
-    return ActorSettings(str(model), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **more)
+def settings(model: Path, **more: Any) -> Config:
+    return rank_config(str(model), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **more)
 
 
 def test_only_parameters_that_match_are_trained_and_resumed_bit_for_bit(model, tmp_path):

@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +45,34 @@ COMMANDS = [
 STREAMED = ("plain", "stream")
 """Modes; mini-swe-agent does not stream."""
 
-# smolagents writes calls and outputs into the text of messages, so each turn is a prompt.
-PROGRAMS_OF_CLIENTS = [
-    pytest.param(sys.executable, "openai_chat", LOOP, STREAMED, 1, id="openai 2, chat"),
-    pytest.param(sys.executable, "openai_responses", LOOP, STREAMED, 1, id="openai 2, responses"),
-    pytest.param(CLIENTS, "openai_chat", LOOP, STREAMED, 1, id="openai 3, chat"),
-    pytest.param(CLIENTS, "openai_responses", LOOP, STREAMED, 1, id="openai 3, responses"),
-    pytest.param(CLIENTS, "anthropic", LOOP, STREAMED, 1, id="anthropic"),
-    pytest.param(CLIENTS, "litellm", LOOP, STREAMED, 1, id="litellm"),
-    pytest.param(CLIENTS, "langchain", LOOP, STREAMED, 1, id="langchain-openai"),
-    pytest.param(CLIENTS, "pydantic_ai", LOOP, STREAMED, 1, id="pydantic-ai"),
-    pytest.param(CLIENTS, "pydantic_ai_anthropic", LOOP, STREAMED, 1, id="pydantic-ai, anthropic"),
-    pytest.param(CLIENTS, "openai_agents", LOOP, STREAMED, 1, id="openai-agents"),
-    pytest.param(CLIENTS, "smolagents", SMOLAGENTS, STREAMED, 3, id="smolagents"),
-    pytest.param(CLIENTS, "mini_swe_agent", COMMANDS, ("plain",), 1, id="mini-swe-agent"),
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the policy answers to a program in each mode, and the number of trajectories."""
+
+    answers: Sequence[str] = tuple(LOOP)
+    modes: Sequence[str] = STREAMED
+    num_trajectories: int = 1
+
+
+CONVERSATIONS = {
+    # smolagents writes calls and outputs into the text of messages, so each turn is a prompt.
+    "smolagents": Conversation(SMOLAGENTS, num_trajectories=3),
+    "mini_swe_agent": Conversation(COMMANDS, ("plain",)),
+}
+"""Those that differ from the default."""
+OPENAI = ("openai_chat", "openai_responses")
+ANTHROPIC = ("anthropic", "pydantic_ai", "pydantic_ai_anthropic")
+CLIENT_PROCESSES = [
+    pytest.param(sys.executable, OPENAI, id="openai 2"),
+    pytest.param(CLIENTS, OPENAI, id="openai 3"),
+    pytest.param(CLIENTS, ANTHROPIC, id="anthropic, pydantic-ai"),
+    pytest.param(CLIENTS, ("litellm", "mini_swe_agent"), id="litellm, mini-swe-agent"),
+    pytest.param(CLIENTS, ("langchain",), id="langchain-openai"),
+    pytest.param(CLIENTS, ("openai_agents",), id="openai-agents"),
+    pytest.param(CLIENTS, ("smolagents",), id="smolagents"),
 ]
+"""Programs that import the same library share a process: imports take most of the time."""
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +81,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def talk(
-    made: Setup, python: Path | str, program: str, modes: tuple[str, ...], home: Path
-) -> list[OpenEpisode]:
-    """Run a program with an episode for each mode; check what it printed."""
-    episodes = {mode: await made.open() for mode in modes}
-    given = {
-        mode: {"base_url": one.base_url, "anthropic_url": one.anthropic_url, "key": one.api_key}
-        for mode, one in episodes.items()
+    made: Setup, python: Path | str, conversations: Mapping[str, Conversation], home: Path
+) -> list[tuple[Conversation, OpenEpisode]]:
+    """Run programs with an episode for each mode; check what they printed."""
+    episodes = {
+        (program, mode): await made.open()
+        for program, conversation in conversations.items()
+        for mode in conversation.modes
     }
+    given: dict[str, dict[str, dict[str, str]]] = {program: {} for program in conversations}
+    for (program, mode), one in episodes.items():
+        given[program][mode] = {
+            "base_url": one.base_url,
+            "anthropic_url": one.anthropic_url,
+            "key": one.api_key,
+        }
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "1"}
     process = await asyncio.create_subprocess_exec(
         python,
         PROGRAMS,
-        program,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -87,31 +108,33 @@ async def talk(
     )
     output, errors = await process.communicate(json.dumps(given).encode())
     assert process.returncode == 0, errors.decode()[-3000:]
-    assert json.loads(output.splitlines()[-1]) == dict.fromkeys(modes, "It is sunny.")
-    return list(episodes.values())
+    assert json.loads(output.splitlines()[-1]) == {
+        program: dict.fromkeys(conversation.modes, "It is sunny.")
+        for program, conversation in conversations.items()
+    }
+    return [(conversations[program], one) for (program, _), one in episodes.items()]
 
 
-@pytest.mark.parametrize(("python", "program", "answers", "modes", "count"), PROGRAMS_OF_CLIENTS)
-def test_a_loop_of_calls_is_trained_token_for_token(
-    folder: str,
-    tmp_path: Path,
-    python: Path | str,
-    program: str,
-    answers: list[str],
-    modes: tuple[str, ...],
-    count: int,
+@pytest.mark.parametrize(("python", "programs"), CLIENT_PROCESSES)
+async def test_a_loop_of_calls_is_trained_token_for_token(
+    folder: str, tmp_path: Path, python: Path | str, programs: tuple[str, ...]
 ) -> None:
     if not Path(python).exists():
         pytest.skip(f"no {CLIENTS}; tools/install_clients.sh installs it")
-
-    async def running() -> None:
-        async with setup(folder, answers * len(modes)) as made:
-            episodes = await talk(made, python, program, modes, tmp_path)
-            found: list[Any] = [episode.trajectories() for episode in episodes]
+    conversations = {name: CONVERSATIONS.get(name, Conversation()) for name in programs}
+    answers = [
+        answer
+        for conversation in conversations.values()
+        for _ in conversation.modes
+        for answer in conversation.answers
+    ]
+    async with asyncio.timeout(120):
+        async with setup(folder, answers) as made:
+            talks = await talk(made, python, conversations, tmp_path)
+            found: list[Any] = [episode.trajectories() for _, episode in talks]
             check([each for trajectories in found for each in trajectories], made.sampled)
             causes = [[each.cause for each in trajectories] for trajectories in found]
-            assert [len(trajectories) for trajectories in found] == [count] * len(modes), causes
+            counts = [conversation.num_trajectories for conversation, _ in talks]
+            assert [len(trajectories) for trajectories in found] == counts, causes
             turns = [sum(len(each.turns) for each in trajectories) for trajectories in found]
-            assert turns == [3] * len(modes)
-
-    asyncio.run(asyncio.wait_for(running(), timeout=120))
+            assert turns == [3] * len(talks)

@@ -253,19 +253,15 @@ def test_an_interrupted_episode_goes_on_in_another_sandbox(tmp_path):
     assert len(state) < 300 and json.loads(state)["seconds"] > 0
 
 
-def test_an_episode_ends_when_the_agents_time_is_used_up(tmp_path):
+async def test_an_episode_ends_when_the_agents_time_is_used_up(tmp_path):
     write_task(tmp_path, toml=TOML.replace("timeout_sec = 60.0", "timeout_sec = 1.0"))
-
-    async def whole() -> None:
-        async with LocalPool(LIMITS, size=1, warm=0) as pool:
-            environment = HarborEnvironment(str(tmp_path), images={"*": "node"})
-            environment.sandboxes, environment.archives = pool, Archives(tmp_path / "store")
-            await environment.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
-            step = await environment.step(turn("<bash>sleep 60"))
-            assert step.done and "[timeout]" in step.text
-            await environment.close()
-
-    asyncio.run(whole())
+    async with LocalPool(LIMITS, size=1, warm=0) as pool:
+        environment = HarborEnvironment(str(tmp_path), images={"*": "node"})
+        environment.sandboxes, environment.archives = pool, Archives(tmp_path / "store")
+        await environment.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
+        step = await environment.step(turn("<bash>sleep 60"))
+        assert step.done and "[timeout]" in step.text
+        await environment.close()
 
 
 def test_a_run_makes_the_environment_and_plays_an_episode(tmp_path, monkeypatch):
@@ -343,15 +339,11 @@ def make_image(folder: Path) -> Root:
     return Root(str(folder), ("/usr", "/lib64", "/lib"))
 
 
-def test_the_files_of_an_image_belong_to_the_agent(tmp_path):
+async def test_the_files_of_an_image_belong_to_the_agent(tmp_path):
     root = make_image(tmp_path / "image")
-
-    async def whole() -> None:
-        async with await LocalSandbox.start(LIMITS, root) as sandbox:
-            changed = "echo new > /etc/app/conf && rm /app/old.txt && mkdir /home/old/x && id -u"
-            assert (await sandbox.run(changed)).text == "1000\n"
-
-    asyncio.run(whole())
+    async with await LocalSandbox.start(LIMITS, root) as sandbox:
+        changed = "echo new > /etc/app/conf && rm /app/old.txt && mkdir /home/old/x && id -u"
+        assert (await sandbox.run(changed)).text == "1000\n"
     assert (tmp_path / "image/etc/app/conf").read_text() == "of the image\n"
 
 
@@ -418,12 +410,11 @@ def test_an_image_file_is_unpacked_once_and_removed_when_others_are_used(tmp_pat
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
-def test_a_sandbox_server_starts_a_task_with_its_image(tmp_path):
+async def test_a_sandbox_server_starts_a_task_with_its_image(tmp_path):
     image = make_image(tmp_path / "image").image
     assert image is not None
     read_only = ["--read-only", "/usr", "--read-only", "/lib64", "--read-only", "/lib"]
-
-    async def whole() -> None:
+    with servers(tmp_path, 1, more=read_only):
         async with RemotePool(tmp_path, LIMITS) as pool:
             sandbox = await pool.acquire(replace(LIMITS, cores=2), image)
             assert (await sandbox.run("cat /etc/app/conf")).text == "of the image\n"
@@ -433,6 +424,3 @@ def test_a_sandbox_server_starts_a_task_with_its_image(tmp_path):
             other = await pool.acquire()  # the server still serves
             assert not (await other.run("cat /etc/app/conf")).ok
             await other.close()
-
-    with servers(tmp_path, 1, more=read_only):
-        asyncio.run(whole())

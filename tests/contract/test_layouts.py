@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from tests.contract import float64
 from tests.contract.actor_ranks import Files, count_forwards, run_ranks, train
 from tests.contract.families import MTP, load_folder, make_family
 from tests.contract.layouts import BLOCK, FULL, LAYOUTS, LIMIT, MOE, SELECTIVE, Comparison, Layout
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,8 +25,6 @@ KINDS = (
     "dp2-ddp-overlap",
     "dp2-overlap",
     "recompute-block",
-    "cp2-pp2-vpp2",
-    "moe-tp2-sp-ep2-pp2",
     "cp2-pp2-gspo-kl",
     "tp2-sp-entropy-tis",
     "mtp-tp2-sp-ep2-pp2-recompute",
@@ -70,22 +69,20 @@ def test_gradients_of_tensor_parallel_ranks_differ_by_rounding_alone():
     assert float64.difference("qwen2-moe", in_float64=True)[0] < float64.LIMIT
 
 
-def settings(folder: Path, layout: Layout, **changes) -> ActorSettings:
+def settings(folder: Path, layout: Layout, **changes) -> Config:
     options = (
         dict(lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2) | layout.settings | changes
     )
     options |= {"enable_mtp_training": layout.model == MTP}
-    return ActorSettings(str(folder / layout.model), **options)
+    return rank_config(str(folder / layout.model), **options)
 
 
 CONTINUED = [  # written at, read at
     ("moe-tp2-sp-ep2-pp2", Layout("alone", MOE, 1)),
-    ("moe-pp2", BY_NAME["moe-cp2-ep2"]),
     ("cp2-pp2-vpp2", BY_NAME["tp2-sp"]),
     ("pp2-tied", BY_NAME["tp2-sp-pp2-tied"]),
     ("moe-ep2-ddp", BY_NAME["moe-ep2-ddp"]),
     ("mtp-tp2-sp-ep2-pp2-recompute", BY_NAME["mtp-cp2-ep2"]),
-    ("mtp-pp2", BY_NAME["mtp-pp2"]),
 ]
 
 
@@ -124,7 +121,7 @@ RECOMPUTED = [
 def test_recomputation_repeats_the_expected_forward_passes(tmp_path, recompute, norms, attentions):
     make_family(tmp_path, "qwen3")
     (counts,) = run_ranks(
-        count_forwards, 1, ActorSettings(str(tmp_path), **recompute), samples=STEPS[0]
+        count_forwards, 1, rank_config(str(tmp_path), **recompute), samples=STEPS[0]
     )
     assert counts == {"norms": norms, "attentions": attentions}
 
@@ -137,7 +134,7 @@ def test_the_kl_from_the_reference_starts_at_zero_and_a_large_coefficient_limits
     steps = [STEPS[0]] * 3
 
     def kl_of(**changes) -> list[float]:
-        alone = ActorSettings(str(tmp_path), lr=1e-3, adam_eps=1e-4, use_kl_loss=True, **changes)
+        alone = rank_config(str(tmp_path), lr=1e-3, adam_eps=1e-4, use_kl_loss=True, **changes)
         (found,) = run_ranks(train, 1, alone, steps=steps)
         return [metrics["train/ref_kl"] for metrics in found["metrics"]]
 

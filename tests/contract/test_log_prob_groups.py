@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import logprobs_in_groups, run_ranks
 from tests.contract.families import make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 
 @pytest.mark.timeout(300)
@@ -15,7 +15,7 @@ def test_log_probs_do_not_depend_on_the_groups_they_are_computed_in(tmp_path):
     (found,) = run_ranks(
         logprobs_in_groups,
         1,
-        ActorSettings(str(tmp_path)),
+        rank_config(str(tmp_path)),
         samples=STEPS[0],
         groups=[(7, 0, 3), (1, 6, 2, 5, 4)],
     )

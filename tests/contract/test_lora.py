@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -13,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.families import load_folder, make_family
 from tests.contract.layouts import CP2, FULL, ep, pp, tp
 from tests.contract.lora_ranks import look_at_adapters, train_adapters
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(folder: Path, model: str, **more: Any) -> ActorSettings:
+def settings(folder: Path, model: str, **more: Any) -> Config:
     given: dict[str, Any] = {"lora_targets": TARGETS[model], **more}
-    return ActorSettings(
+    return rank_config(
         str(folder / model),
         lr=1e-2,
         adam_eps=1e-4,
@@ -71,7 +72,6 @@ def sparse(folder: Path) -> dict[str, Any]:
 
 
 LAYOUTS = {
-    "tp2": (DENSE, 2, tp(2, sp=False)),
     "tp2-sp-pp2": (DENSE, 4, tp(2) | pp(2) | {"recompute_granularity": "full"}
                    | {"recompute_method": "uniform", "recompute_num_layers": 1}),
     "moe-cp2-ep2": (MOE, 2, CP2 | ep(2)),
@@ -195,7 +195,7 @@ def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
     resumed = run_ranks(train_adapters, 2, given, steps=STEPS, files=Files(load=saved))
     assert resumed[0]["metrics"] == whole[0]["metrics"][2:]
     assert resumed[0]["hash"] == whole[0]["hash"]
-    without = dataclasses.replace(given, lora_dropout=0.0)
+    without = with_values(given, lora_dropout=0.0)
     plain = run_ranks(train, 2, without, steps=STEPS)
     assert plain[0]["hash"] != whole[0]["hash"], "dropout has an effect"
 
@@ -203,13 +203,13 @@ def test_a_run_with_dropout_is_resumed_bit_for_bit(folder, tmp_path):
 def test_recomputed_activations_have_the_dropout_masks_of_the_forward_pass(folder):
     given = settings(folder, DENSE, **tp(2), lora_dropout=0.2)
     kept = run_ranks(train_adapters, 2, given, steps=STEPS)
-    recomputed = run_ranks(train_adapters, 2, dataclasses.replace(given, **FULL), steps=STEPS)
+    recomputed = run_ranks(train_adapters, 2, with_values(given, **FULL), steps=STEPS)
     assert recomputed[0]["metrics"] == kept[0]["metrics"]
     assert recomputed[0]["hash"] == kept[0]["hash"]
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(folder, dense):
     """The error names the settings of both, and the remedy."""
-    other = dataclasses.replace(settings(folder, DENSE), lora_rank=2)
+    other = with_values(settings(folder, DENSE), lora_rank=2)
     with pytest.raises(AssertionError, match=r"has LoRA adapters of .*'lora_rank': 4.* use those"):
         run_ranks(train, 1, other, steps=STEPS, files=Files(load=str(folder / "saved")))

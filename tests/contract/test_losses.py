@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.config.tree import Config
 from rlpost.errors import TrainingError
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainBatch
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,8 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(model: Path, **changes: Any) -> ActorSettings:
-    return ActorSettings(str(model / "model"), lr=1e-3, distributed_timeout_minutes=2, **changes)
+def settings(model: Path, **changes: Any) -> Config:
+    return rank_config(str(model / "model"), lr=1e-3, distributed_timeout_minutes=2, **changes)
 
 
 def one_step(actor: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def one_step(actor: Any) -> dict[str, Any]:
     actor.import_weights()
     batch = my_batch(actor, STEPS[0], max_tokens=64)
     before, logprobs = actor.weights_hash(), actor.compute_logprobs(batch)
-    reference = actor.compute_ref_logprobs(batch) if actor.settings.needs_reference else None
+    reference = actor.compute_ref_logprobs(batch) if actor.config.grpo.needs_reference else None
     try:
         metrics, error = dict(actor.train_step(batch).metrics), ""
     except TrainingError as raised:

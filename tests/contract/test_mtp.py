@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from rlpost.trainer.settings import ActorSettings
+from rlpost.config.tree import Config
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import (
     Files,
@@ -27,6 +27,7 @@ from tests.contract.actor_ranks import (
 )
 from tests.contract.families import COMMON, MTP, load_folder, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def settings(folder: Path, *, mtp: bool = True, **changes: Any) -> ActorSettings:
+def settings(folder: Path, *, mtp: bool = True, **changes: Any) -> Config:
     options = dict(
         lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, update_weight_buffer_size=40_000
     )
-    return ActorSettings(str(folder), **(options | {"enable_mtp_training": mtp} | changes))
+    return rank_config(str(folder), **(options | {"enable_mtp_training": mtp} | changes))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import Files, run_ranks, train, train_and_compare
 from tests.contract.families import load_folder, make_family
 from tests.contract.layouts import LAYOUTS, LIMIT, Comparison, tp
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,7 +36,7 @@ def test_one_step_equals_that_of_torch_for_each_hugging_face_matrix(tmp_path: Pa
     torch orthogonalises in bfloat16, Muon here in float32.
     """
     make_family(tmp_path, "qwen3")
-    settings = ActorSettings(str(tmp_path), lr=0.01, weight_decay=0.0, clip_grad=0.0, **MUON)
+    settings = rank_config(str(tmp_path), lr=0.01, weight_decay=0.0, clip_grad=0.0, **MUON)
     (found,) = run_ranks(train_and_compare, 1, settings, steps=STEPS[:1], two_passes=False)
     for name, start in load_folder(tmp_path).items():
         weight = start.clone().requires_grad_()
@@ -54,7 +54,7 @@ def test_one_step_equals_that_of_torch_for_each_hugging_face_matrix(tmp_path: Pa
 def test_a_run_is_resumed_bit_for_bit(tmp_path: Path):
     """With main weights in float32 beside bfloat16, over two tensor-parallel ranks."""
     make_family(tmp_path / "model", "qwen3")
-    settings = ActorSettings(str(tmp_path / "model"), lr=1e-3, bf16=True, **tp(2), **MUON)
+    settings = rank_config(str(tmp_path / "model"), lr=1e-3, bf16=True, **tp(2), **MUON)
     saved = str(tmp_path / "saved")
     whole = run_ranks(train, 2, settings, steps=STEPS, files=Files(save=saved))
     resumed = run_ranks(train, 2, settings, steps=STEPS, files=Files(load=saved))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 
 from rlpost.models.families import FAMILIES
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
 from tests.contract.odd_configs import (
@@ -19,6 +18,7 @@ from tests.contract.odd_configs import (
     compare_uploads,
     model_type,
 )
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,7 +39,7 @@ NULL_HEADS = {"Llama", "Qwen2", "Qwen3", "DeepseekV3"}
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Compared]:
     folder = tmp_path_factory.mktemp("odd")
     make_family(folder, "qwen2.5")  # for the process groups alone
-    settings = ActorSettings(str(folder), distributed_timeout_minutes=2)
+    settings = rank_config(str(folder), distributed_timeout_minutes=2)
     (found,) = run_ranks(compare, 1, settings, seeds=SEEDS, folder=str(folder))
     return list(found)
 
@@ -60,7 +60,7 @@ def test_an_odd_configuration_has_the_logits_of_transformers_or_is_refused_with_
 
 def test_every_family_reads_the_forms_of_uploads_as_transformers_does_or_says_why_not(tmp_path):
     make_family(tmp_path, "qwen2.5")  # for the process groups alone
-    settings = ActorSettings(str(tmp_path), distributed_timeout_minutes=2)
+    settings = rank_config(str(tmp_path), distributed_timeout_minutes=2)
     (found,) = run_ranks(compare_uploads, 1, settings, folder=str(tmp_path))
     assert {kind for kind, _ in found} == {name.removesuffix("ForCausalLM") for name in FAMILIES}
     refused = {place: one.refusal for place, one in found.items() if one and one.refusal}

@@ -12,24 +12,25 @@ from typing import Any
 
 import pytest
 
+from rlpost.config.tree import Config
 from rlpost.rollout.policy_versions import PolicyVersions
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import StepPlace, TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
 FOUR = [*STEPS, STEPS[0]]
 
 
-def settings(folder: Path, **given: Any) -> ActorSettings:
-    return ActorSettings(
+def settings(folder: Path, **given: Any) -> Config:
+    return rank_config(
         str(folder / "model"),
         lr=1e-2,
         distributed_timeout_minutes=2,
-        keeps_old_policy=True,
+        keep_old_actor=True,
         **given,
     )
 
@@ -135,7 +136,7 @@ def resume_each(
     kept = actor.old_policy._weights
     kept.version = None
     shutil.rmtree(Path(folder) / "old_policy")
-    kept.save(folder, actor.chunks, buffer_bytes=actor.settings.save_buffer_bytes)
+    kept.save(folder, actor.chunks, buffer_bytes=actor.config.checkpoint.save_buffer_bytes)
     assert actor.load(folder) == 3 and actor.versions == (3, None)
     return seen
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from rlpost.config.tree import Config
 from rlpost.rollout.policy_versions import PolicyVersions
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,8 +20,8 @@ FOUR = [*STEPS, STEPS[0]]
 VERSIONS = PolicyVersions(ref_interval=2)
 
 
-def settings(folder: Path) -> ActorSettings:
-    return ActorSettings(
+def settings(folder: Path) -> Config:
+    return rank_config(
         str(folder / "model"),
         lr=1e-2,
         use_kl_loss=True,

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from rlpost.config.plan.nccl_memory import communicators
 from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_rounding
 from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
 from rlpost.rehearsal.given import BalancedMap
 from rlpost.rehearsal.hangs import Fault, hangs
@@ -34,14 +36,13 @@ from rlpost.rehearsal.result import memory_check, memory_use
 from rlpost.rehearsal.symmetry import classes, record
 from rlpost.trainer import logprobs, passes
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
 from rlpost.types import TrainBatch, TrainSample
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.cuda.test_every_rank import SMALL, recipe_config
 from tests.contract.families import make_family
 from tests.contract.layouts import ALGORITHMS, LAYOUTS
 from tests.contract.layouts import Layout as TableLayout
+from tests.settings import rank_config
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -84,7 +85,7 @@ def batch(*lengths: int) -> TrainBatch:
 class Step:
     """The recordings of all ranks of a configuration."""
 
-    settings: ActorSettings
+    settings: Config
     description: ModelDescription
     facts: Mapping[int, RankFacts]
     phases: Phases
@@ -92,7 +93,7 @@ class Step:
 
     def run(self, rank: int, *, phases: Phases | None = None, **changes: Any) -> Recording:
         return rehearse_phases(
-            replace(self.settings, **changes),
+            with_values(self.settings, **changes),
             self.description,
             phases or self.phases,
             rank=rank,
@@ -110,13 +111,12 @@ class Step:
 def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     config, _ = recipe_config("glm45_355b", tmp_path_factory.mktemp("eight"), **EIGHT)
     assert layout_of(config).world == WORLD
-    settings = actor_settings(config)
-    description = description_of(settings)
+    description = description_of(config)
     facts = {
-        rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
+        rank: rehearse_rank(config, description, rank=rank, world=WORLD) for rank in range(WORLD)
     }
     phases = Phases(batch(24, 16), batch(24, 16), shares_gpus=True)
-    empty = Step(settings, description, facts, phases, {})
+    empty = Step(config, description, facts, phases, {})
     made = record(facts, empty.run, all_ranks=False, all_gather=True)
     assert made.ran == (0, 3, 4, 7)
     return replace(empty, recordings=made.recordings)
@@ -141,10 +141,10 @@ def test_a_sound_step_has_no_fault(step):
 def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
     """One for each process group; the last rank has experts."""
     config, _ = recipe_config("glm45_355b", tmp_path, **(EIGHT | {"perf": EIGHT["perf"] | perf}))
-    settings, layout = actor_settings(config), layout_of(config)
-    description = description_of(settings)
+    layout = layout_of(config)
+    description = description_of(config)
     facts = {
-        rank: rehearse_rank(settings, description, rank=rank, world=WORLD) for rank in range(WORLD)
+        rank: rehearse_rank(config, description, rank=rank, world=WORLD) for rank in range(WORLD)
     }
     used: dict[str, tuple[int, ...]] = {}
 
@@ -156,7 +156,7 @@ def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
     phases, call = Phases(batch(24, 16), batch(24, 16), shares_gpus=True), CallRecorder._call
     with patch.object(CallRecorder, "_call", noted):
         rehearse_phases(
-            settings, description, phases, rank=WORLD - 1, world=WORLD, facts=facts, results=RESULTS
+            config, description, phases, rank=WORLD - 1, world=WORLD, facts=facts, results=RESULTS
         )
     planned = communicators(layout, shape_of(config.model.model_dump()))
     found = [(len(ranks), ranks[1] - ranks[0]) for ranks in used.values() if len(ranks) > 1]
@@ -167,8 +167,8 @@ def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
 def test_pinned_gradients_take_as_much_host_memory_as_planned(recipe, rank, tmp_path):
     """Within 5 %: Megatron's shards of this rank, each rounded up as torch rounds pinned memory."""
     config, _ = recipe_config(recipe, tmp_path)
-    settings, layout = actor_settings(config), layout_of(config)
-    facts = rehearse_rank(settings, description_of(settings), rank=rank, world=layout.world)
+    layout = layout_of(config)
+    facts = rehearse_rank(config, description_of(config), rank=rank, world=layout.world)
     sizes = [4 * (one.optimizer[1] - one.optimizer[0]) for one in facts.weights if one.optimizer]
     rounded = sum(1 << (size - 1).bit_length() for size in sizes)
     assert rounded > 1.05 * sum(sizes)
@@ -389,7 +389,8 @@ def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):
 # The rehearsal and a run over gloo.
 
 CHEAP = ("cp2-pp2-vpp2", "moe-tp2-sp-ep2-etp2", "tp2-sp-pp2-muon", "mtp-pp2")
-"""Layouts that are rehearsed in every test run; the others are slow tests."""
+"""Layouts that ``make test-fast`` rehearses, too; the others are slow tests."""
+SEVERAL_DIMENSIONS = [layout.name for layout in LAYOUTS if layout.num_ranks == 4]
 REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
@@ -432,10 +433,10 @@ def addresses(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
-def table_settings(folder: Path, layout: TableLayout) -> ActorSettings:
+def table_settings(folder: Path, layout: TableLayout) -> Config:
     make_family(folder / layout.model, layout.model)
-    return ActorSettings(
-        str(folder / layout.model), bf16=False, temperature=0.8, distributed_timeout_minutes=2,
+    return rank_config(
+        str(folder / layout.model), rollout_temperature=0.8, distributed_timeout_minutes=2,
         update_weight_buffer_size=40_000, **(layout.settings | ALGORITHMS[layout.algorithm]),
     )  # fmt: skip
 
@@ -448,9 +449,7 @@ class RehearsedLayout:
     recordings: Mapping[int, Recording]
 
 
-def rehearsed_layout(
-    settings: ActorSettings, layout: TableLayout, phases: Phases
-) -> RehearsedLayout:
+def rehearsed_layout(settings: Config, layout: TableLayout, phases: Phases) -> RehearsedLayout:
     description, world = description_of(settings), layout.num_ranks
     facts = {
         rank: rehearse_rank(settings, description, rank=rank, world=world) for rank in range(world)
@@ -498,9 +497,16 @@ def test_calls_and_bytes_are_those_of_a_run_over_gloo(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    [one if one in CHEAP else pytest.param(one, marks=pytest.mark.slow) for one in BY_NAME],
+    [
+        *CHEAP,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in SEVERAL_DIMENSIONS
+            if name not in CHEAP
+        ),
+    ],
 )
-def test_no_layout_of_the_equality_table_has_a_fault(tmp_path, name):
+def test_no_layout_of_several_dimensions_has_a_fault(tmp_path, name):
     layout = BY_NAME[name]
     num_stages = layout.settings.get("pipeline_model_parallel_size", 1)
     lengths = (24, 16, 12, 8)[: max(2, num_stages)]

@@ -23,7 +23,6 @@ from rlpost.rehearsal.rank_facts import RankFacts
 from rlpost.rehearsal.result import RehearsalResult
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
-from rlpost.trainer.settings_of_actors import actor_settings
 from tests.contract.all_ranks import num_optimized, rehearse
 from tests.contract.cuda.test_every_rank import recipe_config, words_of
 from tests.contract.families import make_family_config
@@ -75,7 +74,7 @@ TRAININGS = {
     "LoRA": (DENSE, LORA), "LoRA of experts": (MOE, LORA_EXPERTS), "LoRA with a reference": (
         DENSE, LORA | {"grpo": {"use_kl_loss": True}}
     ),
-    "PPO": (DENSE, PPO), "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
+    "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
     "frozen weights": (MOE, FROZEN), "only attention trained": (DENSE, ONLY_ATTENTION),
     "Muon": (DENSE, MUON), "Muon with experts": (MOE, MUON),
 }  # fmt: skip
@@ -98,9 +97,7 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
 
 def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> RehearsalResult:
     config = config_of(model, folder, changed)
-    return rehearse_run(
-        config, actor_settings(config), RehearsalOptions(micro_batches=NUM_MICRO_BATCHES)
-    )
+    return rehearse_run(config, RehearsalOptions(micro_batches=NUM_MICRO_BATCHES))
 
 
 def faults(result: RehearsalResult) -> dict[str, tuple[str, ...]]:
@@ -125,7 +122,7 @@ def test_a_kind_of_training_has_no_fault(tmp_path, kind):
 def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
     """Gradients and optimizer take as many bytes as the trained weights need, padding aside."""
     config = config_of(DENSE, tmp_path, ONLY_ATTENTION)
-    ranks = rehearse(config, actor_settings(config)).ranks
+    ranks = rehearse(config).ranks
     trained = {rank: sum(one.size for one in facts.trained) for rank, facts in ranks.items()}
     assert all("self_attention" in one.name for facts in ranks.values() for one in facts.trained)
     assert coverage.num_frozen(ranks) > 0
@@ -148,7 +145,7 @@ def test_a_stage_that_trains_nothing_is_rejected_as_in_a_run(tmp_path):
 
 def built(model: str, folder: Path, changed: dict[str, Any]) -> tuple[Config, dict[int, RankFacts]]:
     config = config_of(model, folder, changed)
-    made = rehearse(config, actor_settings(config))
+    made = rehearse(config)
     assert made.problems == []
     return config, dict(made.ranks)
 

@@ -15,7 +15,6 @@ import torch
 
 from rlpost.rehearsal.result import Compared
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
-from rlpost.trainer.settings_of_actors import actor_settings
 from tests.contract.cuda.test_every_rank import recipe_config
 
 pytestmark = [
@@ -28,9 +27,6 @@ NOTHING_AGAIN = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-FOUR_STAGES = {
-    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
-}  # fmt: skip
 INTERLEAVED = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4,
     "num_layers_per_virtual_pipeline_stage": 1,
@@ -54,7 +50,6 @@ Case = tuple[str, dict[str, dict[str, Any]], float]
 CASES: dict[str, Case] = {
     "dense": (DENSE, FOUR_LAYERS, 1.0),
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
-    "dense, four stages": (DENSE, {"model": {"num_layers": 8}, "perf": FOUR_STAGES}, 1.0),
     "dense, interleaved": (DENSE, {"model": {"num_layers": 8}, "perf": INTERLEAVED}, 0.98),
     "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
     "experts": (EXPERTS, FOUR_OF_EXPERTS, 0.989),
@@ -72,13 +67,13 @@ CASES: dict[str, Case] = {
 def compared(folder: Path, name: str) -> dict[str, Compared]:
     recipe, changed, _ = CASES[name]
     config, _ = recipe_config(recipe, folder, **changed)
-    result = rehearse_run(config, actor_settings(config), RehearsalOptions())
+    result = rehearse_run(config, RehearsalOptions())
     faults = [fault for one in result.checks for fault in one.faults]
     assert faults == []
     return {one.name: one for one in result.compared}
 
 
-SLOW = ("another dense model", "dense, four stages", "whole optimizer on each rank")
+SLOW = ("another dense model", "whole optimizer on each rank")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from rlpost.rehearsal.distributed_calls import Recording
 from rlpost.rehearsal.meta import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
 from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.rehearsal.symmetry import Recorded, record
-from rlpost.trainer.settings_of_actors import actor_settings
 from tests.contract.test_rehearsal_kinds import (
     DENSE,
-    LORA_EXPERTS,
     MOE,
     MUON,
     NUM_MICRO_BATCHES,
@@ -33,12 +31,9 @@ pytestmark = [
 ]
 ATEN = torch.ops.aten
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts": (MOE, {}),
     "linear attention": ("qwen3-next-moe", {}),
-    "latent attention": ("deepseek-v3-moe", {}),
-    "LoRA of experts": (MOE, LORA_EXPERTS),
     "PPO": (DENSE, PPO),
-    "Muon": (DENSE, MUON),
+    "Muon with experts": (MOE, MUON),
 }
 
 
@@ -107,7 +102,7 @@ def rehearsed(folder: Path, name: str, results: Any) -> Mapping[int, Recording]:
         patch.object(run_module, "record", keep),
     ):
         options = RehearsalOptions(micro_batches=NUM_MICRO_BATCHES)
-        result = rehearse_run(config, actor_settings(config), options)
+        result = rehearse_run(config, options)
     assert result.first_fault is None
     return kept[0].recordings
 

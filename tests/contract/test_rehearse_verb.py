@@ -1,10 +1,8 @@
-"""``rlpost rehearse --nodes-too`` as a user runs it: all ranks, and the agents of two nodes."""
+"""``rlpost rehearse`` as a user runs it: all ranks of two nodes."""
 
 from __future__ import annotations
 
 import json
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +19,27 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="run with CUDA_VISIBLE_DEVICES= (empty)"),
     pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
-AGENTS = "agents: every node joins, each worker on its GPUs"
 TWO_NODES = (
     "--nodes", "2", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--colocate",
     "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4", "--pipeline-model-parallel-size", "2",
 )  # fmt: skip
 
 
-def rehearsed(folder: Path, capsys: Any, *flags: str) -> tuple[int, dict[str, Any]]:
+def rehearsed(folder: Path, capsys: Any) -> tuple[int, dict[str, Any]]:
     """Run the verb on two nodes of four GPUs; return its exit code and JSON output."""
     make_family_config(folder / "model", "qwen3")
     recipe = str(JOBS / "recipes" / "tiny.toml")
     checkpoint = ("--hf-checkpoint", str(folder / "model"))
-    code = rehearse.main([recipe, *checkpoint, *TWO_NODES, *flags, "--json"])
+    code = rehearse.main([recipe, *checkpoint, *TWO_NODES, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_all_ranks_and_the_agents_of_all_nodes(tmp_path, capsys):
-    code, found = rehearsed(tmp_path, capsys, "--nodes-too")
+def test_all_ranks_and_nodes(tmp_path, capsys):
+    code, found = rehearsed(tmp_path, capsys)
     assert (code, found["first_fault"]) == (0, None)
     extents = {one["name"]: one["extent"] for one in found["checks"]}
-    assert re.fullmatch(r"2 nodes in \d+\.\d s, 8 ranks, 2 engines", extents[AGENTS])
     assert extents["nodes: each worker on its GPUs"] == "2 nodes, 8 ranks, 2 engines"
     assert len(found["memory"]) == 8
-
-
-def test_agents_meet_only_if_asked(tmp_path, capsys):
-    _, found = rehearsed(tmp_path, capsys)
-    assert AGENTS not in {one["name"] for one in found["checks"]}
-
-
-def test_an_absent_agent_gives_exit_code_2(tmp_path, capsys, monkeypatch):
-    """The other node waits for the absent agent until the deadline."""
-    absent = partial(rehearse.agents_check, deadline_s=3, absent=["s0001"])
-    monkeypatch.setattr(rehearse, "agents_check", absent)
-    code, found = rehearsed(tmp_path, capsys, "--nodes-too")
-    assert code == 2
-    assert found["passed"] is False
-    assert found["first_fault"].startswith("s0001 of 2 nodes did not join within 3 s")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import make_model
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,10 +76,10 @@ def passes(actor: Any, *, samples: list[TrainSample]) -> dict[str, Any]:
 )
 def test_all_log_probs_are_over_the_mask_at_every_layout(model, expected, layout):
     samples, logprobs, entropies = expected
-    settings = ActorSettings(
+    settings = rank_config(
         str(model),
         lr=1e-3,
-        temperature=TEMPERATURE,
+        rollout_temperature=TEMPERATURE,
         distributed_timeout_minutes=2,
         use_kl_loss=True,
         kl_loss_coef=REF_COEF,

@@ -36,7 +36,7 @@ from rlpost.types import (
 pytestmark = pytest.mark.timeout(120)
 ray = pytest.importorskip("ray")
 
-NUM_NODES, RANKS_OF_NODE = 2, 4
+NUM_NODES, RANKS_OF_NODE = 2, 2
 NUM_RANKS = NUM_NODES * RANKS_OF_NODE
 LENGTH = 100_000
 """Tokens of an answer.
@@ -63,7 +63,7 @@ def place_of(column: IntColumn | FloatColumn) -> str:
 
 
 class Rank:
-    """A rank; only the last four, as the last pipeline stage, have log-probs."""
+    """A rank; only those of the second node, as the last pipeline stage, have log-probs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str]] = []
@@ -269,7 +269,7 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": NUM_NODES, "actor_num_gpus_per_node": RANKS_OF_NODE},
-            "perf": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "perf": {"pipeline_model_parallel_size": NUM_NODES},
             "rollout": {
                 "rollout_batch_size": 4,
                 "n_samples_per_prompt": 1,
@@ -278,7 +278,7 @@ def test_nothing_is_left_in_the_object_store_after_a_rollout(
             "grpo": {"kl_coef": kl_coef},
         }
     )
-    data_ranks = [0, 0, 1, 1] * 2
+    data_ranks = [*range(RANKS_OF_NODE)] * NUM_NODES
     groups = [SampleGroup(i, (ScoredSample(sample_of(i, 0), float(i)),)) for i in range(4)]
 
     async def run() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import pytest
 
 from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import RouteColumn
+from rlpost.config.flags import fields
+from rlpost.config.wording import with_values
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.trainer.packing import RowLayout, pack
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import my_batch, run_ranks
 from tests.contract.critic_ranks import by_sample, train_critic
@@ -34,6 +35,7 @@ from tests.contract.layouts import (
 )
 from tests.contract.lora_ranks import train_adapters
 from tests.contract.replay_ranks import replay
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 SHARED: dict[str, Any] = {"share_prefix": True}
@@ -103,12 +105,12 @@ def both(compare: Comparison) -> Both:
     def run(
         function: Callable[..., Any], model: str, *, num_ranks: int = 1, **given: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        of_settings = {field.name for field in fields(ActorSettings)}
+        of_settings = {"megatron", *fields()}
         changes: dict[str, Any] = {"lr": 1e-3, "adam_eps": 1e-4, "distributed_timeout_minutes": 2}
         changes |= {name: given.pop(name) for name in list(given) if name in of_settings}
-        settings = ActorSettings(str(compare.model(model)), **changes)
+        settings = rank_config(str(compare.model(model)), **changes)
         shared, separate = (
-            run_ranks(function, num_ranks, replace(settings, share_prefix=shares), **given)[0]
+            run_ranks(function, num_ranks, with_values(settings, share_prefix=shares), **given)[0]
             for shares in (True, False)
         )
         return shared, separate
@@ -126,7 +128,7 @@ def assert_same_metrics(shared: dict[str, float], separate: dict[str, float]) ->
 
 
 def test_a_critic_is_trained_as_on_separate_samples(both):
-    shared, separate = both(train_critic, DENSE, use_critic=True, steps=STEPS)
+    shared, separate = both(train_critic, DENSE, advantage_estimator="ppo", steps=STEPS)
     for ours, theirs in zip(shared["metrics"], separate["metrics"], strict=True):
         assert_same_metrics(ours, theirs)
     for ours, theirs in zip(shared["values"], separate["values"], strict=True):
@@ -136,7 +138,7 @@ def test_a_critic_is_trained_as_on_separate_samples(both):
 
 @pytest.mark.parametrize(("model", "num_ranks", "layout"), [(DENSE, 1, {}), (MOE, 2, tp(2))])
 def test_adapters_are_trained_as_on_separate_samples(both, model, num_ranks, layout):
-    targets = (*ActorSettings("").lora_targets, *(["experts"] if model == MOE else []))
+    targets = (*rank_config("").lora.lora_targets, *(["experts"] if model == MOE else []))
     # Adam divides small gradients by their own size, which would magnify rounding
     given = {"lora_rank": 4, "lora_targets": targets, "adam_eps": 0.1, **layout}
     shared, separate = both(train_adapters, model, num_ranks=num_ranks, **given, steps=STEPS)
@@ -154,7 +156,7 @@ def test_log_probs_and_distillation_are_those_of_separate_samples(both, top_k):
     """Log-probs of policy, reference and old policy; the loss has a server's scores."""
     shared, separate = both(
         score, DENSE, samples=[with_scores(sample, top_k) for sample in STEPS[0]], use_kl_loss=True,
-        keeps_old_policy=True, use_opd=True, opd_type="sglang", opd_form="loss", opd_top_k=top_k,
+        keep_old_actor=True, use_opd=True, opd_type="sglang", opd_form="loss", opd_top_k=top_k,
     )  # fmt: skip
     assert_same_metrics(shared["metrics"], separate["metrics"])
     assert abs(separate["metrics"]["train/opd_reverse_kl"]) > 0.01

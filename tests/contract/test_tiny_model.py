@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rlpost.cli.tiny_model import main
 from tests.contract.conftest import ROOT
 
 TOOL = [sys.executable, "-m", "rlpost.cli.tiny_model"]
@@ -14,7 +15,7 @@ SHORT = ["--warmup-steps", "60"]
 
 
 def test_the_tiny_model_is_made_once_and_reproducibly(tiny_model: Path, tmp_path: Path) -> None:
-    """The same settings give the same bytes; a complete model is not written again."""
+    """The same settings give the same bytes in two processes; a complete model is not written again."""
     before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
     said = subprocess.run(
         [*TOOL, "--out", str(tiny_model), *SHORT],
@@ -25,12 +26,12 @@ def test_the_tiny_model_is_made_once_and_reproducibly(tiny_model: Path, tmp_path
     )
     assert "already there" in said.stdout
     assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before
-    command = [*TOOL, "--out", str(tmp_path), "--data", str(tiny_model), *SHORT]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert (tmp_path / "model.safetensors").read_bytes() == (
-        tiny_model / "model.safetensors"
-    ).read_bytes()
-    assert set(before) - {path.name for path in tmp_path.iterdir()} == {
+    two_steps = ["--data", str(tiny_model), "--warmup-steps", "2"]
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert main(["--out", str(ours), *two_steps]) == 0
+    subprocess.run([*TOOL, "--out", str(theirs), *two_steps], cwd=ROOT, check=True)
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    assert set(before) - {path.name for path in theirs.iterdir()} == {
         "train.jsonl",
         "heldout.jsonl",
     }

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rlpost.algorithm.loss import token_weights
-from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
+from tests.settings import loss_settings
 
 trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="the dev extra has it")
 
@@ -136,7 +136,7 @@ def ours(given: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float
     chosen = given["mask"].bool()
     sample = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     lengths = torch.tensor(LENGTHS)[sample]
-    settings = LossSettings(**({"eps_clip": EPS, "eps_clip_high": EPS_HIGH} | options))
+    settings = loss_settings(**({"eps_clip": EPS, "eps_clip_high": EPS_HIGH} | options))
     tokens = Tokens(
         logprobs=logprobs[chosen],
         entropy=given["entropy"][chosen],

@@ -12,13 +12,13 @@ from tests.crash_consistency.scenarios import Trial, run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {
-    "kill": 120,
-    "power": 90,
-    "stop": 50,
-    "fault": 80,
-    "damage": 90,
-    "two_attempts": 80,
-    "change": 40,
+    "kill": 60,
+    "power": 45,
+    "stop": 25,
+    "fault": 40,
+    "damage": 45,
+    "two_attempts": 40,
+    "change": 20,
 }
 
 
@@ -40,7 +40,7 @@ def test_a_run_disturbed_between_two_weight_updates_resumes_with_the_weights_of_
     base: Path, setup: str
 ) -> None:
     failed, moments = [], range(baseline(base, SETUPS[setup]).num_changes)
-    for number in random.Random(setup).sample(moments, 12):
+    for number in random.Random(setup).sample(moments, 6):
         for what in ("kill/{}/before", "stop/{}/journal", "stop/{}/checkpoint"):
             trial = Trial.named(f"{what.format(setup)}/{number}/1")
             result = run_trial(base, trial)

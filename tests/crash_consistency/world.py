@@ -340,7 +340,6 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
         "place": fakes.layout,
         "ports_of_run": fakes.layout,
         "order_by_gpu": lambda slots, positions: [0],
-        "actor_settings": lambda config: None,
         "WorkerGroup": fakes.Actors,
         "Calls": fakes.Calls,
         "Training": fakes.Training,

@@ -14,6 +14,7 @@ from tests.cluster.fixtures import slurm_available
 from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
+from tests.cluster.lab_host import why_no_cached_folder
 from tests.e2e.runs import (
     HF_TOKEN,
     RECIPE,
@@ -26,6 +27,8 @@ from tests.e2e.runs import (
 )
 
 __all__ = ["slurm_available"]
+
+NFS_CACHE_S = 30  # acdirmin: how long an NFS client trusts what it knows of a folder
 
 # Searches command lines, environments and Ray's folder of a node. The words are given backwards,
 # or the search would find its own command line. The first line counts the files of Ray.
@@ -61,29 +64,31 @@ def recordings() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def signalling_lab(slurm_available: None) -> Iterator[Lab]:
-    """Three nodes; a preempted job gets its ``--signal`` at once."""
-    with Lab(3, name="e2esignal", options=LabOptions(grace_time_s=120)) as lab:
+def lab(slurm_available: None) -> Iterator[Lab]:
+    """Three nodes; at a preemption the steps get TERM, the batch shell gets no signal. The shared
+    folder is cached as by NFS.
+    """
+    cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
+    options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
+    with Lab(3, name="e2e", options=options) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
-def undisturbed(signalling_lab: Lab, assets: Path, recordings: Path) -> Run:
+def undisturbed(lab: Lab, assets: Path, recordings: Path) -> Run:
     """A run on two nodes from the first step to the last, submitted by rlpost.submit with a user's
     keys.
     """
-    run = Run(signalling_lab, signalling_lab.shared / "undisturbed")
+    run = Run(lab, lab.shared / "undisturbed")
     record = ["--save-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2", *record]
     command += ["--wandb-key", WANDB_KEY, "--run-folder", str(run.folder)]
-    done = signalling_lab.run("ctl", command, cwd=ROOT, env={"HF_TOKEN": HF_TOKEN})
+    done = lab.run("ctl", command, cwd=ROOT, env={"HF_TOKEN": HF_TOKEN})
     run.job = done.stdout.split()[1]
     until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
     search = [sys.executable, "-c", SEARCH, WANDB_KEY[::-1], HF_TOKEN[::-1]]
     run.searched = [
-        line
-        for node in ("n01", "n02")
-        for line in signalling_lab.run(node, search).stdout.splitlines()
+        line for node in ("n01", "n02") for line in lab.run(node, search).stdout.splitlines()
     ]
     until_over(run)
     return run

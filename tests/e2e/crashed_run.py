@@ -20,6 +20,7 @@ from slurm.states import JobInfo
 from tests.cluster.jobs import job_info
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.e2e import crash_answers
+from tests.processes import living, output_of
 
 RECIPE = "jobs/recipes/tiny.toml"
 BATCH = 6
@@ -27,7 +28,7 @@ SETTINGS = (
     *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4"),
     *("--global-batch-size", str(BATCH * 4), "--actor-num-gpus-per-node", "2"),
     *("--tensor-model-parallel-size", "1", "--sequence-parallel", "false"),
-    *("--rollout-num-gpus", "1", "--save-interval", "5", "--async-save", "--eval-interval", "20"),
+    *("--rollout-num-gpus", "1", "--save-interval", "2", "--async-save", "--eval-interval", "20"),
     *("--rollout-health-check-interval", "1", "--nodes", "1", "--partition", "batch"),
     *("--max-trainer-recoveries", "100000"),
     *("--max-failures", "100000", "--max-preemptions", "100000"),
@@ -138,7 +139,7 @@ class CrashedRun:
         }
         if place in logs:
             wanted = {str(path) for path in attempt.glob(logs[place])}
-            return [process for process in psutil.process_iter() if output_of(process) in wanted]
+            return [process for process in living() if output_of(process) in wanted]
         found = [
             process
             for process, line in command_lines()
@@ -201,7 +202,7 @@ def _replaced(flags: Sequence[str], by: Sequence[str]) -> list[str]:
 
 def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
     """Yield each process of this machine with the words of its command line."""
-    for process in psutil.process_iter():
+    for process in living():
         with contextlib.suppress(psutil.Error):  # it ended after it was listed
             yield process, process.cmdline()
 
@@ -225,11 +226,3 @@ def module_of(line: Sequence[str]) -> str | None:
         if not word.startswith("-"):  # a script, or the value of an option such as -X
             return None
     return None
-
-
-def output_of(process: psutil.Process) -> str:
-    """The path of its standard output; empty if it has ended."""
-    try:
-        return os.readlink(f"/proc/{process.pid}/fd/1")
-    except OSError:
-        return ""

@@ -14,7 +14,7 @@ from tests.e2e.kills import finish
 LORA = ("--lora-rank", "8", "--lr", "3e-3", "--update-weight-transport", "disk")
 """Both runs train adapters. The fleet gets merged weights, the other run's engine adapters alone."""
 NO_OWN_ENGINES = ("--rollout-num-gpus", "0", "--min-engines", "1")
-SLOWNESS = 10.0
+SLOWNESS = 16.0
 """Factor of the answers' seconds while engines join and leave: the run must not end before."""
 
 

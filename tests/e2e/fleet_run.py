@@ -21,7 +21,8 @@ from tests.cluster.jobs import sbatch
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_config import LabOptions
 from tests.e2e import crash_answers
-from tests.e2e.crashed_run import CrashedRun, output_of, wait_for
+from tests.e2e.crashed_run import CrashedRun, wait_for
+from tests.processes import living, output_of
 
 URGENT = "#!/bin/bash\n#SBATCH --partition=high --gres=gpu:{gpus} -w {node}\nsrun sleep 1\n"
 STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\].*POST /generate HTTP/1.1. 200"
@@ -90,7 +91,7 @@ class FleetRun(CrashedRun):
     def servers(self, engine: str) -> list[psutil.Process]:
         """The processes of an engine's server."""
         log = str(self.fleet_folder.logs / f"{engine}-server.log")
-        return [one for one in psutil.process_iter() if output_of(one) == log]
+        return [one for one in living() if output_of(one) == log]
 
     # -- disturbances
 

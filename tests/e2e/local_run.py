@@ -18,6 +18,7 @@ import psutil
 from rlpost.cli.runs import LOCAL, local_is_alive
 from rlpost.observe.writer import read_metrics
 from tests.e2e.runs import RECIPE, ROOT, RUN_DEADLINE_S, USER_ENVIRONMENT, process_of
+from tests.processes import living, output_of
 
 AREAS = ("step", "train", "reward", "rollout")
 
@@ -119,13 +120,9 @@ class LocalRun:
     def processes(self, log: str) -> set[int]:
         """Return the ids of processes that write a log of the attempt; ``log`` is a pattern."""
         found = set()
-        for process in psutil.process_iter():
-            try:
-                output = os.readlink(f"/proc/{process.pid}/fd/1")
-                if re.fullmatch(rf"{self.folder}/attempts/0/{log}", output):
-                    found.add(process.pid)
-            except OSError:
-                continue
+        for process in living():
+            if re.fullmatch(rf"{self.folder}/attempts/0/{log}", output_of(process)):
+                found.add(process.pid)
         return found
 
     def driver(self) -> psutil.Process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +11,14 @@ import psutil
 from rlpost.observe.writer import read_metrics
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
+from tests.processes import living, output_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
-NUM_STEPS = 12
+NUM_STEPS = 10
 TRAINING = [
     *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16"),
-    *("--save-interval", "5", "--eval-interval", "6"),
+    *("--save-interval", "5", "--eval-interval", "5"),
 ]
 SETTINGS = [*TRAINING, "--partition", "low", "--max-failures", "0"]
 RUN_DEADLINE_S = 900.0
@@ -78,12 +78,9 @@ class Run:
 
 def process_of(log: Path) -> psutil.Process:
     """The process whose output is this log."""
-    for process in psutil.process_iter():
-        try:
-            if os.readlink(f"/proc/{process.pid}/fd/1") == str(log):
-                return process
-        except OSError:
-            continue
+    for process in living():
+        if output_of(process) == str(log):
+            return process
     raise AssertionError(f"no process writes {log}")
 
 

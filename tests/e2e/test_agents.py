@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from statistics import correlation, fmean
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -24,8 +24,12 @@ NUM_STEPS, BATCH, SAMPLES = 12, 32, 8
 SAVED_EVERY, KILLED_AFTER = 4, 6  # steps
 WINDOW = 4  # steps
 FEW_PARTS = 10  # answers and turns
-RISES = 0.6
-"""Correlation of a value with the step; chance exceeds it in 2 of 100 runs of 12 steps."""
+REWARD_RISE, TURNS_RISE = 0.03, 0.3
+"""Least rise from the first step to the mean of the last ones. In 16 runs on 2026-11-28 the reward
+rose by 0.144 (standard deviation 0.024), the turns by 1.08 (0.16); in the first step, of the
+untrained model, their standard deviations are 0.014 and 0.05. At a learning rate of 1e-3 they fell
+again in some runs.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--eval-prompt-data": f"heldout {prompts}",
         "--eval-interval": f"{NUM_STEPS // 2}",
         "--save-interval": f"{SAVED_EVERY}",
-        "--lr": "1e-3",  # rewards rise by 0.14 to 0.18, three times the noise of their difference
+        "--lr": "5e-4",
         "--save-debug-rollout-data": str(folder / "{rollout_id}.jsonl"),
     }
     words = [word for flag, value in settings.items() for word in (flag, *value.split())]
@@ -121,8 +125,9 @@ def test_the_reward_of_an_environment_rises(run: Path) -> None:
     lines = read_metrics(run / "run/metrics.jsonl")[-NUM_STEPS:]
     rewards = [line["env/Guess/reward_mean"] for line in lines]
     turns = [line["env/Guess/turns_mean"] for line in lines]
-    assert fmean(rewards[-WINDOW:]) > rewards[0], rewards  # the first is of the untrained model
-    assert correlation(range(NUM_STEPS), turns) > RISES, turns
+    # the first step is of the untrained model
+    assert fmean(rewards[-WINDOW:]) - rewards[0] > REWARD_RISE, rewards
+    assert fmean(turns[-WINDOW:]) - turns[0] > TURNS_RISE, turns
     for line in lines:
         assert line["env/Guess/episodes"] == BATCH * SAMPLES
         assert line["env/episodes_masked"] == 0.0

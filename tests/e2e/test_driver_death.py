@@ -18,16 +18,16 @@ from tests.e2e import crash_answers
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import process_of
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 SETTINGS = (
-    *("--num-rollout", str(NUM_STEPS), "--save-interval", "4", "--eval-interval", "none"),
+    *("--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--eval-interval", "none"),
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "32"),
     *("--rm-type", "exact_match", "--rollout-health-check-interval", "1"),
     *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95"),
     *("--critic-tensor-model-parallel-size", "1", "--offload-train", "true"),
 )
-KILLED_AFTER = {2: "driver", 3: "engine", 5: "critic", 6: "driver"}
-"""Roles by the step after which one of their processes is killed. A checkpoint comes every 4 steps,
+KILLED_AFTER = {2: "driver", 3: "engine", 5: "critic"}
+"""Roles by the step after which one of their processes is killed. A checkpoint comes every 3 steps,
 so that steps are trained again.
 """
 LOGS = {"critic": "critic-1.log", "engine": "engine-1-server.log"}
@@ -69,7 +69,7 @@ def digest(value):
     return hashlib.sha256(content).hexdigest()
 
 
-def test_killed_drivers_engines_and_critics_change_neither_weights_nor_metrics(assets, tmp_path):
+def test_a_killed_driver_engine_and_critic_change_neither_weights_nor_metrics(assets, tmp_path):
     """The engine that is not killed is the same process to the end; weights of policy and critic,
     metrics and prompts equal those of an undisturbed run, and no finished group is generated again.
     """
@@ -105,7 +105,7 @@ def test_killed_drivers_engines_and_critics_change_neither_weights_nor_metrics(a
     seconds = [entry["seconds"] for entry in run.recovered]
     print("recovered after", seconds, "s; load", os.getloadavg())
     assert [entry["role"] for entry in run.recovered] == list(KILLED_AFTER.values())
-    drivers = [entry for entry in run.recovered if entry["role"] == "driver"]
-    assert [entry["incarnation"] for entry in drivers] == [1, 2]
+    (driver_entry,) = [entry for entry in run.recovered if entry["role"] == "driver"]
+    assert driver_entry["incarnation"] == 1
     (critic_entry,) = [entry for entry in run.recovered if entry["role"] == "critic"]
     assert critic_entry["ranks"] == [1] and critic_entry["steps_again"] > 0

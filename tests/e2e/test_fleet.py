@@ -1,8 +1,8 @@
-"""A run whose engines join and leave, and a run with its own engine that is killed in every place: a
+"""A run whose engines join and leave, and a run with its own engine that is preempted with USR2: a
 real Slurm, Ray, Megatron and SGLang. Both train the same LoRA adapters and end with equal weights,
 although the first sends merged weights and the second adapters alone.
 
-``--kills 100`` kills the run as often.
+``--kills 100`` disturbs the run as often: its agent, node, batch shell, driver, ranks and engine.
 """
 
 import random
@@ -19,7 +19,7 @@ from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
 from tests.e2e.crashed_run import CrashedRun
 from tests.e2e.fleet import LORA, FleetOutcome, run_with_fleet
-from tests.e2e.kills import PLACES, Kill, crash_lab, differences, killed, num_steps
+from tests.e2e.kills import FIRST, Kill, crash_lab, differences, killed, num_steps
 
 ADAPTERS_ALONE = (*LORA, "--update-weight-mode", "adapter")
 MOST_BYTES_OF_ADAPTERS = 300_000  # merged weights of the tiny model have 1.8 MB
@@ -48,7 +48,7 @@ def fleet(lab: Lab, num_kills: int) -> FleetOutcome:
 def killed_run(
     lab: Lab, num_kills: int, pytestconfig: pytest.Config
 ) -> tuple[CrashedRun, list[Kill]]:
-    """A run without a fleet that was killed in every place, and its kills."""
+    """A run without a fleet that was killed, and its kills."""
     run = CrashedRun(lab, "killed", num_steps(num_kills), settings=ADAPTERS_ALONE)
     return run, killed(run, num_kills, random.Random(pytestconfig.getoption("--draw") or 3))
 
@@ -113,13 +113,11 @@ def test_the_secret_of_the_fleet_is_in_one_file_and_is_not_that_of_the_attempt(f
     assert not [path for path in fleet_files if attempt_secret in path.read_bytes()]
 
 
-def test_a_run_killed_in_every_place_ends_with_equal_weights_and_every_prompt_once(
-    killed_run, fleet, num_kills
-):
+def test_a_killed_run_ends_with_equal_weights_and_every_prompt_once(killed_run, fleet, num_kills):
     run, kills = killed_run
     assert differences(run, fleet.run, [kill.at for kill in kills]) == [], run.tell()
-    assert {kill.place for kill in kills} == set(PLACES)
     assert len(kills) == num_kills
+    assert [(kill.place, kill.signal) for kill in kills[: len(FIRST)]] == [*FIRST[:num_kills]]
 
 
 def test_the_killed_run_s_engine_gets_adapters_alone_also_after_a_restart(killed_run, fleet):

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-import psutil
 import pytest
 
 from rlpost.observe.writer import read_metrics
+from tests.e2e.crashed_run import command_lines
 from tests.e2e.local_run import end_run
 from tests.e2e.runs import RECIPE, ROOT, RUN_DEADLINE_S, evaluations
 from tests.metric_names import undeclared
@@ -133,12 +133,7 @@ def test_the_quick_start_learns_and_writes_metrics_report_and_trace(quick_start)
     _assert_trace_of_two_steps(folder / "traces/steps-3-4.json")
     _assert_tensorboard_has_every_step(folder / "tensorboard", lines)
     assert "prometheus: http://127.0.0.1:" in printed
-    left = [
-        p.info
-        for p in psutil.process_iter(["cmdline"])
-        if str(folder) in " ".join(p.info["cmdline"] or [])
-    ]
-    assert not left
+    assert not [line for _, line in command_lines() if str(folder) in " ".join(line)]
 
 
 def test_rlpost_evaluate_of_a_step_has_the_result_of_the_run(quick_start, tmp_path):

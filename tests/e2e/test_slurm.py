@@ -1,11 +1,12 @@
 """Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines
 in one job.
 
-The first run is not disturbed. Others are preempted by a job of higher priority, lose a rank and a
-node, and are requeued. The generations of the first are fixed: it records them, and the other runs
-train on the recording (engines run, are synchronised after every step and generate the
-evaluations). So weights and metrics must be equal to the last bit. All tests are in one file,
-because they share the first run.
+The first run is not disturbed. The others lose a node, are preempted by a job of higher priority, and
+resume on fewer nodes (a run that is preempted with a user signal: tests/e2e/test_fleet.py). The
+generations of the first are fixed: it records them, and the other runs train on the recording. So
+weights and metrics must be equal to the last bit. Engines run where a node is lost: they are
+synchronised after every step and generate the evaluations. All tests are in one file, because they
+share the first run.
 """
 
 import json
@@ -18,9 +19,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import job_info, sbatch, until
-from tests.cluster.lab import Lab
-from tests.cluster.lab_config import LabOptions
-from tests.cluster.lab_host import why_no_cached_folder
 from tests.e2e.runs import (
     HF_TOKEN,
     NUM_STEPS,
@@ -33,23 +31,10 @@ from tests.e2e.runs import (
     Run,
     comparable,
     evaluations,
-    process_of,
     until_over,
 )
 
 PREEMPT_AFTER_STEP = 3
-NFS_CACHE_S = 30  # acdirmin: how long an NFS client trusts what it knows of a folder
-
-
-@pytest.fixture(scope="module")
-def silent_lab(slurm_available):
-    """Two nodes; at a preemption the steps get TERM, the batch shell gets no signal. The shared
-    folder is cached as by NFS.
-    """
-    cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
-    options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
-    with Lab(2, name="e2esilent", options=options) as lab:
-        yield lab
 
 
 def preempt(run: Run) -> str:
@@ -72,8 +57,17 @@ def preempt(run: Run) -> str:
     return sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
 
 
-def assert_preempted_once_and_equal(run: Run, undisturbed: Run) -> None:
-    """The run resumed from the checkpoint of its preemption, and ended as the undisturbed one."""
+def assert_equal(run: Run, undisturbed: Run) -> None:
+    """The run ended as the undisturbed one."""
+    assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
+    steps = [line["step"] for line in run.metrics]  # one that only trains has none before the first
+    expected = comparable(undisturbed.metrics)
+    assert comparable(run.metrics) == [line for line in expected if line["step"] in steps]
+    assert steps[-NUM_STEPS:] == list(range(1, NUM_STEPS + 1))
+
+
+def assert_preempted_once(run: Run) -> None:
+    """The run resumed from the checkpoint of its preemption."""
     info = job_info(run.lab, run.job)
     assert info.num_restarts == 1, run.logs()
     assert (run.verdict(0), run.verdict(1)) == ("requeue", "done")
@@ -85,9 +79,6 @@ def assert_preempted_once_and_equal(run: Run, undisturbed: Run) -> None:
     ]
     assert first["step"] == 0
     assert PREEMPT_AFTER_STEP <= second["step"] == saved[-1] < NUM_STEPS
-    assert run.events("done")[0]["weights"] == undisturbed.events("done")[0]["weights"]
-    assert comparable(run.metrics) == comparable(undisturbed.metrics)
-    assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
 
 
 def assert_leaves_within(run: Run, *, seconds: float) -> None:
@@ -104,7 +95,7 @@ def assert_leaves_within(run: Run, *, seconds: float) -> None:
 def test_the_run_ends_done_with_every_step_once(undisturbed):
     assert undisturbed.verdict(0) == "done"
     assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
-    assert set(evaluations(undisturbed.metrics)) == {0, 6, NUM_STEPS}
+    assert set(evaluations(undisturbed.metrics)) == {0, 5, NUM_STEPS}
     events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
     assert sorted(events[:2]) == [
         "attempt",
@@ -179,115 +170,81 @@ def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
             undisturbed.lab.run(node, ["ps", "-eo", "args="]).stdout for node in ("n01", "n02")
         ]
         lines = "".join(found).splitlines()
-        return [line for line in lines if not re.search(r"node_init\.py|slurmd|^ps ", line)]
+        return [line for line in lines if not re.search(r"node_init\.py|slurmd|bindfs|^ps ", line)]
 
     until(
         lambda: not left(), undisturbed.lab, "every process of the run has ended", deadline_s=10.0
     )
 
 
-def kill_a_rank(run: Run) -> None:
-    """Kill a trainer rank after the first step; its ranks are started again, engines are not."""
-    until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
-    attempt = run.folder / "attempts/0"
-    engines = [process_of(attempt / f"engine-{index}-server.log") for index in (0, 1)]
-    process_of(attempt / "actor-2.log").kill()
-    until(lambda: run.events("recovered"), run.lab, "new ranks", deadline_s=RUN_DEADLINE_S)
-    assert all(engine.is_running() for engine in engines), "the same processes, by their start"
-    (recovered,) = run.events("recovered")
-    assert (recovered["role"], recovered["ranks"]) == ("trainer", [2])
-    saved = [0, *(event["step"] for event in run.events("committed"))]
-    assert recovered["step"] - recovered["steps_again"] in saved
-
-
-def lose_a_node(run: Run, attempt: int) -> tuple[str, str]:
-    """Cut the power of a node after the attempt's first step; return it and the spare node.
+def lose_a_node(run: Run) -> tuple[str, str]:
+    """Cut the power of a node after the first step; return it and the spare node.
 
     The node has two of the four trainer ranks and one of the two engines.
     """
-
-    def has_trained() -> bool:
-        started = run.events("started")
-        return len(started) > attempt and run.metrics[-1]["step"] > started[attempt]["step"]
-
-    until(has_trained, run.lab, f"a step of attempt {attempt}", deadline_s=RUN_DEADLINE_S)
-    first, lost = run.events("started")[attempt]["nodes"]
+    until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
+    first, lost = run.events("started")[0]["nodes"]
     (spare,) = {"n01", "n02", "n03"} - {first, lost}
     run.lab.kill_node(lost)
     return lost, spare
 
 
-def test_a_run_that_loses_a_rank_is_preempted_and_loses_a_node_ends_equal(
-    undisturbed, signalling_lab, recordings
+def test_a_run_that_loses_a_node_gets_the_spare_within_its_attempt_and_ends_equal(
+    undisturbed, lab, recordings
 ):
-    """A rank dies: its ranks are started again. The job is preempted with a user signal: it is
-    requeued. A node loses its power: a spare replaces it within the attempt.
-    """
-    run = Run(signalling_lab, signalling_lab.shared / "preempted")
+    run = Run(lab, lab.shared / "lost-node")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
     command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2"]
     command += ["--spare-nodes", "1", *replay, "--run-folder", str(run.folder)]
-    run.job = signalling_lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
-    kill_a_rank(run)
-    urgent = preempt(run)
-    lost, spare = lose_a_node(run, 1)
+    run.job = lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
+    lost, spare = lose_a_node(run)
     until_over(run)
-    assert job_info(run.lab, urgent).state == "COMPLETED"
-    assert_preempted_once_and_equal(run, undisturbed)
-    assert "USR2" in run.log(0, "STOP")
-    assert_leaves_within(run, seconds=60)
-    _, *of_node = run.events("recovered")  # the first is that of the rank
-    recovered = {event["role"]: event for event in of_node}
+    assert_equal(run, undisturbed)
+    assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
+    assert (job_info(lab, run.job).num_restarts, run.verdict(0)) == (0, "done")
+    recovered = {event["role"]: event for event in run.events("recovered")}
     assert set(recovered) == {"trainer", "engine", "node"}, run.logs()
     assert (recovered["node"]["host"], recovered["node"]["replacement"]) == (lost, spare)
     print(f"recovered: {[(role, event['seconds']) for role, event in recovered.items()]}")
 
 
 def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
-    undisturbed, silent_lab, recordings
+    undisturbed, lab, recordings
 ):
-    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node."""
-    run = Run(silent_lab, silent_lab.shared / "plain")
+    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node. The run only trains:
+    engines are restarted in tests/e2e/test_fleet.py.
+    """
+    run = Run(lab, lab.shared / "plain")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    options = ["--parsable", "--partition=low", f"--output={silent_lab.shared}/plain-%j.out"]
+    options = ["--parsable", "--partition=low", f"--output={lab.shared}/plain-%j.out"]
     env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
-    command = ["sbatch", *options, "jobs/tiny.sbatch", *TRAINING, *replay]
-    run.job = silent_lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
+    command = ["sbatch", *options, "jobs/tiny.sbatch", *TRAINING, *replay, "--debug-train-only"]
+    run.job = lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
     urgent = preempt(run)
     until_over(run)
     assert job_info(run.lab, urgent).state == "COMPLETED"
-    assert_preempted_once_and_equal(run, undisturbed)
+    assert_preempted_once(run)
+    assert_equal(run, undisturbed)
     assert "TERM" in run.log(0, "STOP")
     assert_leaves_within(run, seconds=60)
-    assert "requeue" in Path(f"{silent_lab.shared}/plain-{run.job}.out").read_text()
+    assert "requeue" in Path(f"{lab.shared}/plain-{run.job}.out").read_text()
 
 
 def test_a_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(
-    undisturbed, signalling_lab, recordings
+    undisturbed, lab, recordings
 ):
     """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
-    the last steps are trained again by TP=2 and DP=1. Only the order in which floating-point
-    numbers are added differs.
+    the last steps are trained again by TP=2 and DP=1, on the recording alone. Only the order in
+    which floating-point numbers are added differs.
     """
-    run = Run(signalling_lab, signalling_lab.shared / "fewer-nodes")
+    run = Run(lab, lab.shared / "fewer-nodes")
     shutil.copytree(undisturbed.folder, run.folder, symlinks=True)
     shutil.rmtree(run.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
     begin = undisturbed.events("committed")[-2]["step"]
-    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    command = [
-        sys.executable,
-        "-m",
-        "rlpost.submit",
-        RECIPE,
-        *SETTINGS,
-        "--nodes",
-        "1",
-        *replay,
-        "--resume",
-    ]
-    run.job = signalling_lab.run(
-        "ctl", [*command, "--run-folder", str(run.folder)], cwd=ROOT
-    ).stdout.split()[1]
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "1", "--resume"]
+    command += ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    command += ["--debug-train-only", "--run-folder", str(run.folder)]
+    run.job = lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
     until_over(run)
     first, second = run.events("started")
     assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)

@@ -23,11 +23,14 @@ import psutil
 import pytest
 
 from bootstrap.links.ports import BLOCK_SIZE, PortBlock
+from tests.e2e import crash_answers
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT
+from tests.processes import living
 
 STRANGER_UID = 65534
 SEEN_AS = Path("/mnt")
+SLOWNESS = "5"  # factor of an answer's pause, so that steps take seconds and little of a processor
 HOLDS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that every user can write to."""
 BASES = [Path(folder).resolve() for folder in (ROOT, sys.prefix, sys.base_prefix)]
@@ -36,6 +39,9 @@ WHY_NOT = "needs root, to run a process as another user" if os.geteuid() else ""
 if not WHY_NOT and (missing := [name for name in PROGRAMS if shutil.which(name) is None]):
     WHY_NOT = f"needs {', '.join(missing)} (util-linux, iproute2)"
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+NEXT_PIDS = 40_000
+"""Process ids whose folders the stranger takes; more than Linux has by default."""
 
 # argv: the folder of the test, then folders that must stay where they are below /tmp
 SETUP = f"""
@@ -48,8 +54,12 @@ for folder in "$@"; do mkdir -p $folder; mount --bind /media/${{folder#/tmp/}} $
 umount /media
 ip link set lo up
 mkdir -m 777 /tmp/torchinductor_root /tmp/ray /tmp/rlpost-jit-0
-mkdir -m 755 $(seq -f /tmp/rl%.0f.0 $$ $(($$ + 4000)))
-chown {STRANGER_UID}:{STRANGER_UID} /tmp/torchinductor_root /tmp/ray /tmp/rl*
+# The folders of the next agents: of the next process ids, also after the largest one. Other tests
+# take ids at the same time, 4,000 of them in the minute until the agent starts.
+{{ seq -f /tmp/rl%.0f.0 $$ $(($$ + {NEXT_PIDS})); seq -f /tmp/rl%.0f.0 300 {NEXT_PIDS}; }} |
+    sort -u | xargs mkdir -p -m 755
+find /tmp -maxdepth 1 -name 'rl*' | xargs chown {STRANGER_UID}:{STRANGER_UID}
+chown {STRANGER_UID}:{STRANGER_UID} /tmp/torchinductor_root /tmp/ray
 echo ready
 exec sleep 100000
 """
@@ -224,7 +234,21 @@ class Node:
 
 
 def kind_of(pid: int) -> str:
-    command = " ".join(psutil.Process(pid).cmdline())
+    """The kind of a process by its command line, or the line of a process of no kind.
+
+    An engine's scheduler has the engine's line where setproctitle fails: it finds the memory of the
+    line through the first variable of the environment, in Ray's random order. If an engine has
+    replaced that one (OMP_NUM_THREADS), there is no title.
+    """
+    process = psutil.Process(pid)
+    kind = _kind_by(process)
+    parent = process.parent()
+    is_child = kind == "engine" and parent is not None and _kind_by(parent) == "engine"
+    return "scheduler" if is_child else kind
+
+
+def _kind_by(process: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
     return next((kind for pattern, kind in KINDS.items() if re.search(pattern, command)), command)
 
 
@@ -239,7 +263,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def run(node: Node) -> Iterator[LocalRun]:
     prefix = [*node.enter, "sh", "-c", f'cd {ROOT} && exec "$@"', "sh"]
+    shutil.copy(crash_answers.__file__, node.folder / "answers.py")
+    (node.folder / "answers.slowness").write_text(SLOWNESS)
     settings = ["--num-rollout", "3000", "--use-prometheus", "--ray-dashboard"]
+    settings += ["--custom-generate-function-path", f"{SEEN_AS}/answers.py:answer"]
     with LocalRun(node.folder, settings, prefix=prefix, seen_as=SEEN_AS) as run:
         run.until(lambda: run.step >= 1, "step 1")
         yield run
@@ -276,7 +303,7 @@ def own_processes(node: Node) -> list[psutil.Process]:
     """The processes in the namespaces, without the one that holds them."""
     network = os.readlink(f"/proc/{node.holder.pid}/ns/net")
     found = []
-    for process in psutil.process_iter():
+    for process in living():
         try:
             is_inside = os.readlink(f"/proc/{process.pid}/ns/net") == network
         except OSError:

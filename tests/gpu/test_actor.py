@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rlpost.trainer.layer_specs import has_transformer_engine
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(600)
 SAMPLES = STEPS[0]
@@ -71,7 +71,7 @@ def hf_logits(folder: Path, dtype: torch.dtype, device: str) -> torch.Tensor:
 def our_logits(
     folder: Path, export: Path, *, implementation: str = "local", **changes: object
 ) -> torch.Tensor:
-    settings = ActorSettings(
+    settings = rank_config(
         str(folder), distributed_timeout_minutes=2, transformer_impl=implementation, **changes
     )
     (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(export))
@@ -111,7 +111,7 @@ def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
     TransformerEngine's fast kernels need 16 bits, so float32 uses the local implementation.
     """
     local = {} if changes["bf16"] else {"transformer_impl": "local"}
-    settings = ActorSettings(
+    settings = rank_config(
         str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes
     )
     (found,) = run_ranks(train, 1, settings, steps=STEPS)
@@ -162,7 +162,7 @@ def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
     """In chunks of seven rows, and in one chunk."""
     found = []
     for chunk in (7, 100_000):
-        settings = ActorSettings(
+        settings = rank_config(
             str(folders["qwen3"]), bf16=False, transformer_impl="local", log_probs_chunk_size=chunk
         )
         (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(tmp_path))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import plan_sync, run_ranks, send_weights
 from tests.contract.families import make_family
 from tests.gpu.gpu_ranks import receive_on, send_to_a_peer_that_leaves
 from tests.ports import free_port
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 GROUP = "rlpost-gpu"
@@ -28,7 +28,7 @@ def test_a_broadcast_to_a_process_that_has_left_ends_with_an_error(
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, "qwen3")
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
     )
     (plan,) = run_ranks(plan_sync, 1, settings)
@@ -60,7 +60,7 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, name)
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
     )
     (plan,) = run_ranks(plan_sync, 1, settings)

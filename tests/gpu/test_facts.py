@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
 from tests.gpu.gpu_ranks import share_unread
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -29,10 +29,10 @@ STANDBY = """
 import sys
 from functools import partial
 
-from rlpost.trainer.settings import ActorSettings
 from rlpost.driver.startup import at_low_priority, make_actor
+from tests.settings import rank_config
 
-actor = at_low_priority(partial(make_actor, ActorSettings({model!r})))
+actor = at_low_priority(partial(make_actor, rank_config({model!r})))
 import torch
 
 print("ready", torch.cuda.is_initialized(), flush=True)
@@ -124,7 +124,7 @@ def test_a_cuda_context_takes_what_the_plan_counts(device: str, record_property)
 def test_memory_of_shared_buckets_comes_back_after_a_failed_update(
     model: Path, device: str, is_read: bool, record_property
 ) -> None:
-    settings = ActorSettings(
+    settings = rank_config(
         str(model), bf16=None, transformer_impl="local", update_weight_buffer_size=40_000
     )
     (found,) = run_ranks(share_unread, 1, settings, is_read=is_read)

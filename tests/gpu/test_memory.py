@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.train_step import make_model
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import in_processes, run_ranks
 from tests.contract.samples import STEPS
 from tests.gpu.gpu_ranks import PARTS, leave_and_return, rank_on_its_own_gpu
 from tests.ports import free_port
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 MIB = 2**20
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_offloaded_memory_is_free_and_restored_bit_for_bit(
     model: Path, device: str, use_distributed_optimizer: bool, record_property
 ) -> None:
-    settings = ActorSettings(
+    settings = rank_config(
         str(model), bf16=None, use_distributed_optimizer=use_distributed_optimizer
     )
     (seen,) = run_ranks(leave_and_return, 1, settings, steps=STEPS)
@@ -54,7 +54,7 @@ def test_buffers_of_nccl_leave_the_gpu_and_training_goes_on_as_without(
         pytest.skip("one GPU: its rank has no communicator")
     losses = []
     for offloads in (False, True):
-        settings = ActorSettings(
+        settings = rank_config(
             str(model),
             bf16=None,
             tensor_model_parallel_size=2,

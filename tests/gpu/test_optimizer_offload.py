@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
 from tests.contract.samples import STEPS
 from tests.gpu.gpu_ranks import load_and_train, train_and_save
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 MODELS = "qwen3", "glm4.5-moe"
@@ -33,7 +33,7 @@ def test_a_checkpoint_resumes_with_the_weights_and_moments_that_were_saved(
     folders: dict[str, Path], tmp_path: Path, device: str, name: str, offload: bool
 ) -> None:
     """In the process that saved, and in another process, whose next step is that of the first."""
-    settings = ActorSettings(
+    settings = rank_config(
         str(folders[name]),
         bf16=True,
         lr=1e-3,
@@ -60,7 +60,7 @@ def test_training_with_adam_on_the_host_matches_adam_on_the_device(
 ) -> None:
     metrics = []
     for offload in (False, True):
-        settings = ActorSettings(
+        settings = rank_config(
             str(folders["qwen3"]),
             bf16=True,
             lr=1e-3,

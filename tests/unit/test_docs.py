@@ -25,7 +25,7 @@ from rlpost import __version__
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.cli import main as cli
 from rlpost.config.flags import fields, flag
-from rlpost.engines.server_args import server_arg_names
+from rlpost.config.server_arg_values import server_arg_table
 from rlpost.errors import ConfigError
 from rlpost.models.families import FAMILIES
 from rlpost.observe.metric_names import METRICS
@@ -286,7 +286,7 @@ OF_THE_TESTS = {"--hostile-commands", "--kills"}  # options of pytest (tests/con
 @pytest.mark.parametrize("name", [f"{name}.md" for name in WITH_FLAGS])
 def test_flags_that_are_named_exist(name, flags_of_verbs):
     known = {flag(key) for key in fields()} | flags_of_verbs | OF_THE_TESTS
-    engine = {"--sglang-" + arg.replace("_", "-") for arg in server_arg_names() or ()}
+    engine = {"--sglang-" + arg.replace("_", "-") for arg in server_arg_table().args}
     for code in INLINE.findall((ROOT / "docs" / name).read_text()):
         if code.startswith("--"):
             word = code.split()[0]

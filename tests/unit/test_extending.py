@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlpost.algorithm.advantage import custom_advantages
-from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, loss_function
 from rlpost.cli.main import main as rlpost
 from rlpost.compat.slime.arguments import Arguments
@@ -21,6 +20,7 @@ from rlpost.rollout.filters import group_filter
 from rlpost.tasks.reward.grader import make_grader
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 from tests.examples import write_examples
+from tests.settings import loss_settings
 from tests.unit.cli.projects import make_project
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_an_advantage_function_of_a_file_is_used_for_each_answer(folder):
 
 def test_a_loss_of_a_file_has_the_policy_gradient_at_the_old_policy(folder):
     path = f"{folder}/my_algorithm.py:squared_ratio"
-    options = LossSettings(loss_type="custom_loss", custom_loss_function_path=path)
+    options = loss_settings(loss_type="custom_loss", custom_loss_function_path=path)
     logprobs, advantages = torch.tensor([-0.5, -2.0], requires_grad=True), torch.tensor([1.0, -3.0])
     old, nothing, all_of_2 = logprobs.detach(), torch.zeros(2), torch.full((2,), 2.0)
     tokens = Tokens(

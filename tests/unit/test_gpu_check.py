@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.page import table
-from rlpost.engines.server_args import server_arg_names
+from rlpost.config.server_arg_values import server_arg_table
 from tests.gpu.test_benchmarks import (
     train_step_figures,
     train_step_words,
@@ -99,7 +99,7 @@ def test_engines_of_the_sync_benchmark_run_on_the_gpu_that_their_medium_needs(mo
     monkeypatch.setattr(bench, "HAS_CUDA", True)
     settings = bench.Place(("broadcast",), gpu=1).settings
     assert settings["base_gpu_id"] == 1
-    assert set(settings) <= (server_arg_names() or set(settings))
+    assert set(settings) <= server_arg_table().args.keys()
 
 
 @pytest.mark.slow

@@ -283,9 +283,10 @@ def _recipes(series: Series) -> dict[str, Estimate]:
 @cache
 def _plan(recipe: str, models: tuple[str, ...]) -> Estimate | None:
     path = JOBS / "recipes" / f"{recipe}.toml"
-    if not any(f'model = "{model}"\n' in path.read_text() for model in models):
+    files = files_of(path, {})
+    if not any(JOBS / "models" / f"{model}.toml" in files for model in models):
         return None
-    config = load(files_of(path, {}), {}).config
+    config = load(files, {}).config
     shape, width = model_of(config)
     return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
 

@@ -24,7 +24,7 @@ from common.message_codec import (
     session_key,
 )
 
-MAX_HEADER = CHUNK = 1 << 20
+CHUNK = 1 << 20
 MAX_BODY = 1 << 30
 MAX_HELLO = 256
 """Bytes that a peer may send before it has proven that it knows the secret."""

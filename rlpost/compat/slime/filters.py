@@ -181,6 +181,10 @@ class SlimeGrader:
             rewards.update(zip(ungraded, graded, strict=True))
         return [rewards[position] for position in range(len(samples))]
 
+    def grades_singly(self, prompt: Prompt) -> bool:
+        """See ``Grader``; not with a filter of slime, whose prompts come from ``grade``."""
+        return self._prompts is None and self._grader.grades_singly(prompt)
+
     def counters(self) -> Mapping[str, float]:
         """See ``Grader``."""
         return self._grader.counters()

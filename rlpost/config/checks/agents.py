@@ -124,7 +124,7 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
             "--env and --group-rm both give the rewards; use --group-rm false",
         ),
         (
-            grpo.loss_type == "sft_loss",
+            grpo.is_supervised,
             "--env: with --loss-type sft_loss nothing is generated; leave out --env",
         ),
         (

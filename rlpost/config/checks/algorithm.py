@@ -78,7 +78,7 @@ def _reward_problems(config: Config) -> list[str]:
 
 def _grpo_problems(config: Config) -> list[str]:
     grpo, rollout = config.grpo, config.rollout
-    is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.loss_type == "sft_loss"
+    is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.is_supervised
     without_meaning = [name for name in _OFF if is_sft and getattr(grpo, name)]
     unused = listed([spelled(config, name) for name in without_meaning], "and")
     rules = [
@@ -224,7 +224,7 @@ def critic_problems(config: Config) -> list[str]:
             "--advantage-estimator ppo",
         ),
         (
-            is_ppo and grpo.loss_type == "sft_loss",
+            is_ppo and grpo.is_supervised,
             f"{estimator} trains a critic, and --loss-type sft_loss has no rewards; use --advantage-estimator grpo",
         ),
         (

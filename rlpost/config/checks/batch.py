@@ -38,7 +38,7 @@ def batch_problems(config: Config) -> list[str]:
             "--use-kl-loss true, or use --kl-loss-coef 0"
         )
     grpo = config.grpo
-    is_own = grpo.loss_type == "sft_loss" or grpo.custom_advantage_function_path is not None
+    is_own = grpo.is_supervised or grpo.custom_advantage_function_path is not None
     compares = not is_own and ESTIMATORS[grpo.advantage_estimator].compares
     if compares and rollout.n_samples_per_prompt == 1:
         problems.append(

@@ -87,9 +87,8 @@ def context_notes(config: Config, hf: HfConfig) -> list[str]:
 def _lengths(config: Config) -> list[RequestLengths]:
     """The limits of training and of each evaluation set whose requests the run builds itself."""
     rollout, evaluation = config.rollout, config.eval
-    generates = not config.debug.debug_train_only and config.grpo.loss_type != "sft_loss"
     # An environment's gateway bounds its requests; a custom function chooses its own.
-    if not generates or config.env.env or rollout.custom_generate_function_path:
+    if not config.generates or config.env.env or rollout.custom_generate_function_path:
         return []
     request_lengths = [
         RequestLengths(

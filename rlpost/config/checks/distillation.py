@@ -63,7 +63,7 @@ def _conflicts(config: Config) -> list[str]:
     is_loss, is_alone = distillation.opd_form == "loss", distillation.opd_alone
     rules = [
         (
-            grpo.loss_type == "sft_loss",
+            grpo.is_supervised,
             "--use-opd needs generated responses, and --loss-type sft_loss has those of "
             "--prompt-data; use --loss-type policy_loss",
         ),

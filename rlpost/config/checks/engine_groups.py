@@ -167,7 +167,7 @@ def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
         )
     if group.fleet:
         yield from _fleet_problems(config, named)
-    if config.grpo.loss_type == "sft_loss" or config.debug.debug_train_only:
+    if not config.generates:
         why = "--debug-train-only" if config.debug.debug_train_only else "--loss-type sft_loss"
         yield f"{label}: {why} generates nothing, so nothing uses these engines; leave the table out"
 

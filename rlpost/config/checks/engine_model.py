@@ -29,7 +29,7 @@ def engine_model_problems(
     """
     key = f"--hf-checkpoint {config.checkpoint.hf_checkpoint}"
     debug = config.debug
-    generates = not debug.debug_train_only and config.grpo.loss_type != "sft_loss"
+    generates = config.generates
     method = (hf.get("quantization_config") or {}).get("quant_method")
     problems = []
     if method not in (None, MXFP4, FP8):
@@ -101,7 +101,8 @@ def load_format_problems(config: Config) -> list[str]:
     """Engines that start with random weights which no update replaces.
 
     With transport memory, every update fills all that an engine stores
-    (tests/contract/test_engine_parameters.py). SGLang reads files of updates by the same setting.
+    (tests/contract/forked/test_engine_parameters.py). SGLang reads files of updates by the same
+    setting.
     """
     if config.sglang.server_args.get("load_format") != "dummy":
         return []

@@ -69,7 +69,7 @@ def _no_engine_problems(config: Config) -> list[str]:
     GPUs for a part of an engine are a problem of the layout.
     """
     has_own = bool(config.rollout_num_gpus or config.sglang.rollout_external_engine_addrs)
-    if has_own or config.grpo.loss_type == "sft_loss" or config.fleet.min_engines:
+    if has_own or config.grpo.is_supervised or config.fleet.min_engines:
         return []
     return [
         f"{spelled(config, 'rollout_num_gpus')}: no engine is in the run's own job, and "
@@ -82,7 +82,7 @@ def _mode_problems(config: Config, asked: str) -> list[str]:
     """Modes without a trainer that writes weights, or without generation."""
     debug = config.debug
     rules = [
-        (config.grpo.loss_type == "sft_loss", "--loss-type sft_loss generates nothing"),
+        (config.grpo.is_supervised, "--loss-type sft_loss generates nothing"),
         (debug.debug_rollout_only, "--debug-rollout-only has no trainer that writes weights"),
         (debug.debug_train_only, "--debug-train-only generates nothing"),
     ]

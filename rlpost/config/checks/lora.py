@@ -197,9 +197,8 @@ def _server_problems(config: Config) -> list[str]:
         ),
         (
             workers > 1,
-            f"--sglang-tokenizer-worker-num {workers} with {ADAPTER}: each of these processes has "
-            "a list of adapters of its own, and a request to load one reaches only one of them; "
-            "use 1",
+            f"--sglang-tokenizer-worker-num {workers} with {ADAPTER}: each process "
+            "has its own list of adapters, and a request to load one reaches only one process; use 1",
         ),
         (
             algorithm is not None and str(algorithm).upper() not in DRAFTING,

@@ -115,7 +115,7 @@ def _update_interval_problems(config: Config) -> list[str]:
             "--update-weights-interval 1, or --lora-rank none",
         ),
         (
-            config.grpo.loss_type == "sft_loss",
+            config.grpo.is_supervised,
             f"{every} has no effect with --loss-type sft_loss, which has no engines; omit it",
         ),
     ]
@@ -130,7 +130,7 @@ def is_truncated(config: Config) -> bool:
 def sampling_note(config: Config) -> str | None:
     """Sampling from a part of the vocabulary while training with log-probs over all of it."""
     grpo = config.grpo
-    if not is_truncated(config) or grpo.use_rollout_sampling_mask or grpo.loss_type == "sft_loss":
+    if not is_truncated(config) or grpo.use_rollout_sampling_mask or grpo.is_supervised:
         return None
     name = "rollout_top_p" if config.rollout.rollout_top_p < 1.0 else "rollout_top_k"
     return (
@@ -156,7 +156,7 @@ def _mask_problems(config: Config) -> list[str]:
             f"{limit} tokens; use --rollout-top-k {min(limit, 1024)}, or another number up to {limit}",
         ),
         (
-            config.grpo.loss_type == "sft_loss",
+            config.grpo.is_supervised,
             f"{flag}: nothing is sampled with --loss-type sft_loss; leave it out",
         ),
         (
@@ -219,7 +219,7 @@ def debug_problems(config: Config) -> list[str]:
         for key in ("save_debug_rollout_data", "load_debug_rollout_data")
         if (path := getattr(debug, key)) is not None and "{rollout_id}" not in path
     ]
-    has_responses = config.grpo.loss_type == "sft_loss"  # those of --prompt-data
+    has_responses = config.grpo.is_supervised  # those of --prompt-data
     if debug.debug_train_only and not debug.load_debug_rollout_data and not has_responses:
         problems.append(
             "--debug-train-only true needs recorded groups to train on; add --load-debug-rollout-data "

@@ -89,7 +89,7 @@ def _trainer_problems(config: Config) -> list[str]:
             problems.append(
                 _conflict(f"{flag(name)} {value_text(value)}", settings, reason, disable)
             )
-    if config.grpo.loss_type == "sft_loss" and config.grpo.use_rollout_routing_replay:
+    if config.grpo.is_supervised and config.grpo.use_rollout_routing_replay:
         problems.append(
             "--loss-type sft_loss with --use-rollout-routing-replay true: no engine routes the tokens; use "
             "--use-rollout-routing-replay false"

@@ -45,3 +45,8 @@ class CheckpointConfig(Group):
     """Timeout in seconds for a checkpoint that training waits for, and for an optimizer step that
     waits for a background checkpoint; either wait fails when it expires. Otherwise a background
     checkpoint has no deadline: later ones are postponed until it is written."""
+
+    @property
+    def save_buffer_bytes(self) -> int:
+        """Host memory of a save in addition to the tensors, in bytes."""
+        return int(self.save_buffer_gb * 10**9)

@@ -45,3 +45,13 @@ class DistillationConfig(Group):
     opd_teacher_timeout_s: PositiveNumber = 300.0
     """Timeout in seconds of one scored response, retries included. A response that cannot be scored
     is left out."""
+
+    @property
+    def teacher_in_trainer(self) -> bool:
+        """Whether the trainer holds the weights of a teacher."""
+        return self.use_opd and self.opd_type == "megatron"
+
+    @property
+    def distils_in_loss(self) -> bool:
+        """Whether the loss has a term of the divergence from a teacher."""
+        return self.use_opd and self.opd_form == "loss"

@@ -152,3 +152,13 @@ class GrpoConfig(Group):
     guard_grad_norm_factor: Annotated[float, Field(ge=0.0)] = 10.0
     """Warn when the gradient norm exceeds this many times the median of the preceding steps. 0
     disables the check."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs under the reference weights are needed."""
+        return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether given responses are trained (SFT) in place of generated ones."""
+        return self.loss_type == "sft_loss"

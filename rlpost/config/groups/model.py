@@ -195,3 +195,8 @@ class ModelConfig(Group):
     nodes."""
     override_hf_config: tuple[str, ...] = ()
     """Keys of this table whose values override config.json instead of having to agree with it."""
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The values that are set, by name; all others come from config.json."""
+        return {key: value for key, value in self.model_dump().items() if value is not None}

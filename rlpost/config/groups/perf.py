@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -20,14 +19,6 @@ def _always(given: bool) -> bool:
 Always = Annotated[bool, AfterValidator(_always)]
 
 
-def sequence_multiple(context_parallel_size: int) -> int:
-    """Return the divisor of the padded length of every packed sequence.
-
-    A context-parallel rank holds two chunks of each sequence.
-    """
-    return 2 * context_parallel_size if context_parallel_size > 1 else 1
-
-
 FP8_ROWS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 """Divisor of the rows of a matrix product in FP8, by ``--fp8-recipe``: a block of each recipe.
 
@@ -38,19 +29,6 @@ Gradients of weights sum over rows, and FP8 products need sums over multiples of
 def fp8_rows(options: Mapping[str, object]) -> int:
     """Return the divisor of a rank's rows that ``options`` of Megatron-core need; 1 without FP8."""
     return FP8_ROWS.get(str(options.get("fp8_recipe")), 1) if options.get("fp8") else 1
-
-
-def row_multiple(
-    *, context_parallel_size: int, sequence_ranks: int, options: Mapping[str, object]
-) -> int:
-    """Return the divisor of the padded length of a row.
-
-    Context parallelism shards a row, and sequence parallelism each part over ``sequence_ranks``.
-    """
-    shards = context_parallel_size * sequence_ranks
-    return math.lcm(
-        sequence_multiple(context_parallel_size) * sequence_ranks, fp8_rows(options) * shards
-    )
 
 
 class PerfConfig(Group):
@@ -125,3 +103,11 @@ class PerfConfig(Group):
         if self.tensor_model_parallel_size == 1:
             vars(self)["sequence_parallel"] = False  # the group is frozen
         return self
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Divisor of the padded length of every packed sequence.
+
+        A context-parallel rank holds two chunks of each sequence.
+        """
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1

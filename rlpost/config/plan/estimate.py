@@ -449,7 +449,7 @@ def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> Memor
 def _save_buffer(config: Config, rank: PlannedRank) -> int:
     """Host memory of a rank's save: slots are allocated as needed, up to --save-buffer-gb."""
     buffers = 2 if rank.critic.total else 1  # policy and critic have a buffer each
-    return min(buffers * int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
+    return min(buffers * config.checkpoint.save_buffer_bytes, rank.saved)
 
 
 def _host(
@@ -465,9 +465,7 @@ def _host(
     old policy and teacher, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
-    uses_reference = config.lora.lora_rank is None and (
-        config.grpo.use_kl_loss or config.grpo.kl_coef > 0
-    )
+    uses_reference = config.lora.lora_rank is None and config.grpo.needs_reference
     copies = uses_reference + config.keeps_old_policy
     each = 0
     for rank in ranks:
@@ -493,4 +491,4 @@ def _critic_host(config: Config, rank: PlannedCriticRank) -> int:
 
 def _critic_save_buffer(config: Config, rank: PlannedCriticRank) -> int:
     """Host memory that a checkpoint of a critic's rank passes through."""
-    return min(int(config.checkpoint.save_buffer_gb * 1e9), rank.saved)
+    return min(config.checkpoint.save_buffer_bytes, rank.saved)

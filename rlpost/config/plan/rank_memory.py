@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from common.units import size_text
 from rlpost.algorithm.schedule import KEY_SHARE
 from rlpost.config.flags import flag
-from rlpost.config.groups.perf import row_multiple
 from rlpost.config.plan.activations import Pass
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.shape import (
@@ -174,11 +173,7 @@ def forward_pass(config: Config) -> tuple[Pass, int]:
         (rollout.rollout_max_prompt_len or PROMPT_TOKENS) + rollout.rollout_max_response_len
     )
     whole = config.max_tokens or _rows_of_samples(config, longest)
-    multiple = row_multiple(
-        context_parallel_size=perf.context_parallel_size,
-        sequence_ranks=perf.tensor_model_parallel_size if perf.sequence_parallel else 1,
-        options=config.megatron.options,
-    )
+    multiple = config.row_multiple
     padded = -(-max(whole, longest) // multiple) * multiple
     tokens = padded // perf.context_parallel_size
     one = Pass(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlpost.engines.engine_activity import PATH
@@ -85,19 +84,17 @@ class Activity:
     cpu_s: float | None = None
 
 
-async def check_engine(
-    client: EngineClient, life: EngineLife, *, clock: Callable[[], float] = time.monotonic
-) -> str | None:
+async def check_engine(client: EngineClient, life: EngineLife) -> str | None:
     """Let an engine generate a token; return why it counts as dead, or None."""
-    began, before = clock(), await _activity(client)
+    began, before = time.monotonic(), await _activity(client)
     problem = await failure(client, "/health_generate")
     if problem is None:
-        life.note_pass(clock())
+        life.note_pass(time.monotonic())
         return None
     after = await _activity(client)
     if not after.answers:
         return problem
-    now, cores = clock(), None
+    now, cores = time.monotonic(), None
     if before.cpu_s is not None and after.cpu_s is not None:
         cores = (after.cpu_s - before.cpu_s) / max(now - began, 1e-3)
     silence = life.silent(began, now, cores)

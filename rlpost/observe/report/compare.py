@@ -17,7 +17,6 @@ from rlpost.observe.report.page import key_figures
 from rlpost.observe.report.panels import compared_names, compared_panels, other_panels
 from rlpost.observe.report.run_facts import RunFacts
 from rlpost.observe.report.series import short
-from rlpost.observe.report.svg import Marks
 from rlpost.observe.report.timeline import hours_of_steps, timeline
 from rlpost.observe.writer import eval_rewards
 
@@ -39,7 +38,6 @@ def compare_page(runs: Sequence[RunFacts]) -> str:
         others=others,
         num_points=curve_points(main, *(group.panels for group in others)),
         hours=[hours_of_steps(run.events, run.lines) for run in runs],
-        marks=Marks(),
         settings=differing_settings(runs),
     )
 

@@ -134,7 +134,6 @@ def goodput(
         return None
     # The order matters: each call takes from the time that those before it left without a use.
     _add_steps(attempts, lines)
-    _add_saves(attempts, lines)
     _add_recoveries(attempts)
     _add_kept(attempts, _tokens_per_s(lines))
     _add_repeated(attempts)
@@ -203,7 +202,6 @@ class _Attempt:
     first_step: int | None = None
     gpus: Mapping[str, Any] = field(default_factory=dict)
     steps_again_s: float = 0.0  # of steps of earlier attempts that it trains again
-    saved: list[Entry] = field(default_factory=list)
     recoveries: list[Entry] = field(default_factory=list)  # of the trainer, within the attempt
     kept: list[Entry] = field(default_factory=list)  # what its drivers continued
     comes_back: bool = False
@@ -263,7 +261,7 @@ def _record(attempt: _Attempt, event: object, entry: Entry, when: datetime) -> N
         case "ready":
             attempt.startup_s = (when - attempt.began).total_seconds()
         case "committed":
-            attempt.saved.append(entry)
+            attempt.saving_s += entry.get("blocking_s") or 0.0
         case "recovered":
             attempt.recoveries.append(entry)
         case "kept":
@@ -324,19 +322,6 @@ def _add_recoveries(attempts: Sequence[_Attempt]) -> None:
                 taken = interrupted[0].shorten(seconds)
             attempt.recovered_s += taken
             attempt.recovered_s += min(seconds - taken, attempt.rest_s)
-
-
-def _add_saves(attempts: Sequence[_Attempt], lines: Sequence[Mapping[str, float]]) -> None:
-    """Add the time that saves blocked training; older ledgers lack it, the metrics have it."""
-    if any("blocking_s" in entry for attempt in attempts for entry in attempt.saved):
-        for attempt in attempts:
-            attempt.saving_s = sum(entry.get("blocking_s") or 0.0 for entry in attempt.saved)
-        return
-    starts = [attempt for attempt in attempts if attempt.startup_s is not None]
-    for line in lines:
-        owner = _attempt_of(starts, line)
-        if owner is not None:
-            owner.saving_s += line.get("checkpoint/blocking_s", 0.0)
 
 
 def _tokens_per_s(lines: Sequence[Mapping[str, float]]) -> float:

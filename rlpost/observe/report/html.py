@@ -18,13 +18,12 @@ from markupsafe import Markup
 
 from common.units import duration_text
 from rlpost.observe.report.panels import Panel
-from rlpost.observe.report.series import MAX_POINTS, short
-from rlpost.observe.report.svg import NUM_COLOURS, Marks, line_plot, stacked_plot
+from rlpost.observe.report.plots import NUM_COLOURS, plot
+from rlpost.observe.report.series import short
 
 PAGE_POINTS = 40_000
 """Points of all curves of a page, except where a curve would get fewer than MIN_CURVE."""
 MIN_CURVE, MAX_CURVE = 120, 1000
-SMALL_POINTS = 60
 
 
 def render(template: str, *, title: str, **values: object) -> str:
@@ -60,17 +59,12 @@ def curve_points(*of_groups: Sequence[Panel]) -> int:
     return min(MAX_CURVE, max(MIN_CURVE, PAGE_POINTS // max(1, num_curves)))
 
 
-def _picture(panel: Panel, marks: Marks, num_points: int, *, is_small: bool = False) -> Markup:
-    """The plot of a panel; a small one is drawn coarsely until the page's script draws it."""
-    # svg.py escapes its texts
-    if panel.is_stacked:
-        return Markup(stacked_plot(panel.curves, title=panel.title, marks=marks))
-    drawn = SMALL_POINTS if is_small else min(num_points, MAX_POINTS)
-    return Markup(
-        line_plot(
-            panel.curves, title=panel.title, marks=marks, num_points=num_points, num_drawn=drawn
-        )
+def _picture(panel: Panel, num_points: int) -> Markup:
+    # plots.py escapes its texts
+    drawn = plot(
+        panel.curves, title=panel.title, is_stacked=panel.is_stacked, num_points=num_points
     )
+    return Markup(drawn)
 
 
 @cache

@@ -14,7 +14,6 @@ from rlpost.observe.report.html import curve_points, render
 from rlpost.observe.report.panels import drawn_names, other_panels, panels
 from rlpost.observe.report.run_facts import HostCheck, RunFacts
 from rlpost.observe.report.series import short
-from rlpost.observe.report.svg import Marks
 from rlpost.observe.report.timeline import (
     COMES_BACK,
     Attempt,
@@ -102,7 +101,7 @@ def report_page(facts: RunFacts) -> str:
         others=others,
         num_points=curve_points(main, *(group.panels for group in others)),
         hours=[hours_of_steps(facts.events, facts.lines)],
-        marks=Marks(resumed_steps(history), committed_steps(facts.events)),
+        marks={"resume": resumed_steps(history), "saved": committed_steps(facts.events)},
         followed=_followed(facts.samples, facts.fixed),
         answers=_answers(facts.samples),
         answer_options=_ANSWER_OPTIONS,

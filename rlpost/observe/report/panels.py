@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from rlpost.observe.metric_names import declared
 from rlpost.observe.pace import finite, is_timed
+from rlpost.observe.report.plots import Curve
 from rlpost.observe.report.series import not_finite, points
-from rlpost.observe.report.svg import Curve
 from rlpost.observe.writer import eval_rewards
 
 Lines = Sequence[Mapping[str, float]]

@@ -1,4 +1,4 @@
-"""Curves: from the lines of ``metrics.jsonl`` to few points, axes and short numbers. Pure.
+"""Curves: from the lines of ``metrics.jsonl`` to few points and short numbers. Pure.
 
 Input: lines and names. Output: points (x, y), finite, in order of x; and where a value is not
 finite.
@@ -38,19 +38,6 @@ def not_finite(lines: Sequence[Mapping[str, float]], name: str) -> list[tuple[fl
     return found
 
 
-def spaced(places: Sequence[float], gap: float) -> list[float]:
-    """Return ascending places, without those closer than ``gap`` to the one kept before.
-
-    >>> spaced([5.0, 1.0, 1.5, 5.5], 2.0)
-    [1.0, 5.0]
-    """
-    kept: list[float] = []
-    for place in sorted(places):
-        if not kept or place - kept[-1] >= gap:
-            kept.append(place)
-    return kept
-
-
 def thin(curve: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     """Return a curve of fewer points that looks the same.
 
@@ -82,20 +69,6 @@ def smooth(curve: Sequence[Point], span: float) -> list[Point]:
         total, norm = weight * total + y, weight * norm + 1
         found.append((x, total / norm))
     return found
-
-
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Return round numbers that cover low..high: multiples of 1, 2 or 5 times a power of ten."""
-    if not high > low:
-        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
-    rough = (high - low) / max(1, about)
-    # The slack of 1e-9 keeps a range that ends on a tick from getting one tick more by rounding.
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(
-        (size * power for size in (1, 2, 5) if size * power >= rough * (1 - 1e-9)), 10 * power
-    )
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [n * step for n in range(first, last + 1)]
 
 
 def short(value: float) -> str:

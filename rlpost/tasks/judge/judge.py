@@ -68,18 +68,16 @@ class Judge:
         ``prompt``: the fields of its row (``judge_file.prompt_values``). Raises GradingLost, and
         DataError for a field that the row lacks.
         """
+        if self.file.compares_answers:
+            return await self._tournament(prompt, texts)
         if self.file.kind == "grade":
             verdicts = await asyncio.gather(*(self.grade(prompt, text) for text in texts))
             return [each.reward if isinstance(each, Verdict) else each for each in verdicts]
-        if self.file.against == "label":
-            label = prompt.get("label")
-            if label is None:
-                return [NoVerdict("unparsable", "the prompt has no label to compare with")] * len(
-                    texts
-                )
-            compared = await asyncio.gather(*(self.compare(prompt, text, label) for text in texts))
-            return [each.score if isinstance(each, Comparison) else each for each in compared]
-        return await self._tournament(prompt, texts)
+        label = prompt.get("label")
+        if label is None:
+            return [NoVerdict("unparsable", "the prompt has no label to compare with")] * len(texts)
+        compared = await asyncio.gather(*(self.compare(prompt, text, label) for text in texts))
+        return [each.score if isinstance(each, Comparison) else each for each in compared]
 
     async def _tournament(
         self, prompt: Mapping[str, str], texts: Sequence[str]

@@ -56,6 +56,11 @@ class JudgeFile:
     against: Literal["group", "label"] = "group"
     opponents: int | None = None
 
+    @property
+    def compares_answers(self) -> bool:
+        """Whether a reward depends on the other answers to the prompt."""
+        return self.kind == "pair" and self.against == "group"
+
     def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
         """Return the conversation that asks for a verdict.
 

@@ -73,6 +73,13 @@ class Grader(Protocol):
             DataError: the metadata of the prompt names an unknown reward.
         """
 
+    def grades_singly(self, prompt: Prompt) -> bool:
+        """Whether ``grade`` needs no other answer and is slow.
+
+        Each answer is then graded once it is complete, and its reward is recorded. Raises DataError
+        as ``grade`` does.
+        """
+
     def counters(self) -> Mapping[str, float]:
         """Return counts since the last call by metric name, such as ``rollout/reward_timeouts``."""
 
@@ -91,6 +98,10 @@ class InlineGrader:
         return [
             float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples
         ]
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        """See ``Grader``."""
+        return False  # it is fast
 
     def counters(self) -> Mapping[str, float]:
         """There are no counts: a failure raises an error."""
@@ -148,6 +159,15 @@ class RewardGrader:
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        """See ``Grader``: a custom reward, one by a server or a judge that compares no answers."""
+        if self._settings.custom_rm_path is not None:
+            return not self._settings.group_rm
+        name = self._name(prompt)
+        if name == JUDGE and self._judge is not None:
+            return not self._judge.file.compares_answers
+        return name == REMOTE
 
     def counters(self) -> Mapping[str, float]:
         """Return the samples whose grading timed out, failed, or was lost, since the last call."""

@@ -18,8 +18,8 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from rlpost.config.tree import Config
 from rlpost.trainer.lora.linear import AdaptedLinear, AdapterPlan, with_adapter
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.low_rank import LowRank, is_adapter
 from rlpost.trainer.weights.peft_folder import PeftSettings
@@ -107,7 +107,7 @@ def adapted_layers(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 EXPERTS = "experts"
 
 
-def adapt_layers(layers: Iterable[ModuleSpec], settings: ActorSettings) -> None:
+def adapt_layers(layers: Iterable[ModuleSpec], config: Config) -> None:
     """Replace the linear layers of the specification in place.
 
     ``layers`` are those of a decoder with local modules; equal layers may share a specification.
@@ -115,43 +115,43 @@ def adapt_layers(layers: Iterable[ModuleSpec], settings: ActorSettings) -> None:
     for layer in layers:
         attention = layer.submodules.self_attention.submodules
         for name in ("linear_qkv", "linear_proj"):
-            _replace(attention, name, settings)
+            _replace(attention, name, config)
         mlp = layer.submodules.mlp
         if mlp.module is not MoELayer:
-            _adapt_mlp(mlp.submodules, settings)
+            _adapt_mlp(mlp.submodules, config)
             continue
         for part in (mlp.submodules.experts, mlp.submodules.shared_experts):
             if part is not None:
-                _adapt_mlp(part.submodules, settings)
+                _adapt_mlp(part.submodules, config)
 
 
-def _adapt_mlp(mlp: MLPSubmodules, settings: ActorSettings) -> None:
+def _adapt_mlp(mlp: MLPSubmodules, config: Config) -> None:
     for name in ("linear_fc1", "linear_fc2"):
-        _replace(mlp, name, settings)
+        _replace(mlp, name, config)
 
 
-def _replace(submodules: object, name: str, settings: ActorSettings) -> None:
+def _replace(submodules: object, name: str, config: Config) -> None:
     linear = getattr(submodules, name)
     if issubclass(linear, AdaptedLinear):  # a specification that layers or MLPs share
         return
-    assert settings.lora_rank is not None
+    assert config.lora.lora_rank is not None
     plan = AdapterPlan(
-        rank=settings.lora_rank,
-        alpha=settings.lora_alpha,
-        dropout=settings.lora_dropout,
-        dense=name in settings.lora_targets,
-        experts=EXPERTS in settings.lora_targets,
+        rank=config.lora.lora_rank,
+        alpha=config.lora.lora_alpha,
+        dropout=config.lora.lora_dropout,
+        dense=name in config.lora.lora_targets,
+        experts=EXPERTS in config.lora.lora_targets,
         gated=name == "linear_fc1",
     )
     if plan.dense or plan.experts:
         setattr(submodules, name, with_adapter(linear, plan))
 
 
-def peft_settings(settings: ActorSettings) -> PeftSettings:
+def peft_settings(config: Config) -> PeftSettings:
     """Return the settings that the export of adapters needs."""
-    assert settings.lora_rank is not None
+    assert config.lora.lora_rank is not None
     names: set[str] = set()
-    for target in settings.lora_targets:
+    for target in config.lora.lora_targets:
         if target == EXPERTS:
             names |= {f"mlp.experts.local_experts.#.linear_fc{number}" for number in (1, 2)}
         elif target in ("linear_fc1", "linear_fc2"):
@@ -159,20 +159,20 @@ def peft_settings(settings: ActorSettings) -> PeftSettings:
         else:
             names.add(f"self_attention.{target}")
     return PeftSettings(
-        base=settings.hf_checkpoint,
-        rank=settings.lora_rank,
-        alpha=settings.lora_alpha,
-        dropout=settings.lora_dropout,
+        base=config.checkpoint.hf_checkpoint,
+        rank=config.lora.lora_rank,
+        alpha=config.lora.lora_alpha,
+        dropout=config.lora.lora_dropout,
         adapted=frozenset(f"decoder.layers.#.{name}.weight" for name in names),
     )
 
 
-def checkpoint_settings(settings: ActorSettings) -> dict[str, object] | None:
+def checkpoint_settings(config: Config) -> dict[str, object] | None:
     """Return the description of the adapters for a checkpoint; None without adapters."""
-    if settings.lora_rank is None:
+    if config.lora.lora_rank is None:
         return None
     return {
-        "lora_rank": settings.lora_rank,
-        "lora_alpha": settings.lora_alpha,
-        "lora_targets": sorted(settings.lora_targets),
+        "lora_rank": config.lora.lora_rank,
+        "lora_alpha": config.lora.lora_alpha,
+        "lora_targets": sorted(config.lora.lora_targets),
     }

@@ -34,6 +34,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.tree import Config
 from rlpost.trainer import optimizer, parallel
 from rlpost.trainer.conversion import Converter
 from rlpost.trainer.layer_specs import implementation_name
@@ -41,8 +42,6 @@ from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription, read_description
 from rlpost.trainer.model_state import METADATA
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
 from rlpost.trainer.weights.exporter import Exporter
 from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,
@@ -55,6 +54,7 @@ from tests.contract.cuda.observations_table import (
 )
 from tests.contract.families import WITH_MTP, WITH_TENSOR_PARALLEL
 from tests.rare_collections import collect_rarely
+from tests.settings import rank_config
 
 Found = dict[str, Any]
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -63,12 +63,12 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def observe_recipe(name: str, given: dict[str, Any]) -> Found:
     """Build a recipe's trainer on its first rank."""
     config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), given).config
-    return built(actor_settings(config), config.actor_world_size)
+    return built(config, config.actor_world_size)
 
 
 def observe_gpu(capability: tuple[int, int], has_flash_attention: bool, folder: Path) -> list[str]:
     """The attention of a family with TransformerEngine's layers on a GPU."""
-    settings = ActorSettings(str(folder), bf16=True)
+    settings = rank_config(str(folder), bf16=True)
     gpu = fakes.faked_cuda(capability, has_flash_attention=has_flash_attention)
     with gpu, fakes.faked_world(0, 1):
         parallel.initialise(Rendezvous(0, 1, "127.0.0.1", 1), settings, num_virtual_stages=None)
@@ -94,11 +94,11 @@ def observe_family(folder: Path) -> dict[str, Found]:
     common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name.endswith(WITH_MTP)}
     return {
         f"{kind}, {name}": built(
-            ActorSettings(str(folder), transformer_impl=kind, **common, **layout), size
+            rank_config(str(folder), transformer_impl=kind, **common, **layout), size
         )
         for kind in implementations
         for name, (size, layout) in layouts.items()
-    } | {"converter": converted(ActorSettings(str(folder), **common))}
+    } | {"converter": converted(rank_config(str(folder), **common))}
 
 
 def has_transformer_engine() -> bool:
@@ -108,11 +108,11 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def built(settings: ActorSettings, size: int) -> Found:
+def built(settings: Config, size: int) -> Found:
     """Describe model, wrapped model, optimizer and exporter of rank 0, or the error."""
     with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
         try:
-            description = read_description(settings.hf_checkpoint, settings.model_args)
+            description = read_description(settings.checkpoint.hf_checkpoint, settings.model.given)
             description.check_layout(settings)
             stages = description.num_virtual_stages(settings)
             parallel.initialise(
@@ -178,7 +178,7 @@ def rows_of(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query, key, value
 
 
-def converted(settings: ActorSettings) -> Found:
+def converted(settings: Config) -> Found:
     """Describe what the converter builds; it wraps no model."""
     with fakes.faked_cuda(), fakes.faked_world(0, 1):
         try:
@@ -294,7 +294,7 @@ def main(assets: str, families: str) -> None:
             name: observe_recipe(name, without_kernels) for name in OF_EXPERTS
         },
         "settings": {
-            name: built(ActorSettings(f"{families}/{family}", **({"bf16": None} | settings)), 1)
+            name: built(rank_config(f"{families}/{family}", **({"bf16": None} | settings)), 1)
             for name, (family, settings) in SETTINGS.items()
         },
         "families": {

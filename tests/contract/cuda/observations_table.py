@@ -50,7 +50,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
         "qwen3-moe",
         {
             "transformer_impl": "local",
-            "model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True},
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
         },
     ),
     "adam on the host": ("qwen3", OFFLOADED),
@@ -63,9 +64,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "experts, no word of kernels": ("qwen3-moe", {}),
     "experts, every kernel": (
         "qwen3-moe",
-        {"model_args": {"moe_grouped_gemm": True, "moe_permute_fusion": True}},
+        {"moe_grouped_gemm": True, "moe_permute_fusion": True},
     ),
-    "no rope fusion": ("qwen3", {"model_args": {"no_rope_fusion": True}}),
+    "no rope fusion": ("qwen3", {"no_rope_fusion": True}),
     "fused rope of halves where neighbours rotate": (
         "glm4-0414",
         {"megatron": {"apply_rope_fusion": True}},

@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from torch.distributed.checkpoint import CheckpointException
 
+from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.attention_backends import Gpu
@@ -35,9 +36,9 @@ from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import read_description
 from rlpost.trainer.model_state import METADATA
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
 from tests.ports import free_port
+from tests.settings import rank_config
 
 WAYS = (("local", "transformer_engine"), ("transformer_engine", "local"), ("older", "transformer_engine"),
         ("older", "local"), ("local", "local"))  # fmt: skip
@@ -49,7 +50,7 @@ def main(families: str, folder: str) -> None:
     found: dict[str, dict[str, str | None]] = {}
     for family in sorted(Path(families).iterdir()):
         found[family.name] = {}
-        settings = ActorSettings(str(family), bf16=True)
+        settings = rank_config(str(family), bf16=True)
         parallel.initialise(
             Rendezvous(0, 1, "127.0.0.1", free_port()), settings, num_virtual_stages=None
         )
@@ -60,9 +61,9 @@ def main(families: str, folder: str) -> None:
     print("OBSERVED " + json.dumps(found))
 
 
-def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str | None:
+def outcome(settings: Config, written: str, read: str, place: str) -> str | None:
     """Write a model and read it into another; return None when both have the same weights."""
-    description = read_description(settings.hf_checkpoint)
+    description = read_description(settings.checkpoint.hf_checkpoint)
     source, target = build(description, written.replace("older", "local")), build(description, read)
     for seed, chunk in ((1, source), (2, target)):
         torch.manual_seed(seed)
@@ -70,7 +71,7 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
             tensor.data.normal_()
     with as_it_was(source) if written == "older" else nullcontext():
         megatron_checkpoint.save_weights(
-            place, chunks=[source], buffer_bytes=settings.save_buffer_bytes
+            place, chunks=[source], buffer_bytes=settings.checkpoint.save_buffer_bytes
         )
     try:
         load(target, find_checkpoint(place))
@@ -84,7 +85,7 @@ def outcome(settings: ActorSettings, written: str, read: str, place: str) -> str
 def build(description: Any, implementation: str) -> Any:
     """Build a model and return its only chunk."""
     has_mtp = bool(description.hf_config.get("num_nextn_predict_layers"))
-    settings = ActorSettings(
+    settings = rank_config(
         "", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp
     )
     with (

@@ -24,9 +24,9 @@ from rlpost.trainer.model import build_model
 from rlpost.trainer.model_description import read_description
 from rlpost.trainer.packing import RowLayout, pack
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.shared_rows import shared_params
 from tests.contract.test_shared_prefix import random_group
+from tests.settings import rank_config
 
 
 def main(folder: str) -> None:
@@ -51,7 +51,7 @@ def main(folder: str) -> None:
         seen["dtypes"] = [str(options[name].dtype) for name in ("cu_seqlens_q", "cu_seqlens_kv")]
         return query
 
-    settings = ActorSettings(folder, bf16=True, share_prefix=True)
+    settings = rank_config(folder, bf16=True, share_prefix=True)
     with (
         fakes.faked_cuda(),
         fakes.faked_world(0, 1),

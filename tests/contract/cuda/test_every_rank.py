@@ -19,11 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlpost.config.groups.model import ModelConfig
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.architecture import architecture
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.models.families import family
 from rlpost.rehearsal.contradictions import Expected, plan_problems, update_plans
@@ -31,7 +33,6 @@ from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import Weight
-from rlpost.trainer.settings_of_actors import actor_settings
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import SUFFIX, BlockFp8
 from rlpost.types import Bucket
@@ -78,7 +79,7 @@ def words_of(hf: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     config, hf = recipe_config(recipe, tmp_path)
-    made = rehearse(config, actor_settings(config), hf=hf)
+    made = rehearse(config, hf=hf)
     assert len(made.ranks) == config.actor_world_size
     assert made.problems[:20] == []
     assert shape_of(config.model.model_dump()) == made.expected.shape, (
@@ -106,7 +107,7 @@ def test_other_layouts_make_up_the_model_too(case, tmp_path):
         "rollout_num_gpus_per_engine": 1,
     }
     config, hf = recipe_config("qwen3_4b", tmp_path, perf=plain | perf, cluster=cluster)
-    made = rehearse(config, actor_settings(config), hf=hf)
+    made = rehearse(config, hf=hf)
     assert len(made.ranks) == world
     assert made.problems[:20] == []
 
@@ -114,10 +115,8 @@ def test_other_layouts_make_up_the_model_too(case, tmp_path):
 def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path):
     """Names and shapes of weights and of their block scales are compared."""
     config, hf = recipe_config("qwen3_4b_fp8", tmp_path)
-    settings = actor_settings(config)
     ranks = {
-        rank: rehearse_rank(settings, description_of(settings), rank=rank, world=8)
-        for rank in (0, 1)
+        rank: rehearse_rank(config, description_of(config), rank=rank, world=8) for rank in (0, 1)
     }
     expected = Expected(config, hf_shape(hf), published(hf, fp8_block=(128, 128)))
     quantised = {
@@ -153,7 +152,7 @@ SIXTEEN = {
 
 def small(folder: Path) -> Rehearsal:
     config, _ = recipe_config("glm45_355b", folder, model=SMALL, **SIXTEEN)
-    return rehearse(config, actor_settings(config), hf=SMALL_HF)
+    return rehearse(config, hf=SMALL_HF)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,7 @@ def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
     """It is built, planned, saved and sent exactly once; nothing else changes."""
     on = {"grpo": {"enable_mtp_training": True}}
     config, _ = recipe_config("glm45_355b", tmp_path, model=SMALL, **SIXTEEN, **on)
-    made = rehearse(config, actor_settings(config), hf=SMALL_HF)
+    made = rehearse(config, hf=SMALL_HF)
     assert made.problems == []
     holders = {
         rank
@@ -189,20 +188,20 @@ def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
 
 def test_a_folder_with_config_json_describes_the_model(tmp_path, sixteen):
     """Without ``hf``, the ranks are compared with the config.json of that folder."""
-    settings = replace(actor_settings(sixteen.expected.config), hf_checkpoint=str(tmp_path))
+    settings = with_values(sixteen.expected.config, hf_checkpoint=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HF))
-    made = rehearse(sixteen.expected.config, settings)
+    made = rehearse(settings)
     assert made.problems == []
     assert made.ranks == sixteen.ranks
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HF | {"n_routed_experts": 16}))
     with pytest.raises(ConfigError, match=r"--num-experts 8, but the model's config.json says 16"):
-        rehearse(sixteen.expected.config, settings)
+        rehearse(settings)
 
 
 def test_a_model_that_nothing_describes_is_named(sixteen):
-    settings = replace(actor_settings(sixteen.expected.config), model_args={})
+    settings = sixteen.expected.config.model_copy(update={"model": ModelConfig()})
     with pytest.raises(ConfigError, match=r"model.num_layers, .*: not known"):
-        rehearse(sixteen.expected.config, settings)
+        rehearse(settings)
 
 
 def changed(made: Rehearsal, rank: int, **facts: Any) -> Rehearsal:
@@ -369,7 +368,7 @@ def test_a_planner_that_counts_differently_is_reported(sixteen):
 
 
 def test_a_rank_outside_of_the_world_or_a_layout_that_does_not_divide_it_is_refused(sixteen):
-    settings = actor_settings(sixteen.expected.config)
+    settings = sixteen.expected.config
     with pytest.raises(PlacementError, match="rank 16 is not one of the 16 ranks"):
         rehearse_rank(settings, description_of(settings), rank=16, world=16)
     with pytest.raises(PlacementError, match="does not divide"):
@@ -377,7 +376,7 @@ def test_a_rank_outside_of_the_world_or_a_layout_that_does_not_divide_it_is_refu
 
 
 def test_a_process_that_already_belongs_to_groups_is_refused(sixteen):
-    settings = actor_settings(sixteen.expected.config)
+    settings = sixteen.expected.config
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="has already joined process groups"):

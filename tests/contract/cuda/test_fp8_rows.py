@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from rlpost.config.groups.perf import FP8_ROWS
+from rlpost.config.tree import Config
 from rlpost.trainer.packing import RowLayout, pack
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import TrainSample
 from tests.contract.cuda.engine_source import engine_source
 from tests.contract.cuda.library_source import Source
 from tests.contract.layouts import CP2, DENSE, LIMIT, Comparison, Layout, tp
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 from megatron.core.enums import Fp8Recipe  # isort: skip  (after the stand-in for CUDA)
 from megatron.core.fp8_utils import get_fp8_align_size  # isort: skip
@@ -33,8 +34,8 @@ def source() -> Source:
     return engine_source()
 
 
-def settings(recipe: str, *, tensor: int, context: int) -> ActorSettings:
-    return ActorSettings(
+def settings(recipe: str, *, tensor: int, context: int) -> Config:
+    return rank_config(
         "", tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, context_parallel_size=context,
         megatron={"fp8": "hybrid", "fp8_recipe": recipe},
     )  # fmt: skip
@@ -54,7 +55,7 @@ def rows(recipe: str, *, tensor: int, context: int, seed: int) -> set[int]:
     own = settings(recipe, tensor=tensor, context=context)
     found = set()
     for rank in range(context):
-        layout = RowLayout(own.row_multiple, own.sequence_multiple, rank, context)
+        layout = RowLayout(own.row_multiple, own.perf.sequence_multiple, rank, context)
         whole = pack(samples(seed), layout).input_ids.size(1)
         assert whole % tensor == 0
         found.add(whole // tensor)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rlpost.errors import ConfigError
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks, train
 from tests.contract.families import make_family
 from tests.contract.optimizer_ranks import train_with_adam_in_host_memory
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -28,7 +28,7 @@ def test_it_trains_to_the_same_bits_as_adam_on_the_device(tmp_path, family):
     """The sharded optimizers of two ranks, one of them for experts, keep all state on the host."""
     make_family(tmp_path / "model", family)
     layout = {"expert_model_parallel_size": 2} if "moe" in family else {}
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path / "model"), bf16=True, lr=1e-3, distributed_timeout_minutes=2, **layout
     )
     plain = run_ranks(train, 2, settings, steps=STEPS)
@@ -45,9 +45,9 @@ def test_weights_in_float32_are_refused(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert optimizer_config(
-        ActorSettings("", optimizer_cpu_offload=True, bf16=None)
+        rank_config("", optimizer_cpu_offload=True, bf16=None)
     ).optimizer_cpu_offload
     with pytest.raises(
         ConfigError, match=r"--optimizer-cpu-offload true needs weights in bfloat16.*--bf16 true"
     ):
-        optimizer_config(ActorSettings("", optimizer_cpu_offload=True, bf16=False))
+        optimizer_config(rank_config("", optimizer_cpu_offload=True, bf16=False))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import Files, run_ranks
 from tests.contract.cuda.hybrid_ranks import pretend, train_hybrid
 from tests.contract.families import make_family
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +46,7 @@ def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(
     """
     model, num_ranks, layout, own = CASES[case]
     make_family(tmp_path / "model", model)
-    settings = ActorSettings(
+    settings = rank_config(
         str(tmp_path / "model"),
         bf16=True,
         lr=1e-5,

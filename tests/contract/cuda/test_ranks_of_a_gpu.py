@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.trainer.settings import ActorSettings
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
 from tests.gpu.gpu_ranks import parent_of
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,4 +22,4 @@ def test_a_rank_is_not_forked_from_a_process_that_asked_for_a_gpu(
     """The fork server imports Megatron, which asks for a GPU; CUDA then fails in all its forks."""
     make_family(tmp_path, "qwen3")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert run_ranks(parent_of, 1, ActorSettings(str(tmp_path))) == [os.getpid()]
+    assert run_ranks(parent_of, 1, rank_config(str(tmp_path))) == [os.getpid()]

@@ -292,7 +292,8 @@ def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None
     async def halted() -> Any:
         async with connected(Script("1")) as connection:
             function = Episodes(environments(Working), seed=1, record=records.append)
-            grader = SlimeGrader(None, wanted=None, takes_given=True, reward_key=None)
+            given = InlineGrader(lambda *_: 0.0)
+            grader = SlimeGrader(given, wanted=None, takes_given=True, reward_key=None)
             writer = GroupWriter(
                 connection, SAMPLING, n=1, grader=grader, function=function, codec=CODEC
             )
@@ -309,7 +310,7 @@ def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None
     assert closed == [1] and records == [] and seconds < 5.0
 
 
-def test_no_more_episodes_run_at_once_than_allowed() -> None:
+async def test_no_more_episodes_run_at_once_than_allowed() -> None:
     most = now = 0
 
     class Counted:
@@ -326,21 +327,18 @@ def test_no_more_episodes_run_at_once_than_allowed() -> None:
             nonlocal now
             now -= 1
 
-    async def several() -> None:
-        async with connected(FakeEngine()) as connection:
-            function = Episodes(environments(Counted, env_concurrency=3), seed=1)
-            await asyncio.gather(
-                *(
-                    function(
-                        ResponseBuilder(connection, prompt(), SAMPLING, index=n, codec=CODEC),
-                        prompt(),
-                        SAMPLING,
-                    )
-                    for n in range(12)
+    async with connected(FakeEngine()) as connection:
+        function = Episodes(environments(Counted, env_concurrency=3), seed=1)
+        await asyncio.gather(
+            *(
+                function(
+                    ResponseBuilder(connection, prompt(), SAMPLING, index=n, codec=CODEC),
+                    prompt(),
+                    SAMPLING,
                 )
+                for n in range(12)
             )
-
-    asyncio.run(several())
+        )
     assert most == 3 and now == 0
 
 
@@ -372,15 +370,12 @@ def test_a_failed_engine_ends_the_run_and_is_not_retried() -> None:
     assert len(engine.bodies) == 1
 
 
-def test_a_halted_connection_is_noticed_before_the_first_request() -> None:
-    async def begin() -> None:
+async def test_a_halted_connection_is_noticed_before_the_first_request() -> None:
+    with pytest.raises(Halted):
         async with connected(FakeEngine()) as connection:
             connection.halted = True
             builder = ResponseBuilder(connection, prompt(), SAMPLING, codec=CODEC)
             await Episodes(environments(Calculator), seed=1)(builder, prompt(), SAMPLING)
-
-    with pytest.raises(Halted):
-        asyncio.run(begin())
 
 
 def test_answers_without_episodes_have_no_episode_metrics() -> None:

@@ -232,7 +232,7 @@ def test_a_harness_without_requests_or_without_a_reward_is_reported(folder: str)
         play(folder, Asks(["a?"], None), ["one"])
 
 
-def test_a_failed_engine_ends_the_run_although_the_harness_hides_it(folder: str) -> None:
+async def test_a_failed_engine_ends_the_run_although_the_harness_hides_it(folder: str) -> None:
     class Hides(Asks):
         async def run(self, episode: Episode) -> float:
             try:
@@ -240,14 +240,12 @@ def test_a_failed_engine_ends_the_run_although_the_harness_hides_it(folder: str)
             except aiohttp.ClientError:
                 return 0.0
 
-    async def played() -> None:
-        async with setup(folder) as made:
-            made.engine.unavailable, made.engine.unavailable_status = 99, 400
-            function = episodes(made, Hides(["a?"]))
-            await function(builder(made, folder), PROMPT, SAMPLING)
-
     with pytest.raises(RolloutError):
-        asyncio.run(asyncio.wait_for(played(), 60))
+        async with asyncio.timeout(60):
+            async with setup(folder) as made:
+                made.engine.unavailable, made.engine.unavailable_status = 99, 400
+                function = episodes(made, Hides(["a?"]))
+                await function(builder(made, folder), PROMPT, SAMPLING)
 
 
 def test_a_halt_cancels_a_waiting_harness(folder: str) -> None:

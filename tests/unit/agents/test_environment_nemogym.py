@@ -18,7 +18,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
-from tests.unit.agents.test_gateway import CALL, Setup, run
+from tests.unit.agents.test_gateway import CALL, setup
 
 TOOL = {
     "type": "function",
@@ -80,17 +80,19 @@ def asked_of(opened: Any, row: dict[str, Any]) -> Episode:
     return Episode(opened.base_url, opened.api_key, "policy", prompt, 0, sampling, 4)
 
 
-def test_an_episode_calls_the_servers_tools_and_is_scored_by_its_verifier(folder: str) -> None:
+async def test_an_episode_calls_the_servers_tools_and_is_scored_by_its_verifier(
+    folder: str,
+) -> None:
     resources = Resources()
-
-    async def act(made: Setup) -> None:
-        async with resources.serving(), await made.open() as opened:
-            outcome = await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
-            assert outcome.reward == 1.0
-            check(opened.trajectories(), made.sampled)
-            assert len(opened.trajectories()) == 1
-
-    run(folder, act, [f"Look:\n{CALL}", "It is fine."])
+    async with (
+        setup(folder, [f"Look:\n{CALL}", "It is fine."]) as made,
+        resources.serving(),
+        await made.open() as opened,
+    ):
+        outcome = await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+        assert outcome.reward == 1.0
+        check(opened.trajectories(), made.sampled)
+        assert len(opened.trajectories()) == 1
     paths = [path for path, _ in resources.asked]
     assert paths == ["/seed_session", "/weather", "/verify"]
     assert resources.asked[1][1] == {"city": "Paris"}
@@ -100,17 +102,17 @@ def test_an_episode_calls_the_servers_tools_and_is_scored_by_its_verifier(folder
     assert kinds == ["message", "function_call", "function_call_output", "message"]
 
 
-def test_a_tool_that_the_row_does_not_have_is_not_asked(folder: str) -> None:
+async def test_a_tool_that_the_row_does_not_have_is_not_asked(folder: str) -> None:
     """Else a policy could call /verify."""
     resources = Resources()
     verify = CALL.replace("weather", "verify")
-
-    async def act(made: Setup) -> None:
-        async with resources.serving(), await made.open() as opened:
-            outcome = await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
-            assert outcome.reward == 0.0
-
-    run(folder, act, [f"Look:\n{verify}", "Done."])
+    async with (
+        setup(folder, [f"Look:\n{verify}", "Done."]) as made,
+        resources.serving(),
+        await made.open() as opened,
+    ):
+        outcome = await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+        assert outcome.reward == 0.0
     assert [path for path, _ in resources.asked] == ["/seed_session", "/verify"]
     output = resources.asked[1][1]["response"]["output"]
     assert [item["output"] for item in output if item["type"] == "function_call_output"] == [
@@ -118,27 +120,24 @@ def test_a_tool_that_the_row_does_not_have_is_not_asked(folder: str) -> None:
     ]
 
 
-def test_the_last_allowed_turn_is_verified(folder: str) -> None:
+async def test_the_last_allowed_turn_is_verified(folder: str) -> None:
     resources = Resources()
-
-    async def act(made: Setup) -> None:
-        async with resources.serving(), await made.open() as opened:
-            await NemoGymHarness(resources.url, max_turns=1).run(asked_of(opened, ROW))
-
-    run(folder, act, [f"Look:\n{CALL}"])
+    async with (
+        setup(folder, [f"Look:\n{CALL}"]) as made,
+        resources.serving(),
+        await made.open() as opened,
+    ):
+        await NemoGymHarness(resources.url, max_turns=1).run(asked_of(opened, ROW))
     assert [path for path, _ in resources.asked] == ["/seed_session", "/verify"]
 
 
-def test_a_row_without_a_task_and_a_server_that_is_gone_are_errors(folder: str) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as opened:
-            harness = NemoGymHarness("http://127.0.0.1:9")
-            with pytest.raises(DataError, match="has no responses_create_params"):
-                await harness.run(asked_of(opened, {"wanted": "x"}))
-            with pytest.raises(aiohttp.ClientError):
-                await harness.run(asked_of(opened, ROW))
-
-    run(folder, act, [])
+async def test_a_row_without_a_task_and_a_server_that_is_gone_are_errors(folder: str) -> None:
+    async with setup(folder, []) as made, await made.open() as opened:
+        harness = NemoGymHarness("http://127.0.0.1:9")
+        with pytest.raises(DataError, match="has no responses_create_params"):
+            await harness.run(asked_of(opened, {"wanted": "x"}))
+        with pytest.raises(aiohttp.ClientError):
+            await harness.run(asked_of(opened, ROW))
 
 
 def test_an_address_is_wanted() -> None:

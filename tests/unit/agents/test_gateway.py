@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -124,51 +124,36 @@ async def setup(
             yield made
 
 
-def run(
-    folder: str,
-    act: Callable[[Setup], Awaitable[None]],
-    answers: Sequence[str] = (),
-    *,
-    abort_share: float = 0.0,
-) -> None:
-    async def running() -> None:
-        async with setup(folder, answers, abort_share=abort_share) as made:
-            await act(made)
-
-    asyncio.run(asyncio.wait_for(running(), timeout=60))
-
-
 @pytest.mark.parametrize("abort_share", [0.0, 1.0])
-def test_a_conversation_with_tools_is_one_trajectory(folder: str, abort_share: float) -> None:
+async def test_a_conversation_with_tools_is_one_trajectory(folder: str, abort_share: float) -> None:
     """This also holds when every answer is aborted once for new weights."""
+    async with (
+        setup(folder, [CALL, "It is sunny."], abort_share=abort_share) as made,
+        await made.open() as episode,
+    ):
+        status, first = await made.post(episode, {"messages": [USER], "tools": TOOLS})
+        assert status == 200
+        choice = first["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        call = message["tool_calls"][0]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+        output = {"role": "tool", "content": "sunny", "tool_call_id": call["id"]}
+        messages = [USER, message, output]
+        status, second = await made.post(episode, {"messages": messages, "tools": TOOLS})
+        assert status == 200
+        assert second["choices"][0]["message"]["content"] == "It is sunny."
+        assert second["choices"][0]["finish_reason"] == "stop"
+        assert second["usage"]["total_tokens"] > second["usage"]["prompt_tokens"] > 0
+        (trajectory,) = episode.trajectories()
+        check([trajectory], made.sampled)
+        assert len(trajectory.turns) == 2
+        versions = {version for version, _ in trajectory.versions.runs}
+        assert (len(versions) > 2) == (abort_share > 0)
 
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            status, first = await made.post(episode, {"messages": [USER], "tools": TOOLS})
-            assert status == 200
-            choice = first["choices"][0]
-            assert choice["finish_reason"] == "tool_calls"
-            message = choice["message"]
-            call = message["tool_calls"][0]
-            assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
-            output = {"role": "tool", "content": "sunny", "tool_call_id": call["id"]}
-            messages = [USER, message, output]
-            status, second = await made.post(episode, {"messages": messages, "tools": TOOLS})
-            assert status == 200
-            assert second["choices"][0]["message"]["content"] == "It is sunny."
-            assert second["choices"][0]["finish_reason"] == "stop"
-            assert second["usage"]["total_tokens"] > second["usage"]["prompt_tokens"] > 0
-            (trajectory,) = episode.trajectories()
-            check([trajectory], made.sampled)
-            assert len(trajectory.turns) == 2
-            versions = {version for version, _ in trajectory.versions.runs}
-            assert (len(versions) > 2) == (abort_share > 0)
 
-    run(folder, act, [CALL, "It is sunny."], abort_share=abort_share)
-
-
-def test_a_key_reaches_only_its_open_episode(folder: str) -> None:
-    async def act(made: Setup) -> None:
+async def test_a_key_reaches_only_its_open_episode(folder: str) -> None:
+    async with setup(folder, ["Fine."]) as made:
         first, second = await made.open(), await made.open(index=1)
         assert first.api_key != second.api_key
         await made.post(first, {"messages": [USER]})
@@ -194,22 +179,17 @@ def test_a_key_reaches_only_its_open_episode(folder: str) -> None:
             assert [one["id"] for one in (await response.json())["data"]] == ["policy"]
         await first.close()
 
-    run(folder, act, ["Fine."])
 
-
-def test_the_policy_samples_with_the_parameters_of_the_run(folder: str) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            body = {"messages": [USER], "temperature": 0, "top_p": 0.1, "max_tokens": 5}
-            url, key = episode.base_url + CHAT, {"Authorization": f"Bearer {episode.api_key}"}
-            async with made.client.post(url, json=body, headers=key) as response:
-                assert response.status == 200
-                assert response.headers[http_server.OVERRIDDEN_HEADER] == "temperature, top_p"
-            params = made.engine.bodies[-1]["sampling_params"]
-            assert (params["temperature"], params["top_p"]) == (0.7, 0.9)
-            assert params["max_new_tokens"] == 5
-
-    run(folder, act, ["Fine."])
+async def test_the_policy_samples_with_the_parameters_of_the_run(folder: str) -> None:
+    async with setup(folder, ["Fine."]) as made, await made.open() as episode:
+        body = {"messages": [USER], "temperature": 0, "top_p": 0.1, "max_tokens": 5}
+        url, key = episode.base_url + CHAT, {"Authorization": f"Bearer {episode.api_key}"}
+        async with made.client.post(url, json=body, headers=key) as response:
+            assert response.status == 200
+            assert response.headers[http_server.OVERRIDDEN_HEADER] == "temperature, top_p"
+        params = made.engine.bodies[-1]["sampling_params"]
+        assert (params["temperature"], params["top_p"]) == (0.7, 0.9)
+        assert params["max_new_tokens"] == 5
 
 
 def test_fields_of_the_apis_and_of_engines_are_known() -> None:
@@ -236,48 +216,43 @@ def test_fields_of_the_apis_and_of_engines_are_known() -> None:
     assert request_fields.CHAT.check(fields) == ("reasoning_effort",)
 
 
-def test_a_stream_has_the_same_content_as_a_response(folder: str) -> None:
+async def test_a_stream_has_the_same_content_as_a_response(folder: str) -> None:
     answers = [f"<think>\nHm.\n</think>\n\nLook:\n{CALL}\n{CALL}"] * 2
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            body = {"messages": [USER], "tools": TOOLS, "logprobs": True}
-            _, whole = await made.post(episode, body)
-            streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            key = {"Authorization": f"Bearer {episode.api_key}"}
-            events = await made.events(episode.base_url + CHAT, key, streamed)
-            assert events[-1] == ("", "[DONE]")
-            chunks = [data for _, data in events[:-1]]
-            message: Body = {"tool_calls": []}
-            for chunk in chunks[:-1]:
-                delta = chunk["choices"][0]["delta"]
-                message["tool_calls"] += delta.pop("tool_calls", [])
-                for field, text in delta.items():
-                    message[field] = message.get(field, "") + text
-            given = whole["choices"][0]["message"]
-            for call in message["tool_calls"] + given["tool_calls"]:
-                call.pop("index", None)
-                call.pop("id")
-            assert {**given, "refusal": None} == {**message, "refusal": None}
-            assert given["reasoning_content"] == "Hm."
-            assert given["content"] == "Look:"
-            assert len(given["tool_calls"]) == 2
-            assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
-            assert chunks[-1]["usage"] == pytest.approx(whole["usage"], abs=50)
-            trajectory = episode.trajectories()[0]
-            logprobs = [one["logprob"] for one in whole["choices"][0]["logprobs"]["content"]]
-            turn = trajectory.turns[0]
-            assert logprobs == list(trajectory.logprobs[turn.start : turn.end])
-
-    run(folder, act, answers)
+    async with setup(folder, answers) as made, await made.open() as episode:
+        body = {"messages": [USER], "tools": TOOLS, "logprobs": True}
+        _, whole = await made.post(episode, body)
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        key = {"Authorization": f"Bearer {episode.api_key}"}
+        events = await made.events(episode.base_url + CHAT, key, streamed)
+        assert events[-1] == ("", "[DONE]")
+        chunks = [data for _, data in events[:-1]]
+        message: Body = {"tool_calls": []}
+        for chunk in chunks[:-1]:
+            delta = chunk["choices"][0]["delta"]
+            message["tool_calls"] += delta.pop("tool_calls", [])
+            for field, text in delta.items():
+                message[field] = message.get(field, "") + text
+        given = whole["choices"][0]["message"]
+        for call in message["tool_calls"] + given["tool_calls"]:
+            call.pop("index", None)
+            call.pop("id")
+        assert {**given, "refusal": None} == {**message, "refusal": None}
+        assert given["reasoning_content"] == "Hm."
+        assert given["content"] == "Look:"
+        assert len(given["tool_calls"]) == 2
+        assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+        assert chunks[-1]["usage"] == pytest.approx(whole["usage"], abs=50)
+        trajectory = episode.trajectories()[0]
+        logprobs = [one["logprob"] for one in whole["choices"][0]["logprobs"]["content"]]
+        turn = trajectory.turns[0]
+        assert logprobs == list(trajectory.logprobs[turn.start : turn.end])
 
 
-def test_streams_are_kept_open_and_report_late_errors(
+async def test_streams_are_kept_open_and_report_late_errors(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.05)
-
-    async def act(made: Setup) -> None:
+    async with setup(folder) as made:
         made.engine.holds = asyncio.Event()
         async with await made.open() as episode:
             url, key = episode.base_url + CHAT, {"Authorization": f"Bearer {episode.api_key}"}
@@ -290,54 +265,48 @@ def test_streams_are_kept_open_and_report_late_errors(
                 assert b"engine_error" in await response.read()
             assert isinstance(episode.error, RolloutError)
 
-    run(folder, act)
 
-
-def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
+async def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
     tool = {
         "name": "weather",
         "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
-            body: Body = {"model": "any", "max_tokens": 100, "system": "Be kind.", "tools": [tool]}
-            messages: list[Body] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-            async with made.client.post(
-                url, json={**body, "messages": messages}, headers=key
-            ) as response:
-                assert response.status == 200, await response.text()
-                first = await response.json()
-            kinds = [block["type"] for block in first["content"]]
-            assert kinds == ["thinking", "text", "tool_use"]
-            assert first["content"][2]["input"] == {"city": "Paris"}
-            assert first["stop_reason"] == "tool_use"
-            result = {"type": "tool_result", "tool_use_id": first["content"][2]["id"]}
-            messages += [
-                {"role": "assistant", "content": first["content"]},
-                {"role": "user", "content": [{**result, "content": "sunny"}]},
-            ]
-            streamed = {**body, "messages": messages, "stream": True}
-            events = await made.events(url, key, streamed)
-            names = [name for name, _ in events]
-            assert names == [
-                *("message_start", "content_block_start", "content_block_delta"),
-                *("content_block_stop", "message_delta", "message_stop"),
-            ]
-            assert events[2][1]["delta"] == {"type": "text_delta", "text": "It is sunny."}
-            assert events[4][1]["delta"]["stop_reason"] == "end_turn"
-            async with made.client.post(
-                url + "/count_tokens", json={**body, "messages": messages}, headers=key
-            ) as response:
-                counted = (await response.json())["input_tokens"]
-            assert counted > first["usage"]["input_tokens"]
-            trajectories = episode.trajectories()
-            assert len(trajectories) == 1
-            check(trajectories, made.sampled)
-
     answer = f"<think>\nHm.\n</think>\n\nLook:\n{CALL}"
-    run(folder, act, [answer, "It is sunny."])
+    async with setup(folder, [answer, "It is sunny."]) as made, await made.open() as episode:
+        url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
+        body: Body = {"model": "any", "max_tokens": 100, "system": "Be kind.", "tools": [tool]}
+        messages: list[Body] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        async with made.client.post(
+            url, json={**body, "messages": messages}, headers=key
+        ) as response:
+            assert response.status == 200, await response.text()
+            first = await response.json()
+        kinds = [block["type"] for block in first["content"]]
+        assert kinds == ["thinking", "text", "tool_use"]
+        assert first["content"][2]["input"] == {"city": "Paris"}
+        assert first["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": first["content"][2]["id"]}
+        messages += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [{**result, "content": "sunny"}]},
+        ]
+        streamed = {**body, "messages": messages, "stream": True}
+        events = await made.events(url, key, streamed)
+        names = [name for name, _ in events]
+        assert names == [
+            *("message_start", "content_block_start", "content_block_delta"),
+            *("content_block_stop", "message_delta", "message_stop"),
+        ]
+        assert events[2][1]["delta"] == {"type": "text_delta", "text": "It is sunny."}
+        assert events[4][1]["delta"]["stop_reason"] == "end_turn"
+        async with made.client.post(
+            url + "/count_tokens", json={**body, "messages": messages}, headers=key
+        ) as response:
+            counted = (await response.json())["input_tokens"]
+        assert counted > first["usage"]["input_tokens"]
+        trajectories = episode.trajectories()
+        assert len(trajectories) == 1
+        check(trajectories, made.sampled)
 
 
 @pytest.mark.parametrize(
@@ -367,59 +336,51 @@ def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
     ],
 )
-def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_format(
+async def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_format(
     folder: str, body: Body, param: str
 ) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            status, answer = await made.post(episode, body)
-            assert status == 400
-            assert answer["error"]["type"] == "invalid_request_error"
-            assert answer["error"]["param"] == param
-            assert made.engine.bodies == []
-
-    run(folder, act)
+    async with setup(folder) as made, await made.open() as episode:
+        status, answer = await made.post(episode, body)
+        assert status == 400
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["param"] == param
+        assert made.engine.bodies == []
 
 
-def test_a_tool_that_anthropic_runs_is_refused_and_one_of_the_client_is_not(folder: str) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
-            for kind, status in (("web_search_20250305", 400), ("custom", 200)):
-                tool = {"type": kind, "name": "search", "input_schema": {"type": "object"}}
-                body = {"messages": [USER], "max_tokens": 8, "tools": [tool]}
-                async with made.client.post(url, json=body, headers=key) as response:
-                    assert response.status == status, await response.text()
+async def test_a_tool_that_anthropic_runs_is_refused_and_one_of_the_client_is_not(
+    folder: str,
+) -> None:
+    async with setup(folder, ["Found."]) as made, await made.open() as episode:
+        url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
+        for kind, status in (("web_search_20250305", 400), ("custom", 200)):
+            tool = {"type": kind, "name": "search", "input_schema": {"type": "object"}}
+            body = {"messages": [USER], "max_tokens": 8, "tools": [tool]}
+            async with made.client.post(url, json=body, headers=key) as response:
+                assert response.status == status, await response.text()
 
-    run(folder, act, ["Found."])
 
-
-def test_errors_of_http_are_in_the_format_of_the_api(
+async def test_errors_of_http_are_in_the_format_of_the_api(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            status, answer = await made.post(episode, {"messages": [USER], "user": "x" * 2000})
-            assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
-            key = {"Authorization": f"Bearer {episode.api_key}"}
-            url = episode.base_url
-            async with made.client.post(url + CHAT, data=b"{", headers=key) as response:
-                assert response.status == 400
-                assert "JSON" in (await response.json())["error"]["message"]
-            async with made.client.get(url + "/nothing", headers=key) as response:
-                assert response.status == 404
-                assert "error" in await response.json()
-            async with made.client.post(episode.anthropic_url + MESSAGES, json={}) as response:
-                assert response.status == 401
-                assert (await response.json())["error"]["type"] == "authentication_error"
-
-    run(folder, act)
+    async with setup(folder) as made, await made.open() as episode:
+        status, answer = await made.post(episode, {"messages": [USER], "user": "x" * 2000})
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+        key = {"Authorization": f"Bearer {episode.api_key}"}
+        url = episode.base_url
+        async with made.client.post(url + CHAT, data=b"{", headers=key) as response:
+            assert response.status == 400
+            assert "JSON" in (await response.json())["error"]["message"]
+        async with made.client.get(url + "/nothing", headers=key) as response:
+            assert response.status == 404
+            assert "error" in await response.json()
+        async with made.client.post(episode.anthropic_url + MESSAGES, json={}) as response:
+            assert response.status == 401
+            assert (await response.json())["error"]["type"] == "authentication_error"
 
 
-def test_an_engine_that_fails_is_an_error_of_the_episode(folder: str) -> None:
-    async def act(made: Setup) -> None:
+async def test_an_engine_that_fails_is_an_error_of_the_episode(folder: str) -> None:
+    async with setup(folder) as made:
         made.engine.answer = lambda _: {"no": "answer"}
         async with await made.open() as episode:
             status, answer = await made.post(episode, {"messages": [USER]})
@@ -427,13 +388,10 @@ def test_an_engine_that_fails_is_an_error_of_the_episode(folder: str) -> None:
             assert isinstance(episode.error, RolloutError)
             assert episode.trajectories() == ()
 
-    run(folder, act)
 
-
-def test_a_halt_ends_requests_in_flight(folder: str) -> None:
+async def test_a_halt_ends_requests_in_flight(folder: str) -> None:
     """As in a preemption, engines abort, the connection is halted, and harnesses get a 503."""
-
-    async def act(made: Setup) -> None:
+    async with setup(folder, ["It is fine today."]) as made:
         made.engine.holds = asyncio.Event()
         async with await made.open() as episode:
             request = asyncio.ensure_future(made.post(episode, {"messages": [USER]}))
@@ -447,12 +405,12 @@ def test_a_halt_ends_requests_in_flight(folder: str) -> None:
             assert episode.halted
             assert episode.trajectories() == ()
 
-    run(folder, act, ["It is fine today."])
-
 
 @pytest.mark.parametrize("how", ["disconnect", "close"])
-def test_answers_that_no_harness_reads_are_cancelled_and_not_trained(folder: str, how: str) -> None:
-    async def act(made: Setup) -> None:
+async def test_answers_that_no_harness_reads_are_cancelled_and_not_trained(
+    folder: str, how: str
+) -> None:
+    async with setup(folder) as made:
         made.engine.holds = asyncio.Event()
         async with await made.open() as episode:
             request = asyncio.ensure_future(made.post(episode, {"messages": [USER]}))
@@ -468,19 +426,17 @@ def test_answers_that_no_harness_reads_are_cancelled_and_not_trained(folder: str
             assert episode.trajectories() == ()
             assert episode.num_tokens == 0
 
-    run(folder, act)
 
-
-def test_no_more_answers_than_allowed_are_generated_at_once(folder: str) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open(limits=EpisodeLimits(max_parallel=2)) as episode:
-            status, answer = await made.post(episode, {"messages": [USER], "n": 6})
-            assert status == 200
-            assert len(answer["choices"]) == 6
-            assert made.engine.most_under_way <= 2
-            assert len(episode.trajectories()) == 6
-
-    run(folder, act, ["A."] * 6)
+async def test_no_more_answers_than_allowed_are_generated_at_once(folder: str) -> None:
+    async with (
+        setup(folder, ["A."] * 6) as made,
+        await made.open(limits=EpisodeLimits(max_parallel=2)) as episode,
+    ):
+        status, answer = await made.post(episode, {"messages": [USER], "n": 6})
+        assert status == 200
+        assert len(answer["choices"]) == 6
+        assert made.engine.most_under_way <= 2
+        assert len(episode.trajectories()) == 6
 
 
 def test_a_folder_without_chat_template_is_refused(folder: str, tmp_path: Path) -> None:
@@ -491,13 +447,10 @@ def test_a_folder_without_chat_template_is_refused(folder: str, tmp_path: Path) 
         Gateway(str(tmp_path))
 
 
-def test_an_address_that_cannot_be_bound_is_named(folder: str) -> None:
-    async def act() -> None:
+async def test_an_address_that_cannot_be_bound_is_named(folder: str) -> None:
+    with pytest.raises(RolloutError, match=r"192\.0\.2\.1"):
         async with Gateway(folder, host="192.0.2.1"):
             pass
-
-    with pytest.raises(RolloutError, match=r"192\.0\.2\.1"):
-        asyncio.run(act())
 
 
 def test_the_context_length_of_the_model_is_read_from_its_folder(tmp_path: Path) -> None:

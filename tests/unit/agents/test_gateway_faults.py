@@ -18,7 +18,7 @@ from rlpost.agents.http_server import REPEATED_HEADER
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS
 from tests.unit.agents.sampled import check
-from tests.unit.agents.test_gateway import CHAT, MESSAGES, USER, Body, Setup, run
+from tests.unit.agents.test_gateway import CHAT, MESSAGES, USER, Body, setup
 
 RESPONSES = "/v1/responses"
 SURROGATE = '{"name": "weather", "arguments": {"city": "\\ud83d"}}'
@@ -58,45 +58,41 @@ def requests_of(episode: OpenEpisode) -> list[tuple[str, Body]]:
     ("call", "is_call"),
     [(SURROGATE, True), (LARGE, True), (INFINITE, False), (NO_NUMBER, False), (NESTED, False)],
 )
-def test_any_call_of_the_policy_is_an_answer_of_every_api(
+async def test_any_call_of_the_policy_is_an_answer_of_every_api(
     folder: str, call: str, is_call: bool, stream: bool
 ) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            key = {"Authorization": f"Bearer {episode.api_key}"}
-            for url, body in requests_of(episode):
-                body["stream"] = stream
-                async with made.client.post(url, json=body, headers=key) as response:
-                    text = await response.text()  # fails if the framing is broken
-                    assert response.status == 200, text
-                has_call = any(word in text for word in ("call_", "tool_use"))
-                assert has_call == is_call, text
-            check(episode.trajectories(), made.sampled)
-            assert episode.num_requests == 3
+    async with (
+        setup(folder, [f"<tool_call>\n{call}\n</tool_call>"] * 3) as made,
+        await made.open() as episode,
+    ):
+        key = {"Authorization": f"Bearer {episode.api_key}"}
+        for url, body in requests_of(episode):
+            body["stream"] = stream
+            async with made.client.post(url, json=body, headers=key) as response:
+                text = await response.text()  # fails if the framing is broken
+                assert response.status == 200, text
+            has_call = any(word in text for word in ("call_", "tool_use"))
+            assert has_call == is_call, text
+        check(episode.trajectories(), made.sampled)
+        assert episode.num_requests == 3
 
-    run(folder, act, [f"<tool_call>\n{call}\n</tool_call>"] * 3)
 
-
-def test_a_parser_that_fails_leaves_the_answer_as_text(
+async def test_a_parser_that_fails_leaves_the_answer_as_text(
     folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RecursionError
 
     monkeypatch.setattr(episode_module, "parse_answer", fail)
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
-            assert (status, answer["choices"][0]["message"]["content"]) == (200, "Fine.")
-            check(episode.trajectories(), made.sampled)
-
-    run(folder, act, ["Fine."])
+    async with setup(folder, ["Fine."]) as made, await made.open() as episode:
+        status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "Fine.")
+        check(episode.trajectories(), made.sampled)
     assert "could not be parsed" in caplog.text
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_answer_that_cannot_be_written_is_an_error_and_is_not_recorded(
+async def test_an_answer_that_cannot_be_written_is_an_error_and_is_not_recorded(
     folder: str, monkeypatch: pytest.MonkeyPatch, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also inside a stream, where a second response would break the framing of the first."""
@@ -107,8 +103,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_and_is_not_recorded(
     monkeypatch.setattr(http_server._Api, "content", lambda *_: fail(None))
     if late:
         monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.05)
-
-    async def act(made: Setup) -> None:
+    async with setup(folder, ["Fine."]) as made:
         if late:
             made.engine.holds = asyncio.Event()
         async with await made.open() as episode:
@@ -121,13 +116,11 @@ def test_an_answer_that_cannot_be_written_is_an_error_and_is_not_recorded(
                 assert b"gateway_error" in await response.read()
             assert episode.trajectories() == ()
             assert (episode.num_requests, episode.num_tokens) == (0, 0)
-
-    run(folder, act, ["Fine."])
     assert "not JSON" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_cannot_be_delivered_is_not_trained(
+async def test_an_answer_that_cannot_be_delivered_is_not_trained(
     folder: str, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The client leaves after the engine has answered; the next request has the same number."""
@@ -144,52 +137,50 @@ def test_an_answer_that_cannot_be_delivered_is_not_trained(
         monkeypatch.setattr(web.StreamResponse, "write", fail)
     else:
         monkeypatch.setattr(http_server, "_response", lambda *_: LostResponse())
+    async with (
+        setup(folder, ["Fine.", "Rain.", "Snow."]) as made,
+        await made.open(limits=EpisodeLimits(max_requests=2)) as episode,
+    ):
+        body: Body = {"messages": [USER]}
+        with pytest.raises((aiohttp.ClientError, asyncio.TimeoutError)):
+            async with asyncio.timeout(5):
+                await made.post(episode, {**body, "stream": stream})
+        assert episode.trajectories() == ()
+        status, answer = await made.post(episode, body)
+        message = answer["choices"][0]["message"]
+        assert (status, message["content"]) == (200, "Rain.")
+        body["messages"] = [USER, message, USER]
+        assert (await made.post(episode, body))[0] == 200
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == ["Rain.", "Snow."]
+        assert episode.num_requests == 2
 
-    async def act(made: Setup) -> None:
-        async with await made.open(limits=EpisodeLimits(max_requests=2)) as episode:
-            body: Body = {"messages": [USER]}
-            with pytest.raises((aiohttp.ClientError, asyncio.TimeoutError)):
-                async with asyncio.timeout(5):
-                    await made.post(episode, {**body, "stream": stream})
-            assert episode.trajectories() == ()
-            status, answer = await made.post(episode, body)
-            message = answer["choices"][0]["message"]
-            assert (status, message["content"]) == (200, "Rain.")
-            body["messages"] = [USER, message, USER]
-            assert (await made.post(episode, body))[0] == 200
-            (trajectory,) = episode.trajectories()
-            assert [turn.text for turn in trajectory.turns] == ["Rain.", "Snow."]
-            assert episode.num_requests == 2
 
-    run(folder, act, ["Fine.", "Rain.", "Snow."])
-
-
-def test_a_repeated_request_gets_the_answer_that_its_client_lost(folder: str) -> None:
+async def test_a_repeated_request_gets_the_answer_that_its_client_lost(folder: str) -> None:
     """Clients of OpenAI and Anthropic count their repetitions in a header."""
+    async with (
+        setup(folder, ["Fine.", "Rain.", "Snow.", "Hail."]) as made,
+        await made.open() as episode,
+    ):
+        repeated = {REPEATED_HEADER: "1"}
+        body: Body = {"messages": [USER]}
+        _, lost = await made.post(episode, body, **{REPEATED_HEADER: "0"})
+        _, answer = await made.post(episode, body, **repeated)
+        assert answer["choices"] == lost["choices"]
+        _, other = await made.post(episode, {**body, "max_tokens": 9}, **repeated)
+        assert other["choices"] != lost["choices"]  # another request
+        messages = [USER, answer["choices"][0]["message"], USER]
+        await made.post(episode, {"messages": messages})
+        _, again = await made.post(episode, body, **repeated)
+        assert again["choices"][0]["message"]["content"] == "Hail."  # the first was read
+        check(episode.trajectories(), made.sampled)
+        assert episode.num_requests == 4
 
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            repeated = {REPEATED_HEADER: "1"}
-            body: Body = {"messages": [USER]}
-            _, lost = await made.post(episode, body, **{REPEATED_HEADER: "0"})
-            _, answer = await made.post(episode, body, **repeated)
-            assert answer["choices"] == lost["choices"]
-            _, other = await made.post(episode, {**body, "max_tokens": 9}, **repeated)
-            assert other["choices"] != lost["choices"]  # another request
-            messages = [USER, answer["choices"][0]["message"], USER]
-            await made.post(episode, {"messages": messages})
-            _, again = await made.post(episode, body, **repeated)
-            assert again["choices"][0]["message"]["content"] == "Hail."  # the first was read
-            check(episode.trajectories(), made.sampled)
-            assert episode.num_requests == 4
 
-    run(folder, act, ["Fine.", "Rain.", "Snow.", "Hail."])
-
-
-def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_is_closed(
+async def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_is_closed(
     folder: str,
 ) -> None:
-    async def act(made: Setup) -> None:
+    async with setup(folder) as made:
         made.engine.holds = asyncio.Event()
         episode = await made.open(limits=EpisodeLimits(max_parallel=2))
         requests = [asyncio.ensure_future(made.post(episode, {"messages": [USER]})) for _ in "6666"]
@@ -199,27 +190,24 @@ def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_is_clos
         assert [status for status, _ in await asyncio.gather(*requests)] == [401] * 4
         assert len(made.engine.bodies) == 2
 
-    run(folder, act)
 
-
-def test_keys_are_read_as_http_spells_them(folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            url, key = f"{episode.base_url}/models", episode.api_key
-            accepted = [
-                {"Authorization": f"bearer {key}"},
-                {"Authorization": "Bearer of-a-proxy", "x-api-key": key},
-            ]
-            refused = [{"Authorization": f"Basic {key}"}, {"Authorization": f"Bearer {key[:-1]}ü"}]
-            for headers in accepted + refused:
-                async with made.client.get(url, headers=headers) as response:
-                    assert response.status == (200 if headers in accepted else 401), headers
-
-    run(folder, act)
+async def test_keys_are_read_as_http_spells_them(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with setup(folder) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/models", episode.api_key
+        accepted = [
+            {"Authorization": f"bearer {key}"},
+            {"Authorization": "Bearer of-a-proxy", "x-api-key": key},
+        ]
+        refused = [{"Authorization": f"Basic {key}"}, {"Authorization": f"Bearer {key[:-1]}ü"}]
+        for headers in accepted + refused:
+            async with made.client.get(url, headers=headers) as response:
+                assert response.status == (200 if headers in accepted else 401), headers
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-def test_a_text_beyond_the_context_is_refused_before_it_is_rendered(
+async def test_a_text_beyond_the_context_is_refused_before_it_is_rendered(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool output of megabytes would hold all episodes while it is rendered and tokenised."""
@@ -233,8 +221,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_rendered(
         return encode(template, text)
 
     monkeypatch.setattr(ChatTemplate, "encode", counted)
-
-    async def act(made: Setup) -> None:
+    async with setup(folder, ["Fine."]) as made:
         made.gateway.policy.context_length = 2000
         async with await made.open() as episode:
             message = {"role": "user", "content": "a line of a log\n" * 100_000}
@@ -246,52 +233,39 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_rendered(
             status, _ = await made.post(episode, {"messages": [repetitive]})
             assert status in (200, 400)
 
-    run(folder, act, ["Fine."])
 
-
-def test_a_system_prompt_that_changes_with_every_request_is_logged_once_with_its_cause(
+async def test_a_system_prompt_that_changes_with_every_request_is_logged_once_with_its_cause(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            for number in range(3):
-                system = {"role": "system", "content": f"It is second {number}."}
-                assert (await made.post(episode, {"messages": [system, USER]}))[0] == 200
-            causes = [trajectory.cause for trajectory in episode.trajectories()]
-            assert causes[1:] == ["message 0 (system) differs from that of an earlier request"] * 2
-
-    run(folder, act, ["Fine."] * 3)
+    async with setup(folder, ["Fine."] * 3) as made, await made.open() as episode:
+        for number in range(3):
+            system = {"role": "system", "content": f"It is second {number}."}
+            assert (await made.post(episode, {"messages": [system, USER]}))[0] == 200
+        causes = [trajectory.cause for trajectory in episode.trajectories()]
+        assert causes[1:] == ["message 0 (system) differs from that of an earlier request"] * 2
     assert caplog.text.count("begins another trajectory: message 0 (system) differs") == 1
 
 
-def test_the_header_of_claude_code_is_not_part_of_the_prompt(folder: str) -> None:
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
-            messages: list[Body] = [USER]
-            for number in range(3):
-                billing = f"x-anthropic-billing-header: cc_version=2.1.36; cch={number};"
-                system = [{"type": "text", "text": text} for text in (billing, "Be kind.")]
-                body = {"max_tokens": 100, "system": system, "messages": messages}
-                async with made.client.post(url, json=body, headers=key) as response:
-                    answer = await response.json()
-                messages += [{"role": "assistant", "content": answer["content"]}, USER]
-            (trajectory,) = episode.trajectories()
-            assert len(trajectory.turns) == 3
-
-    run(folder, act, ["Fine."] * 3)
+async def test_the_header_of_claude_code_is_not_part_of_the_prompt(folder: str) -> None:
+    async with setup(folder, ["Fine."] * 3) as made, await made.open() as episode:
+        url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
+        messages: list[Body] = [USER]
+        for number in range(3):
+            billing = f"x-anthropic-billing-header: cc_version=2.1.36; cch={number};"
+            system = [{"type": "text", "text": text} for text in (billing, "Be kind.")]
+            body = {"max_tokens": 100, "system": system, "messages": messages}
+            async with made.client.post(url, json=body, headers=key) as response:
+                answer = await response.json()
+            messages += [{"role": "assistant", "content": answer["content"]}, USER]
+        (trajectory,) = episode.trajectories()
+        assert len(trajectory.turns) == 3
 
 
-def test_a_template_with_an_unknown_form_of_calls_refuses_tools(tmp_path: Path) -> None:
+async def test_a_template_with_an_unknown_form_of_calls_refuses_tools(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     folder = write_model(tmp_path, "qwen", template)
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
-            assert (status, answer["error"]["code"]) == (400, "tools_not_supported")
-            assert (await made.post(episode, {"messages": [USER]}))[0] == 200
-
-    run(folder, act, ["Fine."])
+    async with setup(folder, ["Fine."]) as made, await made.open() as episode:
+        status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
+        assert (status, answer["error"]["code"]) == (400, "tools_not_supported")
+        assert (await made.post(episode, {"messages": [USER]}))[0] == 200

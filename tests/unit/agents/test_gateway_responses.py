@@ -12,7 +12,7 @@ from rlpost.agents.chat_messages import BadRequest, Message, ToolCall
 from rlpost.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
-from tests.unit.agents.test_gateway import CALL, Setup, run
+from tests.unit.agents.test_gateway import CALL, setup
 
 TOOL: Any = {
     "type": "function",
@@ -28,46 +28,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("qwen"), "qwen")
 
 
-def test_a_loop_of_calls_with_openais_client_is_one_trajectory(folder: str) -> None:
+async def test_a_loop_of_calls_with_openais_client_is_one_trajectory(folder: str) -> None:
     """Items are returned unchanged; the second answer is streamed, the third truncated."""
-
-    async def act(made: Setup) -> None:
-        async with await made.open() as episode:
-            client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
-            responses = AsyncResponses(client)
-            given: Any = {"model": "any", "instructions": "Be kind.", "tools": [TOOL]}
-            items: list[Any] = [QUESTION]
-            first = await responses.create(**given, input=items, temperature=0.1)
-            assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
-            assert (first.status, first.output_text) == ("completed", "Look:")
-            call: Any = first.output[2]
-            assert (call.name, call.arguments) == ("weather", '{"city": "Paris"}')
-            result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-            items += [*(item.to_dict() for item in first.output), result]
-            kinds, texts = [], []
-            async for event in await responses.create(**given, input=items, stream=True):
-                kinds.append(event.type)
-                if event.type == "response.output_text.delta":
-                    texts.append(event.delta)
-                if event.type == "response.completed":
-                    second = event.response
-            assert kinds[:2] == ["response.created", "response.in_progress"]
-            assert kinds[-1] == "response.completed" and texts == ["It is sunny."]
-            assert second.usage.input_tokens > first.usage.input_tokens
-            items += [
-                *(item.to_dict() for item in second.output),
-                {"role": "user", "content": "So?"},
-            ]
-            third = await responses.create(**given, input=items, max_output_tokens=2)
-            assert third.status == "incomplete"
-            assert third.incomplete_details.reason == "max_output_tokens"
-            first_two, *_ = episode.trajectories()
-            assert [turn.request for turn in first_two.turns[:2]] == [0, 1]
-            check(episode.trajectories(), made.sampled)
-            await client.close()
-
     answer = f"<think>\nHm.\n</think>\n\nLook:\n{CALL}"
-    run(folder, act, [answer, "It is sunny.", "Take a walk."])
+    async with (
+        setup(folder, [answer, "It is sunny.", "Take a walk."]) as made,
+        await made.open() as episode,
+    ):
+        client = AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+        responses = AsyncResponses(client)
+        given: Any = {"model": "any", "instructions": "Be kind.", "tools": [TOOL]}
+        items: list[Any] = [QUESTION]
+        first = await responses.create(**given, input=items, temperature=0.1)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert (first.status, first.output_text) == ("completed", "Look:")
+        call: Any = first.output[2]
+        assert (call.name, call.arguments) == ("weather", '{"city": "Paris"}')
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        items += [*(item.to_dict() for item in first.output), result]
+        kinds, texts = [], []
+        async for event in await responses.create(**given, input=items, stream=True):
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                texts.append(event.delta)
+            if event.type == "response.completed":
+                second = event.response
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed" and texts == ["It is sunny."]
+        assert second.usage.input_tokens > first.usage.input_tokens
+        items += [
+            *(item.to_dict() for item in second.output),
+            {"role": "user", "content": "So?"},
+        ]
+        third = await responses.create(**given, input=items, max_output_tokens=2)
+        assert third.status == "incomplete"
+        assert third.incomplete_details.reason == "max_output_tokens"
+        first_two, *_ = episode.trajectories()
+        assert [turn.request for turn in first_two.turns[:2]] == [0, 1]
+        check(episode.trajectories(), made.sampled)
+        await client.close()
 
 
 def test_items_become_messages_and_assistant_items_become_one_message() -> None:

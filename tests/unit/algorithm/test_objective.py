@@ -12,12 +12,12 @@ from rlpost.algorithm.advantage import custom_advantages, estimate
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl, kl_values
 from rlpost.algorithm.loss import token_weights
-from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import POLICY_LOSSES, Tokens, loss_function, policy_objective
 from rlpost.algorithm.plugin import load_function
 from rlpost.columns import RunColumn
 from rlpost.errors import ConfigError
 from rlpost.types import Sample, SampleGroup, ScoredSample
+from tests.settings import loss_settings
 
 LENGTHS = (3, 1, 5, 2)
 
@@ -72,7 +72,7 @@ def total(parts, options):
     per_token=st.booleans(),
 )
 def test_the_loss_does_not_depend_on_micro_batching(surrogate, level, mode, order, cuts, per_token):
-    options = LossSettings(
+    options = loss_settings(
         policy_loss=surrogate, use_tis=True, tis_level=level, tis_mode=mode, tis_clip=1.3, tis_clip_low=0.7,
         use_opsm=True, opsm_delta=0.1, use_unbiased_kl=True,
         kl_loss_coef=0.2, use_kl_loss=True, entropy_coef=0.1, eps_clip_c=3.0, calculate_per_token_loss=per_token,
@@ -138,7 +138,7 @@ def test_the_mismatch_is_estimated_at_what_the_engines_sampled():
 
 def test_gradients_flow_through_the_current_log_probs_only():
     tokens = tokens_of(range(4), requires_grad=True)
-    options = LossSettings(use_tis=True, kl_loss_coef=0.5, use_kl_loss=True)
+    options = loss_settings(use_tis=True, kl_loss_coef=0.5, use_kl_loss=True)
     loss, stats = policy_objective(tokens, options)
     loss.sum().backward()
     assert tokens.logprobs.grad.abs().sum() > 0
@@ -218,7 +218,7 @@ def group(*rewards):
 
 
 def test_a_custom_loss_is_loaded_from_a_file(plugin):
-    options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{plugin}:loss")
+    options = loss_settings(loss_type="custom_loss", custom_loss_function_path=f"{plugin}:loss")
     tokens = tokens_of(range(4))
     loss, stats = loss_function(options)(tokens, options)
     assert torch.equal(loss, -tokens.advantages * tokens.logprobs)
@@ -283,7 +283,7 @@ def test_an_error_in_a_custom_function_is_an_error_of_the_settings(tmp_path):
         "import torch\ndef loss(tokens, settings):\n    return torch.add(tokens.logprobs, '1'), {}\n"
         "def advantages(groups, penalties):\n    import nowhere_at_all\n"
     )
-    options = LossSettings(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
+    options = loss_settings(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss")
     with pytest.raises(
         ConfigError,
         match=r"custom_loss_function_path = .*wrong.py:loss: TypeError.*wrong.py, line 3\)",
@@ -312,6 +312,6 @@ def test_a_missing_function_is_reported_with_the_existing_ones(plugin):
 
 
 def test_supervised_loss_is_the_negative_log_likelihood():
-    options = LossSettings(loss_type="sft_loss")
+    options = loss_settings(loss_type="sft_loss")
     tokens = tokens_of(range(4))
     assert torch.equal(loss_function(options)(tokens, options)[0], -tokens.logprobs)

@@ -18,6 +18,7 @@ from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
 from rlpost.columns import RunColumn
+from tests.settings import loss_settings
 
 LENGTHS, WIDTH = (6, 2, 9, 4), 9
 LIMIT = 1e-6
@@ -186,7 +187,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def test_the_flags_of_a_row_give_the_peers_loss_and_gradient(row):
     peer, theirs, own = ROWS[row]
     found = []
-    settings = LossSettings(**{"eps_clip_high": 0.2, **own})
+    settings = loss_settings(**{"eps_clip_high": 0.2, **own})
     has_kl_of_nemo = peer is nemo and settings.use_kl_loss
     for compute in (lambda given: peer(given, **theirs), lambda given: ours(given, settings)):
         given = batch(is_first_step=has_kl_of_nemo)
@@ -210,7 +211,7 @@ def test_the_flags_of_a_row_give_the_peers_loss_and_gradient(row):
 def test_without_the_flag_for_a_default_of_the_peer_the_gradient_is_another(row, own):
     peer, theirs, settings = ROWS[row]
     gradients = []
-    without = LossSettings(**{"eps_clip_high": 0.2, **settings, **own})
+    without = loss_settings(**{"eps_clip_high": 0.2, **settings, **own})
     for compute in (lambda given: peer(given, **theirs), lambda given: ours(given, without)):
         given = batch(is_first_step=peer is nemo)
         gradients += torch.autograd.grad(compute(given), given["new"])

@@ -8,7 +8,6 @@ from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.algorithm.objective import LOSSES, POLICY_LOSSES
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.load import load
-from rlpost.trainer.settings_of_actors import actor_settings
 
 
 def choices(leaf: str) -> set[Any]:
@@ -39,4 +38,4 @@ def test_every_value_of_a_setting_has_an_entry_and_every_entry_a_value():
 )
 def test_an_estimator_that_names_a_loss_selects_it_unless_one_is_given(grpo, loss, tmp_path):
     config = load([], {"grpo": grpo, "checkpoint": {"hf_checkpoint": str(tmp_path)}}).config
-    assert actor_settings(config).policy_loss == loss
+    assert config.loss_settings.policy_loss == loss

@@ -1,4 +1,4 @@
-"""The head of a job with simulated nodes and a stub of Ray (``bootstrap/simulated``), measured.
+"""The head of a job with simulated nodes and a stub of Ray (``tests/fakes/ray_stub``), measured.
 
     python -m tests.unit.bootstrap.simulated_head NUM_NODES ATTEMPT_DIR OUT
 
@@ -27,12 +27,18 @@ import psutil
 from bootstrap.agent.options import parse_options
 from bootstrap.links.identity import Facts
 from bootstrap.preflight.probe import raise_limits
-from bootstrap.simulated.nodes import SimulatedNode, head_port, host_facts, host_names, template_of
 from common.attempt import SECRET_FILE, STOP_FILE
 from common.message_codec import Message, MessageCodec
 from tests.cluster.attempts import IDLE_DRIVER, STUB_RAY
 from tests.cluster.lab import REPOSITORY
 from tests.cluster.lab_host import wait_until
+from tests.unit.bootstrap.simulated_nodes import (
+    SimulatedNode,
+    head_port,
+    host_facts,
+    host_names,
+    template_of,
+)
 
 DEADLINE_S = 60.0
 _JOINED, _UP = re.compile(r"joined from"), re.compile(r"the cluster is up")

@@ -41,7 +41,7 @@ class FakeLink:
             self.survey.record_answer(self.host, self.answer)
 
 
-def test_figures_and_errors_are_collected_and_who_does_not_answer_is_named(
+async def test_figures_and_errors_are_collected_and_who_does_not_answer_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def here(order: dict[str, object], *_: object) -> dict[str, object]:
@@ -50,19 +50,14 @@ def test_figures_and_errors_are_collected_and_who_does_not_answer_is_named(
 
     monkeypatch.setattr(bandwidth, "measure_here", here)
     monkeypatch.setattr(bandwidth, "_ANSWER_S", 0.05)
-
-    async def run() -> dict[str, float | str]:
-        survey = Survey()
-        links = {
-            "n2": FakeLink(survey, "n2", {"gbps": 3.0}),
-            "n3": FakeLink(survey, "n3", {"error": "no route to host"}),
-            "n4": FakeLink(survey, "n4", None),
-        }
-        found = await survey.run(["n1", "n2", "n3", "n4"], links, 0, tmp_path / "log")
-        assert [links[host].orders[0]["rank"] for host in ("n2", "n3", "n4")] == [1, 2, 3]
-        return found
-
-    found = asyncio.run(run())
+    survey = Survey()
+    links = {
+        "n2": FakeLink(survey, "n2", {"gbps": 3.0}),
+        "n3": FakeLink(survey, "n3", {"error": "no route to host"}),
+        "n4": FakeLink(survey, "n4", None),
+    }
+    found = await survey.run(["n1", "n2", "n3", "n4"], links, 0, tmp_path / "log")
+    assert [links[host].orders[0]["rank"] for host in ("n2", "n3", "n4")] == [1, 2, 3]
     assert found == {"n1": 7.0, "n2": 3.0, "n3": "no route to host", "n4": "no answer in time"}
 
 

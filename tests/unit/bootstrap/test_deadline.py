@@ -83,26 +83,22 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
     assert asyncio.run(clock.end_after_signal(ask=True)) == 160
 
 
-def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
+async def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
     tmp_path: Path,
 ) -> None:
     """The job ends at 1000 s, the clock is at 950 s and the lead is 60 s; each case has its own
     folder.
     """
-
-    async def whole() -> None:
-        clock = JobClock(
-            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0
-        )
-        for host in ("node", "head"):
-            (tmp_path / host).mkdir()
-        node = StopSignals(tmp_path / "node", "n02", clock, is_head=False)
-        head = StopSignals(tmp_path / "head", "n01", clock, is_head=True)
-        await asyncio.wait_for(head.requested.wait(), 10)
-        assert await head.seconds_for_the_driver(600) == 40
-        assert not node.requested.is_set()
-
-    asyncio.run(whole())
+    clock = JobClock(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, lead_s=60, now=lambda: 950.0
+    )
+    for host in ("node", "head"):
+        (tmp_path / host).mkdir()
+    node = StopSignals(tmp_path / "node", "n02", clock, is_head=False)
+    head = StopSignals(tmp_path / "head", "n01", clock, is_head=True)
+    await asyncio.wait_for(head.requested.wait(), 10)
+    assert await head.seconds_for_the_driver(600) == 40
+    assert not node.requested.is_set()
     said = json.loads((tmp_path / "head/STOP").read_text())
     assert said == {
         "reason": "the job ends in 60 s and no signal arrived",
@@ -120,17 +116,14 @@ def signalled(folder: Path) -> StopSignals:
     return stop
 
 
-def test_a_stop_counts_though_its_file_cannot_be_written(
+async def test_a_stop_counts_though_its_file_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def whole() -> None:
-        await asyncio.wait_for(signalled(tmp_path / "gone").requested.wait(), 10)
-
-    asyncio.run(whole())
+    await asyncio.wait_for(signalled(tmp_path / "gone").requested.wait(), 10)
     assert f"{tmp_path}/gone/STOP cannot be written: No such file" in caplog.text
 
 
-def test_a_folder_that_stalls_does_not_hold_up_the_agent(
+async def test_a_folder_that_stalls_does_not_hold_up_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heartbeats come from the same event loop; after ten seconds without one the node counts as
@@ -143,18 +136,14 @@ def test_a_folder_that_stalls_does_not_hold_up_the_agent(
         return over.wait(10)
 
     monkeypatch.setattr("bootstrap.links.monitor.write_stop", stalling)
-
-    async def whole() -> None:
-        stop = signalled(tmp_path)
-        assert await asyncio.to_thread(begun.wait, 10)
-        assert not stop.requested.is_set()
-        over.set()
-        await asyncio.wait_for(stop.requested.wait(), 10)
-
-    asyncio.run(whole())
+    stop = signalled(tmp_path)
+    assert await asyncio.to_thread(begun.wait, 10)
+    assert not stop.requested.is_set()
+    over.set()
+    await asyncio.wait_for(stop.requested.wait(), 10)
 
 
-def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
+async def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bootstrap.links.monitor._STOP_POLL_S", 0.01)
@@ -167,22 +156,15 @@ def test_a_file_system_that_refuses_for_a_moment_does_not_end_the_watch(
         return stat(path, **how)  # type: ignore[call-overload]
 
     monkeypatch.setattr(os, "stat", stale)
-
-    async def whole() -> None:
-        stop = StopSignals(tmp_path, "n01", JobClock({}, lead_s=60), is_head=False)
-        assert await asyncio.to_thread(refused.wait, 10)
-        (tmp_path / "STOP").write_text("{}")
-        await asyncio.wait_for(stop.requested.wait(), 10)
-
-    asyncio.run(whole())
+    stop = StopSignals(tmp_path, "n01", JobClock({}, lead_s=60), is_head=False)
+    assert await asyncio.to_thread(refused.wait, 10)
+    (tmp_path / "STOP").write_text("{}")
+    await asyncio.wait_for(stop.requested.wait(), 10)
 
 
-def test_a_job_that_has_time_is_left_alone(tmp_path: Path) -> None:
-    async def whole() -> None:
-        clock = JobClock(
-            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "10000"}, lead_s=60, now=lambda: 950.0
-        )
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(clock.until_due(), 0.1)
-
-    asyncio.run(whole())
+async def test_a_job_that_has_time_is_left_alone(tmp_path: Path) -> None:
+    clock = JobClock(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "10000"}, lead_s=60, now=lambda: 950.0
+    )
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(clock.until_due(), 0.1)

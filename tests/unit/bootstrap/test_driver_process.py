@@ -104,127 +104,104 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_driver_is_replaced_and_only_its_own_children_end(tmp_path):
-    async def scene() -> None:
-        attempt = Attempt(tmp_path)
-        driver = await attempt.start()
-        first = await attempt.works(0)
-        assert (first["incarnation"], first["died_of"]) == (0, "")
-        os.kill(first["pid"], signal.SIGKILL)
-        second = await attempt.works(1)
-        assert second["died_of"] == "signal SIGKILL" and second["died_at"] > 0
-        given = {"ray_address", "nodes", "port_base", "port_count", "attempt_dir"}
-        assert {key: first[key] for key in given} == {key: second[key] for key in given}
-        assert not is_alive(first["child"]), "it may hold the router's port"
-        assert is_alive(second["child"]) and not driver.exited.done()
-        works, replaces, works_again = attempt.log.splitlines()
-        assert (works, works_again) == ("driver 0 works", "driver 1 works")
-        assert "driver 1" in replaces and "SIGKILL" in replaces
-        await driver.end(0.0)
-        assert not is_alive(second["pid"]) and not is_alive(second["child"])
-
-    run(scene)
+async def test_a_killed_driver_is_replaced_and_only_its_own_children_end(tmp_path):
+    attempt = Attempt(tmp_path)
+    driver = await attempt.start()
+    first = await attempt.works(0)
+    assert (first["incarnation"], first["died_of"]) == (0, "")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = await attempt.works(1)
+    assert second["died_of"] == "signal SIGKILL" and second["died_at"] > 0
+    given = {"ray_address", "nodes", "port_base", "port_count", "attempt_dir"}
+    assert {key: first[key] for key in given} == {key: second[key] for key in given}
+    assert not is_alive(first["child"]), "it may hold the router's port"
+    assert is_alive(second["child"]) and not driver.exited.done()
+    works, replaces, works_again = attempt.log.splitlines()
+    assert (works, works_again) == ("driver 0 works", "driver 1 works")
+    assert "driver 1" in replaces and "SIGKILL" in replaces
+    await driver.end(0.0)
+    assert not is_alive(second["pid"]) and not is_alive(second["child"])
 
 
-def test_the_standby_takes_over_and_the_next_one_is_prepared(tmp_path, monkeypatch):
+async def test_the_standby_takes_over_and_the_next_one_is_prepared(tmp_path, monkeypatch):
     monkeypatch.setattr(driver_process, "STANDBY_AFTER_S", 0.05)
-
-    async def scene() -> None:
-        attempt = Attempt(tmp_path)
-        driver = await attempt.start()
-        first = await attempt.works(0)
-        while len(attempt.waiting) < 2:
-            await asyncio.sleep(0.01)
-        (standby,) = attempt.waiting - {first["pid"]}
-        attempt.trains(1)
-        os.kill(first["pid"], signal.SIGKILL)
-        assert (await attempt.works(1))["pid"] == standby
-        while len(attempt.waiting) < 3:
-            await asyncio.sleep(0.01)
-        (next_one,) = attempt.waiting - {first["pid"], standby}
-        await driver.end(0.0)
-        assert not is_alive(next_one) and not is_alive(standby)
-        assert "driver 2" not in attempt.log
-
-    run(scene)
+    attempt = Attempt(tmp_path)
+    driver = await attempt.start()
+    first = await attempt.works(0)
+    while len(attempt.waiting) < 2:
+        await asyncio.sleep(0.01)
+    (standby,) = attempt.waiting - {first["pid"]}
+    attempt.trains(1)
+    os.kill(first["pid"], signal.SIGKILL)
+    assert (await attempt.works(1))["pid"] == standby
+    while len(attempt.waiting) < 3:
+        await asyncio.sleep(0.01)
+    (next_one,) = attempt.waiting - {first["pid"], standby}
+    await driver.end(0.0)
+    assert not is_alive(next_one) and not is_alive(standby)
+    assert "driver 2" not in attempt.log
 
 
-def test_a_standby_that_died_does_not_keep_the_driver_from_coming_back(tmp_path, monkeypatch):
+async def test_a_standby_that_died_does_not_keep_the_driver_from_coming_back(tmp_path, monkeypatch):
     monkeypatch.setattr(driver_process, "STANDBY_AFTER_S", 0.05)
-
-    async def scene() -> None:
-        attempt = Attempt(tmp_path)
-        driver = await attempt.start()
-        first = await attempt.works(0)
-        while len(attempt.waiting) < 2:
-            await asyncio.sleep(0.01)
-        (standby,) = attempt.waiting - {first["pid"]}
-        os.kill(standby, signal.SIGKILL)
-        while is_alive(standby):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # the keeper reports it
-        os.kill(first["pid"], signal.SIGKILL)
-        assert (await attempt.works(1))["pid"] not in (first["pid"], standby)
-        await driver.end(0.0)
-
-    run(scene)
+    attempt = Attempt(tmp_path)
+    driver = await attempt.start()
+    first = await attempt.works(0)
+    while len(attempt.waiting) < 2:
+        await asyncio.sleep(0.01)
+    (standby,) = attempt.waiting - {first["pid"]}
+    os.kill(standby, signal.SIGKILL)
+    while is_alive(standby):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # the keeper reports it
+    os.kill(first["pid"], signal.SIGKILL)
+    assert (await attempt.works(1))["pid"] not in (first["pid"], standby)
+    await driver.end(0.0)
 
 
-def test_a_driver_that_dies_twice_without_progress_ends_the_attempt(tmp_path):
-    async def scene() -> None:
-        attempt = Attempt(tmp_path)
-        attempt.trains(4)
-        driver = await attempt.start()
-        for number in range(2):
-            os.kill((await attempt.works(number))["pid"], signal.SIGKILL)
-        assert await driver.exited == -signal.SIGKILL
-        assert not (attempt.folder / "works-2").exists()
-        await driver.end(0.0)
-
-    run(scene)
+async def test_a_driver_that_dies_twice_without_progress_ends_the_attempt(tmp_path):
+    attempt = Attempt(tmp_path)
+    attempt.trains(4)
+    driver = await attempt.start()
+    for number in range(2):
+        os.kill((await attempt.works(number))["pid"], signal.SIGKILL)
+    assert await driver.exited == -signal.SIGKILL
+    assert not (attempt.folder / "works-2").exists()
+    await driver.end(0.0)
 
 
-def test_a_driver_that_trains_between_its_deaths_comes_back_up_to_the_limit(tmp_path):
-    async def scene() -> None:
-        attempt = Attempt(tmp_path, restarts=2)
-        driver = await attempt.start()
-        for number in range(3):
-            attempt.trains(number)
-            os.kill((await attempt.works(number))["pid"], signal.SIGKILL)
-        assert await driver.exited == -signal.SIGKILL
-        await driver.end(0.0)
-
-    run(scene)
+async def test_a_driver_that_trains_between_its_deaths_comes_back_up_to_the_limit(tmp_path):
+    attempt = Attempt(tmp_path, restarts=2)
+    driver = await attempt.start()
+    for number in range(3):
+        attempt.trains(number)
+        os.kill((await attempt.works(number))["pid"], signal.SIGKILL)
+    assert await driver.exited == -signal.SIGKILL
+    await driver.end(0.0)
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 78])
-def test_a_deliberate_end_is_reported_at_once(tmp_path, code):
-    async def scene() -> None:
-        attempt = Attempt(tmp_path, "ends", str(code))
-        driver = await attempt.start()
-        assert await driver.exited == code
-        assert not (attempt.folder / "works-1").exists()
-        await driver.end(0.0)
-
-    run(scene)
+async def test_a_deliberate_end_is_reported_at_once(tmp_path, code):
+    attempt = Attempt(tmp_path, "ends", str(code))
+    driver = await attempt.start()
+    assert await driver.exited == code
+    assert not (attempt.folder / "works-1").exists()
+    await driver.end(0.0)
 
 
 @pytest.mark.parametrize("how", ["stop file", "loss"])
-def test_a_driver_that_dies_while_the_attempt_ends_is_not_replaced(tmp_path, how):
-    async def scene() -> None:
-        attempt = Attempt(tmp_path)
-        driver = await attempt.start()
-        first = await attempt.works(0)
-        if how == "loss":
-            attempt.is_ending = True
-        else:
-            (attempt.folder / "STOP").write_text("{}")
-        os.kill(first["pid"], signal.SIGKILL)
-        assert await driver.exited == -signal.SIGKILL
-        assert len(attempt.waiting) == 1
-        await driver.end(0.0)
-
-    run(scene)
+async def test_a_driver_that_dies_while_the_attempt_ends_is_not_replaced(tmp_path, how):
+    attempt = Attempt(tmp_path)
+    driver = await attempt.start()
+    first = await attempt.works(0)
+    if how == "loss":
+        attempt.is_ending = True
+    else:
+        (attempt.folder / "STOP").write_text("{}")
+    os.kill(first["pid"], signal.SIGKILL)
+    assert await driver.exited == -signal.SIGKILL
+    assert len(attempt.waiting) == 1
+    await driver.end(0.0)
 
 
 KILLED = -signal.SIGKILL

@@ -52,7 +52,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
+async def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line about two thousand nodes does not fit into a pipe."""
@@ -64,15 +64,11 @@ def test_a_driver_that_does_not_read_does_not_keep_the_head_from_a_stop(
 
     monkeypatch.setattr(HeadAgent, "_bring_up", brought_up)
     monkeypatch.setattr("bootstrap.links.monitor._STOP_POLL_S", 0.05)
-
-    async def scene() -> None:
-        verdict = await agent_of(tmp_path, "--stop-grace-s=0.1").run()
-        assert verdict.verdict == "requeue" and "did not exit before its deadline" in verdict.cause
-
-    run(scene)
+    verdict = await agent_of(tmp_path, "--stop-grace-s=0.1").run()
+    assert verdict.verdict == "requeue" and "did not exit before its deadline" in verdict.cause
 
 
-def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
+async def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A routed fabric without addresses on its links: the other nodes keep their settings, and NCCL
@@ -84,19 +80,15 @@ def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     monkeypatch.setattr(
         head, "log_network_here", lambda _, ip: (facts, detect(facts, connection_ip=ip))
     )
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        agent._gathering.begin()
-        agent._reception.links[1] = SimpleNamespace(local_ip="10.200.0.7", peer_ip="10.200.0.8")  # type: ignore[assignment]
-        agent._gathering.record_node(NodeReport("n2", 1, 2))
-        own, fabric = await agent._report_own_node()
-        assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    agent._gathering.begin()
+    agent._reception.links[1] = SimpleNamespace(local_ip="10.200.0.7", peer_ip="10.200.0.8")  # type: ignore[assignment]
+    agent._gathering.record_node(NodeReport("n2", 1, 2))
+    own, fabric = await agent._report_own_node()
+    assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
 
 
-def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
+async def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise nodes would be excluded because of it."""
@@ -106,14 +98,10 @@ def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(
 
     monkeypatch.setattr(head, "write_atomic", gives_up)
     monkeypatch.setattr(HeadAgent, "_prepare_ray", lambda _: asyncio.sleep(0))
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        with pytest.raises(TimeoutError, match="Connection timed out"):
-            await agent._bring_up()
-        agent._reception.close()
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        await agent._bring_up()
+    agent._reception.close()
 
 
 class ConnectedNode:
@@ -142,7 +130,7 @@ class ConnectedNode:
         self._listener.close()
 
 
-def test_heartbeats_continue_while_the_write_of_the_head_file_hangs(
+async def test_heartbeats_continue_while_the_write_of_the_head_file_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, heard = ConnectedNode(monkeypatch), []
@@ -153,21 +141,17 @@ def test_heartbeats_continue_while_the_write_of_the_head_file_hangs(
 
     monkeypatch.setattr(head, "write_atomic", hangs)
     monkeypatch.setattr(HeadAgent, "_prepare_ray", lambda _: asyncio.sleep(0))
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        await node.join(agent)
-        with pytest.raises(OSError, match="Input/output error"):
-            await agent._bring_up()
-        agent._reception.links[1].close()
-        agent._reception.close()
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    await node.join(agent)
+    with pytest.raises(OSError, match="Input/output error"):
+        await agent._bring_up()
+    agent._reception.links[1].close()
+    agent._reception.close()
     node.close()
     assert heard == [("head.json", True)]
 
 
-def test_heartbeats_continue_while_the_write_of_the_verdict_hangs(
+async def test_heartbeats_continue_while_the_write_of_the_verdict_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the other nodes would report the head lost. No loss counts from then on."""
@@ -182,19 +166,15 @@ def test_heartbeats_continue_while_the_write_of_the_verdict_hangs(
 
     monkeypatch.setattr(HeadAgent, "_bring_up", fails)
     monkeypatch.setattr(head, "write_verdict", hangs)
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        await node.join(agent)
-        assert (await agent.run()).cause == "n3 did not join"
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    await node.join(agent)
+    assert (await agent.run()).cause == "n3 did not join"
     node.close()
     assert heard == [True]
     assert (tmp_path / "verdict").read_text() == "failed\n"
 
 
-def test_heartbeats_continue_while_reads_of_logs_hang(
+async def test_heartbeats_continue_while_reads_of_logs_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of the driver, and at the deadline of the bring-up."""
@@ -206,23 +186,19 @@ def test_heartbeats_continue_while_reads_of_logs_hang(
 
     for name in ("tail", "text_or_empty", "describe_missing"):
         monkeypatch.setattr(head, name, hangs)
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        await node.join(agent)
-        exited = asyncio.get_running_loop().create_future()
-        exited.set_result(1)
-        outcome = await agent._outcome_of_driver(SimpleNamespace(exited=exited))  # type: ignore[arg-type]
-        assert (outcome.driver_code, outcome.driver_tail) == (1, "last words")
-        assert "n3 of 3 nodes did not join" in str(await agent._too_late())
-        agent._reception.links[1].close()
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    await node.join(agent)
+    exited = asyncio.get_running_loop().create_future()
+    exited.set_result(1)
+    outcome = await agent._outcome_of_driver(SimpleNamespace(exited=exited))  # type: ignore[arg-type]
+    assert (outcome.driver_code, outcome.driver_tail) == (1, "last words")
+    assert "n3 of 3 nodes did not join" in str(await agent._too_late())
+    agent._reception.links[1].close()
     node.close()
     assert heard == [True] * 3
 
 
-def test_a_node_that_is_lost_while_the_verdict_is_written_is_not_replaced(
+async def test_a_node_that_is_lost_while_the_verdict_is_written_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replacement would write the list of excluded hosts, which is part of the verdict."""
@@ -232,29 +208,26 @@ def test_a_node_that_is_lost_while_the_verdict_is_written_is_not_replaced(
     async def fails(_: HeadAgent) -> Cluster:
         raise BringupError("n3 did not join")
 
-    async def scene() -> None:
-        loop, agent = asyncio.get_running_loop(), agent_of(tmp_path, "--spare-nodes=1")
-
-        def lose_a_node() -> None:
-            agent._gathering.used = HOSTS[:2]
-            agent._on_node_end("n2", HostLoss("n2 is gone"))
-            lost.set()
-
-        def hangs(folder: Path, verdict: AttemptVerdict) -> None:
-            loop.call_soon_threadsafe(lose_a_node)
-            assert lost.wait(10)
-            write_verdict(folder, verdict)
-
-        monkeypatch.setattr(head, "write_verdict", hangs)
-        await agent.run()
-
     monkeypatch.setattr(HeadAgent, "_bring_up", fails)
     monkeypatch.setattr(Replacements, "take", lambda _, host, loss: taken.append(host))
-    run(scene)
+    loop, agent = asyncio.get_running_loop(), agent_of(tmp_path, "--spare-nodes=1")
+
+    def lose_a_node() -> None:
+        agent._gathering.used = HOSTS[:2]
+        agent._on_node_end("n2", HostLoss("n2 is gone"))
+        lost.set()
+
+    def hangs(folder: Path, verdict: AttemptVerdict) -> None:
+        loop.call_soon_threadsafe(lose_a_node)
+        assert lost.wait(10)
+        write_verdict(folder, verdict)
+
+    monkeypatch.setattr(head, "write_verdict", hangs)
+    await agent.run()
     assert taken == []
 
 
-def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written(
+async def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, cancelled = threading.Event(), threading.Event()
@@ -269,56 +242,47 @@ def test_a_verdict_is_complete_even_if_the_head_is_cancelled_while_it_is_written
 
     monkeypatch.setattr(HeadAgent, "_bring_up", fails)
     monkeypatch.setattr(head, "write_verdict", slow)
-
-    async def scene() -> None:
-        running = asyncio.create_task(agent_of(tmp_path).run())
-        while not begun.is_set():
-            await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        cancelled.set()
-
-    run(scene)  # like the agent, it returns when the threads have ended
+    running = asyncio.create_task(agent_of(tmp_path).run())
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    cancelled.set()
+    # Like the agent's event loop, whose end waits for its threads.
+    await asyncio.get_running_loop().shutdown_default_executor()
     assert (tmp_path / "exclude").read_text() == "n3\n"
     assert (tmp_path / "verdict").read_text() == "failed\n"
 
 
-def test_nodes_that_extract_their_image_for_long_are_named_meanwhile(
+async def test_nodes_that_extract_their_image_for_long_are_named_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gathering, "REPORT_S", 0.05)
     caplog.set_level("INFO")
-
-    async def scene() -> None:
-        agent = agent_of(tmp_path)
-        reporting = asyncio.create_task(agent._gathering.report_missing())
-        while "waiting for n2, n3 (1 of 3 joined)" not in caplog.text:
-            await asyncio.sleep(0.01)
-        agent._reception.links[1] = SimpleNamespace()  # type: ignore[assignment]
-        while "waiting for n3 (2 of 3 joined)" not in caplog.text:
-            await asyncio.sleep(0.01)
-        agent._reception.links[2] = SimpleNamespace()  # type: ignore[assignment]
-        await reporting
-
-    run(scene)
+    agent = agent_of(tmp_path)
+    reporting = asyncio.create_task(agent._gathering.report_missing())
+    while "waiting for n2, n3 (1 of 3 joined)" not in caplog.text:
+        await asyncio.sleep(0.01)
+    agent._reception.links[1] = SimpleNamespace()  # type: ignore[assignment]
+    while "waiting for n3 (2 of 3 joined)" not in caplog.text:
+        await asyncio.sleep(0.01)
+    agent._reception.links[2] = SimpleNamespace()  # type: ignore[assignment]
+    await reporting
 
 
-def test_who_is_late_is_named(tmp_path: Path) -> None:
-    async def scene() -> None:
-        agent = agent_of(tmp_path, "--bringup-deadline-s=5")
-        assert "n2, n3 of 3 nodes did not join within 5 s" in str(await agent._too_late())
-        for rank, host in enumerate(HOSTS[1:], start=1):
-            agent._reception.links[rank] = SimpleNamespace()  # type: ignore[assignment]
-            agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
-        assert "Ray did not come up within 5 s on:\nn1: " in str(await agent._too_late())
-        agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
-        assert "preflight did not finish within 5 s" in str(await agent._too_late())
-        agent._gathering.used = HOSTS
-        agent._ray.registered["10.0.0.1"] = 2
-        assert "Ray did not come up within 5 s on:\nn3: " in str(await agent._too_late())
-
-    run(scene)
+async def test_who_is_late_is_named(tmp_path: Path) -> None:
+    agent = agent_of(tmp_path, "--bringup-deadline-s=5")
+    assert "n2, n3 of 3 nodes did not join within 5 s" in str(await agent._too_late())
+    for rank, host in enumerate(HOSTS[1:], start=1):
+        agent._reception.links[rank] = SimpleNamespace()  # type: ignore[assignment]
+        agent._reception.reports[rank] = NodeReport(host, rank, 2, ip=f"10.0.0.{rank}")
+    assert "Ray did not come up within 5 s on:\nn1: " in str(await agent._too_late())
+    agent._ray = SimpleNamespace(registered={"10.0.0.9": 2})  # type: ignore[assignment]
+    assert "preflight did not finish within 5 s" in str(await agent._too_late())
+    agent._gathering.used = HOSTS
+    agent._ray.registered["10.0.0.1"] = 2
+    assert "Ray did not come up within 5 s on:\nn3: " in str(await agent._too_late())
 
 
 @pytest.mark.parametrize(
@@ -326,7 +290,7 @@ def test_who_is_late_is_named(tmp_path: Path) -> None:
     [(True, False, False), (False, False, True), (True, True, True)],
     ids=["a spare replaces it", "no spare", "a stop was requested"],
 )
-def test_a_lost_node_ends_the_attempt_unless_a_spare_replaces_it(
+async def test_a_lost_node_ends_the_attempt_unless_a_spare_replaces_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_taken: bool,
@@ -335,33 +299,28 @@ def test_a_lost_node_ends_the_attempt_unless_a_spare_replaces_it(
 ) -> None:
     """Also a node whose machine is up and whose Ray ended."""
     monkeypatch.setattr(Replacements, "take", lambda *_: is_taken)
+    agent = agent_of(tmp_path, "--spare-nodes=1")
+    agent._gathering.used = HOSTS[:2]
+    if is_stopping:
+        agent._stop.requested.set()
+    messages = iter([{"kind": "lost", "cause": "Ray ended by itself"}])
 
-    async def scene() -> None:
-        agent = agent_of(tmp_path, "--spare-nodes=1")
-        agent._gathering.used = HOSTS[:2]
-        if is_stopping:
-            agent._stop.requested.set()
-        messages = iter([{"kind": "lost", "cause": "Ray ended by itself"}])
+    async def receive() -> dict[str, Any]:
+        return next(messages, None) or await asyncio.Event().wait()
 
-        async def receive() -> dict[str, Any]:
-            return next(messages, None) or await asyncio.Event().wait()
-
-        link = SimpleNamespace(receive=receive)
-        following = asyncio.create_task(agent._follow(NodeReport("n2", 1, 2), link))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
-        assert agent._lost.done() is is_lost
-        if is_lost:
-            assert agent._lost.result().cause == "n2: Ray ended by itself"
-        following.cancel()
-
-    run(scene)
+    link = SimpleNamespace(receive=receive)
+    following = asyncio.create_task(agent._follow(NodeReport("n2", 1, 2), link))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    assert agent._lost.done() is is_lost
+    if is_lost:
+        assert agent._lost.result().cause == "n2: Ray ended by itself"
+    following.cancel()
 
 
-def test_hosts_that_spares_have_replaced_are_excluded_whatever_the_verdict(tmp_path: Path) -> None:
-    async def scene() -> None:
-        agent = agent_of(tmp_path, "--spare-nodes=1")
-        agent._replacements._excluded.append("n2")
-        verdict = agent._with_excluded(AttemptVerdict("failed", "n3 is gone", ("n3",)))
-        assert verdict.exclude == ("n2", "n3")
-
-    run(scene)
+async def test_hosts_that_spares_have_replaced_are_excluded_whatever_the_verdict(
+    tmp_path: Path,
+) -> None:
+    agent = agent_of(tmp_path, "--spare-nodes=1")
+    agent._replacements._excluded.append("n2")
+    verdict = agent._with_excluded(AttemptVerdict("failed", "n3 is gone", ("n3",)))
+    assert verdict.exclude == ("n2", "n3")

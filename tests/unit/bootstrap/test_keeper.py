@@ -89,59 +89,43 @@ def _is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("command", "code"), [(["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -9 $$"], -9)]
 )
-def test_the_exit_code_is_passed_on(command: list[str], code: int) -> None:
-    async def scene() -> None:
-        kept = await keep(*command)
-        assert await kept.exited == code
-        await kept.gone
-        kept.release()
-
-    run(scene)
+async def test_the_exit_code_is_passed_on(command: list[str], code: int) -> None:
+    kept = await keep(*command)
+    assert await kept.exited == code
+    await kept.gone
+    kept.release()
 
 
-def test_a_command_that_does_not_exist_ends_with_127() -> None:
-    async def scene() -> None:
-        kept = await keep("/no/such/command")
-        assert await kept.exited == 127
-        kept.release()
-
-    run(scene)
+async def test_a_command_that_does_not_exist_ends_with_127() -> None:
+    kept = await keep("/no/such/command")
+    assert await kept.exited == 127
+    kept.release()
 
 
-def test_a_kept_command_stands_outside_the_agents_process_tree(tmp_path: Path) -> None:
+async def test_a_kept_command_stands_outside_the_agents_process_tree(tmp_path: Path) -> None:
     """Slurm's proctrack/linuxproc finds only the agent by parent ids below the task."""
-
-    async def scene() -> None:
-        kept = await keep(sys.executable, "-c", STUBBORN_TREE, str(tmp_path))
-        processes = await tree_in(tmp_path)
-        below = {child.pid for child in psutil.Process().children(recursive=True)}
-        assert not below & {process.pid for process in processes}
-        await kept.end(0.1)
-        kept.release()
-
-    run(scene)
+    kept = await keep(sys.executable, "-c", STUBBORN_TREE, str(tmp_path))
+    processes = await tree_in(tmp_path)
+    below = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert not below & {process.pid for process in processes}
+    await kept.end(0.1)
+    kept.release()
 
 
-def test_what_ignores_term_is_killed_with_all_its_daemons(tmp_path: Path) -> None:
-    async def scene() -> None:
-        kept = await keep(sys.executable, "-c", STUBBORN_TREE, str(tmp_path))
-        processes = await tree_in(tmp_path)
-        await kept.end(0.2)
-        assert kept.gone.done() and await kept.exited == -signal.SIGKILL
-        assert await all_gone(processes)
-        kept.release()
-
-    run(scene)
+async def test_what_ignores_term_is_killed_with_all_its_daemons(tmp_path: Path) -> None:
+    kept = await keep(sys.executable, "-c", STUBBORN_TREE, str(tmp_path))
+    processes = await tree_in(tmp_path)
+    await kept.end(0.2)
+    assert kept.gone.done() and await kept.exited == -signal.SIGKILL
+    assert await all_gone(processes)
+    kept.release()
 
 
-def test_daemons_do_not_outlive_their_command() -> None:
-    async def scene() -> None:
-        kept = await keep("sh", "-c", "setsid sleep 600 & exit 3")
-        assert await kept.exited == 3
-        await kept.gone
-        kept.release()
-
-    run(scene)
+async def test_daemons_do_not_outlive_their_command() -> None:
+    kept = await keep("sh", "-c", "setsid sleep 600 & exit 3")
+    assert await kept.exited == 3
+    await kept.gone
+    kept.release()
 
 
 def test_when_the_agent_is_killed_everything_ends_and_the_scratch_folder_goes(
@@ -179,20 +163,13 @@ asyncio.run(main())
     process.wait()
 
 
-def test_when_the_keeper_is_killed_the_agent_ends_the_rest(tmp_path: Path) -> None:
-    async def scene() -> None:
-        kept = await keep(
-            "sh", "-c", f"sleep 600 & touch {tmp_path}/pid-$! {tmp_path}/pid-$$; wait"
-        )
-        processes = await tree_in(tmp_path, 2)
-        keeper = next(
-            parent
-            for parent in processes[0].parents()
-            if "bootstrap.agent.keeper" in parent.cmdline()
-        )
-        keeper.kill()
-        assert await kept.exited == -signal.SIGKILL
-        assert await all_gone(processes)
-        kept.release()
-
-    run(scene)
+async def test_when_the_keeper_is_killed_the_agent_ends_the_rest(tmp_path: Path) -> None:
+    kept = await keep("sh", "-c", f"sleep 600 & touch {tmp_path}/pid-$! {tmp_path}/pid-$$; wait")
+    processes = await tree_in(tmp_path, 2)
+    keeper = next(
+        parent for parent in processes[0].parents() if "bootstrap.agent.keeper" in parent.cmdline()
+    )
+    keeper.kill()
+    assert await kept.exited == -signal.SIGKILL
+    assert await all_gone(processes)
+    kept.release()

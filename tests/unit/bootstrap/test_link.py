@@ -4,7 +4,8 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,9 +16,9 @@ from common.message_codec import MessageCodec
 KEY = b"key"
 
 
-async def connected(
-    scene: Callable[[Link, Link], Awaitable[None]], address: str = "127.0.0.1"
-) -> None:
+@asynccontextmanager
+async def connected(address: str = "127.0.0.1") -> AsyncIterator[tuple[Link, Link]]:
+    """A node's and the head's end of a connection."""
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     server = await asyncio.start_server(
         lambda r, w: accepted.set_result(Link(r, w, MessageCodec(KEY, "head"))), address, 0
@@ -25,7 +26,7 @@ async def connected(
     reader, writer = await asyncio.open_connection(address, server.sockets[0].getsockname()[1])
     node, head = Link(reader, writer, MessageCodec(KEY, "node")), await accepted
     async with asyncio.timeout(30):
-        await scene(node, head)
+        yield node, head
     node.close()
     head.close()
     server.close()
@@ -37,21 +38,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "SILENCE_S", 0.1)
 
 
-def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
-    async def scene(node: Link, head: Link) -> None:
+async def test_signs_of_life_keep_a_quiet_peer_alive_and_are_no_messages() -> None:
+    async with connected() as (node, head):
         node.start_beating()
         head.start_beating()
         await asyncio.sleep(0.25)  # more than twice the silence that would be too long
         await node.send({"kind": "lost"})
         assert await head.receive() == {"kind": "lost"}
 
-    asyncio.run(connected(scene))
 
-
-def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() -> None:
+async def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() -> None:
     """As after the suspension of a job: the deadline passes before received data could be read."""
-
-    async def scene(node: Link, head: Link) -> None:
+    async with connected() as (node, head):
         node.start_beating()
         head.start_beating()
         receiving = asyncio.create_task(head.receive())
@@ -60,27 +58,23 @@ def test_an_agent_that_stood_still_itself_does_not_take_the_others_for_dead() ->
         await node.send({"kind": "lost"})
         assert await receiving == {"kind": "lost"}
 
-    asyncio.run(connected(scene))
 
-
-def test_a_peer_that_says_nothing_is_lost_and_its_node_is_bad() -> None:
-    async def scene(node: Link, head: Link) -> None:
+async def test_a_peer_that_says_nothing_is_lost_and_its_node_is_bad() -> None:
+    async with connected() as (_, head):
         head.start_beating()  # the node's agent hangs; its kernel goes on to acknowledge
         with pytest.raises(LinkLost, match="silent for 0 s: its agent hangs") as raised:
             await head.receive()
         assert raised.value.node_is_bad
 
-    asyncio.run(connected(scene))
 
-
-def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
-    async def closed(node: Link, head: Link) -> None:
+async def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
+    async with connected() as (node, head):
         node.close()
         with pytest.raises(LinkLost, match="the connection was closed") as raised:
             await head.receive()
         assert not raised.value.node_is_bad
 
-    async def broken(node: Link, head: Link) -> None:
+    async with connected() as (node, head):
         node._writer.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )
@@ -89,28 +83,20 @@ def test_a_closed_and_a_broken_connection_speak_for_the_machine() -> None:
             await head.receive()
         assert not raised.value.node_is_bad
 
-    asyncio.run(connected(closed))
-    asyncio.run(connected(broken))
 
-
-def test_a_machine_that_acknowledges_nothing_is_bad() -> None:
+async def test_a_machine_that_acknowledges_nothing_is_bad() -> None:
     """As the kernel reports after its keepalive probes."""
-
-    async def scene(node: Link, head: Link) -> None:
+    async with connected() as (_, head):
         head._reader.set_exception(TimeoutError(110, "Connection timed out"))
         with pytest.raises(LinkLost, match="its machine does not answer") as raised:
             await head.receive()
         assert raised.value.node_is_bad
 
-    asyncio.run(connected(scene))
-
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_links_over_ipv6_know_their_addresses() -> None:
-    async def scene(node: Link, head: Link) -> None:
+async def test_links_over_ipv6_know_their_addresses() -> None:
+    async with connected("::1") as (node, head):
         assert node.local_ip == head.peer_ip == "::1"
-
-    asyncio.run(connected(scene, "::1"))
 
 
 @pytest.mark.parametrize(

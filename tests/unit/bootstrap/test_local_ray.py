@@ -48,7 +48,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def prepared(folder: Path) -> LocalRay:
     environ = {
         **os.environ,
-        "PYTHONPATH": f"{REPOSITORY}/bootstrap/simulated/ray_stub:{REPOSITORY}",
+        "PYTHONPATH": f"{REPOSITORY}/tests/fakes/ray_stub:{REPOSITORY}",
     }
     session = make_session_folder(str(folder / "session"), {})
     return await LocalRay.prepare(session, environ, folder / "ray.log")
@@ -59,71 +59,60 @@ def test_a_line_about_a_node_reads_back_as_it_was_written() -> None:
     assert parse_registered("Ray runtime started.") is None
 
 
-def test_the_head_learns_of_every_node_that_is_registered(tmp_path: Path, ports: PortBlock) -> None:
-    async def scene() -> None:
-        head = await prepared(tmp_path)
-        head.start(head_at(HEAD, ports), {})
-        await head.wait_registered({HEAD: 2})
-        waiting = asyncio.create_task(head.wait_registered({HEAD: 2, OTHER: 4}))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        with socket.create_connection((HEAD, ports.gcs)) as other:
-            other.sendall(f"{OTHER} 4\n".encode())
-        await waiting
-        assert head.registered == {HEAD: 2, OTHER: 4}
-        await head.end(None)
+async def test_the_head_learns_of_every_node_that_is_registered(
+    tmp_path: Path, ports: PortBlock
+) -> None:
+    head = await prepared(tmp_path)
+    head.start(head_at(HEAD, ports), {})
+    await head.wait_registered({HEAD: 2})
+    waiting = asyncio.create_task(head.wait_registered({HEAD: 2, OTHER: 4}))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    with socket.create_connection((HEAD, ports.gcs)) as other:
+        other.sendall(f"{OTHER} 4\n".encode())
+    await waiting
+    assert head.registered == {HEAD: 2, OTHER: 4}
+    await head.end(None)
 
-    run(scene)
 
-
-def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(
+async def test_a_log_that_cannot_be_written_does_not_hide_the_nodes(
     tmp_path: Path, ports: PortBlock
 ) -> None:
     """As on a full disk; a pipe without a reader must not block Ray either."""
-
-    async def scene() -> None:
-        (tmp_path / "ray.log").mkdir()
-        head = await prepared(tmp_path)
-        head.start(head_at(HEAD, ports), {})
-        await head.wait_registered({HEAD: 2})
-        with socket.create_connection((HEAD, ports.gcs)) as other:
-            other.sendall(f"{OTHER} 4\n".encode())
-        await asyncio.wait_for(head.wait_registered({OTHER: 4}), 10)
-        await head.end(None)
-
-    run(scene)
+    (tmp_path / "ray.log").mkdir()
+    head = await prepared(tmp_path)
+    head.start(head_at(HEAD, ports), {})
+    await head.wait_registered({HEAD: 2})
+    with socket.create_connection((HEAD, ports.gcs)) as other:
+        other.sendall(f"{OTHER} 4\n".encode())
+    await asyncio.wait_for(head.wait_registered({OTHER: 4}), 10)
+    await head.end(None)
 
 
-def test_a_node_with_other_gpus_than_it_should_have_is_an_error(
+async def test_a_node_with_other_gpus_than_it_should_have_is_an_error(
     tmp_path: Path, ports: PortBlock
 ) -> None:
-    async def scene() -> None:
-        head = await prepared(tmp_path)
-        head.start(head_at(HEAD, ports), {})
-        with pytest.raises(RayError, match=r"Ray has 2 GPUs on 127\.0\.0\.1; 8 are needed"):
-            await head.wait_registered({HEAD: 8})
-        await head.end(None)
-
-    run(scene)
+    head = await prepared(tmp_path)
+    head.start(head_at(HEAD, ports), {})
+    with pytest.raises(RayError, match=r"Ray has 2 GPUs on 127\.0\.0\.1; 8 are needed"):
+        await head.wait_registered({HEAD: 8})
+    await head.end(None)
 
 
-def test_what_ray_said_is_in_the_error_when_it_ends_instead(
+async def test_what_ray_said_is_in_the_error_when_it_ends_instead(
     tmp_path: Path, ports: PortBlock
 ) -> None:
-    async def scene() -> None:
-        head = await prepared(tmp_path)
-        head.start(head_at("192.0.2.1", ports), {})  # an address that this machine does not have
-        with pytest.raises(
-            RayError,
-            match=r"(?s)Ray ended by itself \(exit code 1\).*Cannot assign.*not registered",
-        ):
-            await head.wait_registered({"192.0.2.1": 2})
-        await head.end(None)
-
-    run(scene)
+    head = await prepared(tmp_path)
+    head.start(head_at("192.0.2.1", ports), {})  # an address that this machine does not have
+    with pytest.raises(
+        RayError,
+        match=r"(?s)Ray ended by itself \(exit code 1\).*Cannot assign.*not registered",
+    ):
+        await head.wait_registered({"192.0.2.1": 2})
+    await head.end(None)
 
 
-def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
+async def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
     tmp_path: Path, ports: PortBlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and exit arrive over different channels; here the log's storage is slow."""
@@ -134,44 +123,37 @@ def test_what_ray_said_last_is_waited_for_when_its_end_is_known_before(
         append(log, data)
 
     monkeypatch.setattr(local_ray, "_append", slowly)
-    test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path, ports)
+    await test_what_ray_said_is_in_the_error_when_it_ends_instead(tmp_path, ports)
 
 
-def test_a_taken_port_is_found_before_the_order_is_given(tmp_path: Path, ports: PortBlock) -> None:
-    async def scene() -> None:
-        head = await prepared(tmp_path)
-        with (
-            socket.create_server(("", ports.base + 4)),
-            pytest.raises(RayError, match=f"{ports.base + 4}"),
-        ):
-            head.start(head_at(HEAD, ports), {})
-        await head.end(None)
-
-    run(scene)
-
-
-def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def scene() -> None:
-        ray = await prepared(tmp_path)
-        session = tmp_path / "session"
-        assert session.stat().st_mode & 0o777 == 0o700
-        ray.stop_watching()
-        assert await ray.kept.exited == 0
-        await ray.end(None)
-        while session.exists():  # the keeper removes it after it has let go of the agent
-            await asyncio.sleep(0.02)
-
-    run(scene)
+async def test_a_taken_port_is_found_before_the_order_is_given(
+    tmp_path: Path, ports: PortBlock
+) -> None:
+    head = await prepared(tmp_path)
+    with (
+        socket.create_server(("", ports.base + 4)),
+        pytest.raises(RayError, match=f"{ports.base + 4}"),
+    ):
+        head.start(head_at(HEAD, ports), {})
+    await head.end(None)
 
 
-def test_a_session_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    async def scene() -> None:
-        missing = make_session_folder(str(tmp_path / "missing" / "session"), {})
-        with pytest.raises(RayError, match="cannot be made: No such file"):
-            await LocalRay.prepare(missing, {}, tmp_path / "ray.log")
-        assert missing.environment == {}
+async def test_a_process_that_gets_no_order_leaves_nothing_behind(tmp_path: Path) -> None:
+    ray = await prepared(tmp_path)
+    session = tmp_path / "session"
+    assert session.stat().st_mode & 0o777 == 0o700
+    ray.stop_watching()
+    assert await ray.kept.exited == 0
+    await ray.end(None)
+    while session.exists():  # the keeper removes it after it has let go of the agent
+        await asyncio.sleep(0.02)
 
-    run(scene)
+
+async def test_a_session_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    missing = make_session_folder(str(tmp_path / "missing" / "session"), {})
+    with pytest.raises(RayError, match="cannot be made: No such file"):
+        await LocalRay.prepare(missing, {}, tmp_path / "ray.log")
+    assert missing.environment == {}
 
 
 def test_temporary_files_of_an_attempt_are_private_wherever_the_user_wants_them(

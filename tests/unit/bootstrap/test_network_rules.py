@@ -43,6 +43,16 @@ def names(found: Detection) -> list[str]:
     return [one.name for one in found.rdma.ports]
 
 
+def ifname(*devices: Interface | RdmaPort, **more: Any) -> str | None:
+    """The interface that is taken on such a host."""
+    return detect(host(*devices, **more)).socket.ifname
+
+
+def used(*devices: Interface | RdmaPort, **more: Any) -> list[str]:
+    """The RDMA ports that are used on such a host."""
+    return names(detect(host(*devices, **more)))
+
+
 MANAGEMENT = nic("m", "10.1.0.5/24", speed_mbps=1_000)
 FAST = nic("f", "10.9.0.5/24", speed_mbps=100_000)
 
@@ -64,29 +74,20 @@ def test_the_user_outranks_the_connection_and_the_connection_everything_else() -
 
 
 def test_the_address_that_slurm_knows_outranks_routes() -> None:
-    assert (
-        detect(host(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5")).socket.ifname
-        == "f"
-    )
+    assert ifname(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5") == "f"
 
 
 def test_a_connected_network_of_a_peer_outranks_the_default_route() -> None:
-    assert (
-        detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77")).socket.ifname
-        == "f"
-    )
+    assert ifname(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77") == "f"
 
 
 def test_the_longest_prefix_towards_a_peer_wins() -> None:
     wide = nic("w", "10.0.0.1/8", speed_mbps=400_000)
-    assert detect(host(wide, FAST, example_peer="10.9.0.6")).socket.ifname == "f"
+    assert ifname(wide, FAST, example_peer="10.9.0.6") == "f"
 
 
 def test_a_peer_beyond_all_networks_is_reached_by_the_default_route() -> None:
-    assert (
-        detect(host(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1")).socket.ifname
-        == "m"
-    )
+    assert ifname(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1") == "m"
 
 
 def test_of_two_interfaces_in_one_network_the_faster_is_taken_and_the_user_warned() -> None:
@@ -142,14 +143,9 @@ def test_of_cloud_interfaces_with_single_addresses_the_nearest_to_the_peer_is_ta
 
 def test_a_default_route_to_the_internet_yields_to_a_private_wire() -> None:
     public, private = nic("p", "8.8.4.4/24"), nic("q", "10.3.0.1/16", type="bond")
-    assert detect(host(public, private, default_route="p")).socket.ifname == "q"
-    assert (
-        detect(
-            host(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p")
-        ).socket.ifname
-        == "p"
-    )
-    assert detect(host(public, default_route="p")).socket.ifname == "p"
+    assert ifname(public, private, default_route="p") == "q"
+    assert ifname(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p") == "p"
+    assert ifname(public, default_route="p") == "p"
 
 
 def test_link_local_members_dead_and_virtual_interfaces_are_passed_over() -> None:
@@ -284,8 +280,8 @@ def test_one_link_layer_is_kept(
 
 def test_ports_of_another_rate_are_left_out_by_bandwidth_in_all() -> None:
     rails = [port(f"r{n}", rate=200) for n in range(8)]
-    assert len(names(detect(host(*rails, port("s", rate=400), port("t", rate=25))))) == 8
-    assert names(detect(host(port("a", rate=100), port("b", rate=400)))) == ["b"]
+    assert len(used(*rails, port("s", rate=400), port("t", rate=25))) == 8
+    assert used(port("a", rate=100), port("b", rate=400)) == ["b"]
 
 
 @pytest.mark.parametrize("vendor", ["bnxt_re", "irdma", "ionic_rdma", "mlx5_core"])
@@ -308,16 +304,9 @@ def test_a_port_under_the_bond_of_the_default_route_is_the_front_end() -> None:
     bond, member = nic("z", "10.1.0.1/24", type="bond"), nic("x", master="z")
     rails = [port(f"r{n}") for n in range(8)]
     assert (
-        len(
-            names(
-                detect(
-                    host(bond, member, port("a", netdev="x"), *rails, default_route="z", num_gpus=8)
-                )
-            )
-        )
-        == 8
+        len(used(bond, member, port("a", netdev="x"), *rails, default_route="z", num_gpus=8)) == 8
     )
-    assert len(names(detect(host(bond, member, port("a", netdev="x"), *rails)))) == 8
+    assert len(used(bond, member, port("a", netdev="x"), *rails)) == 8
 
 
 @pytest.mark.parametrize(
@@ -371,13 +360,11 @@ def test_the_only_fast_port_is_kept_though_the_default_route_leaves_through_it()
 
 def test_virtual_functions_count_only_where_there_is_nothing_else() -> None:
     virtual = port("v", sriov_vf=True)
-    assert names(detect(host(virtual, port("p")))) == ["p"]
-    assert names(detect(host(virtual))) == ["v"]
+    assert used(virtual, port("p")) == ["p"]
+    assert used(virtual) == ["v"]
     # a pod has this one; it sees its host's ports, not their interfaces
     given = port("v", sriov_vf=True, netdev="n")
-    assert names(
-        detect(host(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")))
-    ) == ["v"]
+    assert used(nic("n", "10.3.0.1/24"), given, port("p"), port("q", netdev="elsewhere")) == ["v"]
 
 
 def test_ports_whose_interface_is_in_another_namespace_are_left_out_with_a_warning() -> None:
@@ -436,8 +423,8 @@ def test_infiniband_needs_no_interface() -> None:
 def test_storage_ports_of_the_same_kind_and_rate_show_by_their_card() -> None:
     rails = [port(f"r{n}", "InfiniBand", 200, pci=f"0000:{n:02x}:00.0") for n in range(8)]
     storage = [port(f"s{n}", "InfiniBand", 200, pci=f"0000:e1:00.{n}") for n in range(2)]
-    assert names(detect(host(*rails, *storage, num_gpus=8))) == [one.name for one in rails]
-    assert len(names(detect(host(*rails, *storage)))) == 10  # nobody counted the GPUs
+    assert used(*rails, *storage, num_gpus=8) == [one.name for one in rails]
+    assert len(used(*rails, *storage)) == 10  # nobody counted the GPUs
 
 
 def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
@@ -449,15 +436,15 @@ def test_ports_on_the_switch_of_a_gpu_are_compute() -> None:
         for n in range(4)
     ]
     far = [port(f"n{n + 4}", pci_path=(f"0000:{n}9:01.0", f"0000:{n}a:00.0")) for n in range(4)]
-    assert names(detect(host(*near, *far, num_gpus=4, gpus=gpus))) == ["n0", "n1", "n2", "n3"]
-    assert len(names(detect(host(*far, num_gpus=4, gpus=gpus)))) == 4
+    assert used(*near, *far, num_gpus=4, gpus=gpus) == ["n0", "n1", "n2", "n3"]
+    assert len(used(*far, num_gpus=4, gpus=gpus)) == 4
     # one GPU would have no port
-    assert len(names(detect(host(*near[1:], *far, num_gpus=4, gpus=gpus)))) == 7
+    assert len(used(*near[1:], *far, num_gpus=4, gpus=gpus)) == 7
 
 
 def test_ports_on_a_numa_node_without_gpu_are_left_out() -> None:
     ports = [port("a", numa=0), port("b", numa=1), port("c", numa=3)]
-    assert names(detect(host(*ports, num_gpus=2, gpus=(GpuLocation(0), GpuLocation(1))))) == [
+    assert used(*ports, num_gpus=2, gpus=(GpuLocation(0), GpuLocation(1))) == [
         "a",
         "b",
     ]

@@ -120,113 +120,91 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_a_spare_takes_the_place_and_the_driver_is_told(tmp_path: Path) -> None:
+async def test_a_spare_takes_the_place_and_the_driver_is_told(tmp_path: Path) -> None:
     write_replaceable(tmp_path, ["n2"])
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
-        assert head.replacements.take("n2", KILLED)
-        assert head.replacements.unsettled == KILLED
-        await head.settled()
-        assert head.states == [("n2", "replaced", "n3")]
-        assert head.gathering.used == ("n1", "n3")
-        assert [node.host for node in head.clusters[-1].nodes] == ["n1", "n3"]
-        assert head.links[2].sent == ["start_ray"]
-        assert head.links[1].sent == ["end"] and head.links[1].is_closed
-        assert head.given_up == [] and head.replacements.excluded == ()
-        assert not (tmp_path / "exclude").exists()
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
+    assert head.replacements.take("n2", KILLED)
+    assert head.replacements.unsettled == KILLED
+    await head.settled()
+    assert head.states == [("n2", "replaced", "n3")]
+    assert head.gathering.used == ("n1", "n3")
+    assert [node.host for node in head.clusters[-1].nodes] == ["n1", "n3"]
+    assert head.links[2].sent == ["start_ray"]
+    assert head.links[1].sent == ["end"] and head.links[1].is_closed
+    assert head.given_up == [] and head.replacements.excluded == ()
+    assert not (tmp_path / "exclude").exists()
 
 
-def test_a_machine_that_does_not_answer_is_excluded_from_the_next_attempt(tmp_path: Path) -> None:
+async def test_a_machine_that_does_not_answer_is_excluded_from_the_next_attempt(
+    tmp_path: Path,
+) -> None:
     write_replaceable(tmp_path, ["n2"])
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.3"), n2=True)
-        head.replacements.take("n2", SILENT)
-        await head.settled()
-        (lost,) = read_lost_nodes(tmp_path)
-        assert lost.state == "replaced"
-        assert head.replacements.excluded == ("n2",)
-        assert (tmp_path / "exclude").read_text() == "n2\n"
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.3"), n2=True)
+    head.replacements.take("n2", SILENT)
+    await head.settled()
+    (lost,) = read_lost_nodes(tmp_path)
+    assert lost.state == "replaced"
+    assert head.replacements.excluded == ("n2",)
+    assert (tmp_path / "exclude").read_text() == "n2\n"
 
 
 @pytest.mark.parametrize("fails", ["too late", "its agent ends", "its link is broken"])
-def test_a_spare_that_fails_during_the_join_is_followed_by_the_next(
+async def test_a_spare_that_fails_during_the_join_is_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     write_replaceable(tmp_path, ["n2"])
     if fails == "too late":
         monkeypatch.setattr(replacement, "JOIN_S", 0.2)
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.4"), n3=fails == "its link is broken")
-        head.replacements.take("n2", KILLED)
-        if fails == "its agent ends":
-            while "start_ray" not in head.links[2].sent:
-                await asyncio.sleep(0.01)
-            head.replacements.give_up_spare("n3", "the connection was closed")
-        await head.settled()
-        assert head.states == [("n2", "replaced", "n4")]
-        assert head.given_up == []
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.4"), n3=fails == "its link is broken")
+    head.replacements.take("n2", KILLED)
+    if fails == "its agent ends":
+        while "start_ray" not in head.links[2].sent:
+            await asyncio.sleep(0.01)
+        head.replacements.give_up_spare("n3", "the connection was closed")
+    await head.settled()
+    assert head.states == [("n2", "replaced", "n4")]
+    assert head.given_up == []
 
 
-def test_the_attempt_ends_when_every_spare_fails(
+async def test_the_attempt_ends_when_every_spare_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_replaceable(tmp_path, ["n2"])
     monkeypatch.setattr(replacement, "JOIN_S", 0.1)
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay())
-        head.replacements.take("n2", SILENT)
-        await head.settled()
-        assert head.states == [("n2", "given up", "")]
-        (loss,) = head.given_up
-        assert loss.cause == f"{SILENT.cause}; no spare node is left" and loss.exclude == ("n2",)
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay())
+    head.replacements.take("n2", SILENT)
+    await head.settled()
+    assert head.states == [("n2", "given up", "")]
+    (loss,) = head.given_up
+    assert loss.cause == f"{SILENT.cause}; no spare node is left" and loss.exclude == ("n2",)
 
 
-def test_two_nodes_that_are_lost_together_get_different_spares(tmp_path: Path) -> None:
+async def test_two_nodes_that_are_lost_together_get_different_spares(tmp_path: Path) -> None:
     """The second is lost while the first spare joins; a third loss ends the attempt."""
     write_replaceable(tmp_path, ["n2", "n3"])
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.3", "10.0.0.4"))
-        head.replacements.take("n2", KILLED)
-        await head.settled()
-        write_replaceable(tmp_path, ["n3"])  # by the driver, once n3 is in use
-        assert head.replacements.take("n3", HostLoss("n3 is gone"))
-        await head.settled()
-        assert [state for _, state, _ in head.states] == ["replaced", "replaced"]
-        assert head.gathering.used == ("n1", "n4")
-        assert not head.replacements.take("n4", HostLoss("n4 is gone"))
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.3", "10.0.0.4"))
+    head.replacements.take("n2", KILLED)
+    await head.settled()
+    write_replaceable(tmp_path, ["n3"])  # by the driver, once n3 is in use
+    assert head.replacements.take("n3", HostLoss("n3 is gone"))
+    await head.settled()
+    assert [state for _, state, _ in head.states] == ["replaced", "replaced"]
+    assert head.gathering.used == ("n1", "n4")
+    assert not head.replacements.take("n4", HostLoss("n4 is gone"))
 
 
-def test_a_node_that_the_driver_needs_ends_the_attempt_and_no_spare_is_used_up(
+async def test_a_node_that_the_driver_needs_ends_the_attempt_and_no_spare_is_used_up(
     tmp_path: Path,
 ) -> None:
     """Before the engines are up, and where the driver has its trainer ranks."""
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
-        head.replacements.take("n2", KILLED)
-        await head.settled()
-        assert head.given_up[0].cause.endswith("the driver cannot continue without n2")
-        assert head.states == [] and head.gathering.spares == ("n3", "n4")
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
+    head.replacements.take("n2", KILLED)
+    await head.settled()
+    assert head.given_up[0].cause.endswith("the driver cannot continue without n2")
+    assert head.states == [] and head.gathering.spares == ("n3", "n4")
 
 
-def test_a_replacement_that_is_cancelled_writes_nothing_after_the_end(
+async def test_a_replacement_that_is_cancelled_writes_nothing_after_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its list of excluded hosts must not replace that of the verdict."""
@@ -239,26 +217,19 @@ def test_a_replacement_that_is_cancelled_writes_nothing_after_the_end(
         write_lost_nodes(folder, lost)
 
     monkeypatch.setattr(replacement, "write_lost_nodes", slow)
-
-    async def scene() -> None:
-        head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
-        head.replacements.take("n2", SILENT)
-        while not began.is_set():
-            await asyncio.sleep(0.01)
-        ending = asyncio.create_task(head.replacements.end())
-        await asyncio.sleep(0.05)
-        assert not ending.done()
-        resume.set()
-        await ending
-        assert head.states == [("n2", "joining", "")]
-        assert (tmp_path / "exclude").read_text() == "n2\n"
-        assert head.replacements.unsettled is None and head.links[2].sent == []
-
-    run(scene)
+    head = Scene(tmp_path, ray=FakeRay("10.0.0.3"))
+    head.replacements.take("n2", SILENT)
+    while not began.is_set():
+        await asyncio.sleep(0.01)
+    ending = asyncio.create_task(head.replacements.end())
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    resume.set()
+    await ending
+    assert head.states == [("n2", "joining", "")]
+    assert (tmp_path / "exclude").read_text() == "n2\n"
+    assert head.replacements.unsettled is None and head.links[2].sent == []
 
 
-def test_without_spares_a_loss_is_refused_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        assert not Scene(tmp_path, ray=FakeRay(), spares=()).replacements.take("n2", KILLED)
-
-    run(scene)
+async def test_without_spares_a_loss_is_refused_at_once(tmp_path: Path) -> None:
+    assert not Scene(tmp_path, ray=FakeRay(), spares=()).replacements.take("n2", KILLED)

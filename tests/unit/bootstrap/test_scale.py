@@ -1,5 +1,5 @@
 """Invariant: the head's work for a node does not depend on the number of nodes. One real head
-without Ray (``bootstrap/simulated/ray_stub``) and simulated nodes with the real protocol.
+without Ray (``tests/fakes/ray_stub``) and simulated nodes with the real protocol.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -157,7 +157,7 @@ def test_lines_that_hosts_write_over_each_other_are_counted(
     assert "of 8 lines that it appended beside other hosts are lost" in found["n1"].found
 
 
-def test_nodes_that_do_not_answer_and_a_folder_that_hangs_cost_a_bounded_time(
+async def test_nodes_that_do_not_answer_and_a_folder_that_hangs_cost_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_folder, "ANSWER_S", 0.3)
@@ -167,16 +167,13 @@ def test_nodes_that_do_not_answer_and_a_folder_that_hangs_cost_a_bounded_time(
         async def answer(self, order: dict[str, Any]) -> None:
             await asyncio.Event().wait()
 
-    async def run() -> dict[str, Check]:
-        test = FolderTest()
-        links: Any = {
-            "n1": Silent(tmp_path, "n1", test),
-            "n2": Node(tmp_path, "n2", test, is_lost=True),
-        }
-        return await test.run(tmp_path, links, "n0")
-
     started = time.monotonic()
-    found = asyncio.run(run())
+    test = FolderTest()
+    links: Any = {
+        "n1": Silent(tmp_path, "n1", test),
+        "n2": Node(tmp_path, "n2", test, is_lost=True),
+    }
+    found = await test.run(tmp_path, links, "n0")
     assert time.monotonic() - started < 5
     assert (
         "no answer within 0 s" in found["n1"].found and "does not acknowledge" in found["n2"].found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -90,7 +89,7 @@ HOSTS = ("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
         ("11112222", "n6", "n2", "n1 n7 n3 n4 n5 n8", ""),
     ],
 )
-def test_a_spare_takes_the_place_of_a_bad_host_in_the_order_of_blocks(
+async def test_a_spare_takes_the_place_of_a_bad_host_in_the_order_of_blocks(
     tmp_path: Path, blocks: str, unfit: str, absent: str, used: str, spares: str
 ) -> None:
     """Two of the hosts are spares; ranks on fit hosts keep their places."""
@@ -103,17 +102,14 @@ def test_a_spare_takes_the_place_of_a_bad_host_in_the_order_of_blocks(
     async def own_facts(known: Facts, options: Options) -> HostFacts:
         return facts["n1"]
 
-    async def scene() -> None:
-        head = Facts("n1", 0, HOSTS, "7", 0, in_slurm=True)
-        options = Options(tmp_path, num_gpus=0, spare_nodes=2)
-        gathering = Gathering(head, options, Joined(HOSTS, facts), read_host=own_facts)
-        gathering._folder_test = SharedFolder()
-        gathering.begin()
-        await gathering.choose("10.0.0.1")
-        assert (" ".join(gathering.used), " ".join(gathering.spares)) == (used, spares)
-        if gathering.spares:  # and so does a spare that replaces a node later
-            lost, spare = gathering.used[2], gathering.spares[0]
-            gathering.replace(lost, spare)
-            assert " ".join(gathering.used) == used.replace(lost, spare)
-
-    asyncio.run(scene())
+    head = Facts("n1", 0, HOSTS, "7", 0, in_slurm=True)
+    options = Options(tmp_path, num_gpus=0, spare_nodes=2)
+    gathering = Gathering(head, options, Joined(HOSTS, facts), read_host=own_facts)
+    gathering._folder_test = SharedFolder()
+    gathering.begin()
+    await gathering.choose("10.0.0.1")
+    assert (" ".join(gathering.used), " ".join(gathering.spares)) == (used, spares)
+    if gathering.spares:  # and so does a spare that replaces a node later
+        lost, spare = gathering.used[2], gathering.spares[0]
+        gathering.replace(lost, spare)
+        assert " ".join(gathering.used) == used.replace(lost, spare)

@@ -27,12 +27,6 @@ def write_model(folder: Path, **changes) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | changes))
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path):
-    write_model(make_project(tmp_path), architectures=["MixtralForCausalLM"])
-    (problem,) = problems(tmp_path)
-    assert "'MixtralForCausalLM' is not known" in problem and "Qwen3ForCausalLM" in problem
-
-
 def test_an_option_of_the_model_that_is_not_supported_is_named(tmp_path):
     write_model(make_project(tmp_path), attention_bias=True)
     (problem,) = problems(tmp_path)

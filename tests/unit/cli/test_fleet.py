@@ -1,7 +1,6 @@
 """``rlpost fleet``: what it submits, what it orders, and what it shows; with stand-ins of Slurm."""
 
 import json
-import os
 
 import pytest
 
@@ -18,6 +17,7 @@ from rlpost.errors import ConfigError
 from rlpost.observe.report.fleet_use import used_of
 from slurm.queue import QueueEntry
 from slurm.states import JobState
+from tests.unit.slurm.stand_ins import fleet_commands
 
 CLUSTER = {"num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 4, "partition": "gpu"}
 
@@ -31,20 +31,11 @@ def run(tmp_path):
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Stand-ins of Slurm's commands; returns the file of what was asked, and that of the queue."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
     asked, queue = tmp_path / "asked", tmp_path / "queue"
     queue.write_text("")
-    for name, text in {
-        "sbatch": f'echo "sbatch $(env | grep -c SECRETKEY)" >>{asked}\n'
-        f"echo $((69 + $(grep -c sbatch {asked})))",
-        "scancel": f'echo "scancel $*" >>{asked}',
-        "scontrol": "exit 0",
-        "squeue": f"cat {queue}",
-    }.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    sbatch = f'echo "sbatch $(env | grep -c SECRETKEY)" >>{asked}\n'
+    sbatch += f"echo $((69 + $(grep -c sbatch {asked})))"
+    monkeypatch.setenv("PATH", fleet_commands(tmp_path / "bin", asked, queue, sbatch))
     monkeypatch.setenv("WANDB_API_KEY", "SECRETKEY")
     return asked, queue
 
@@ -184,18 +175,8 @@ def test_the_table_joins_what_slurm_agent_and_driver_say(run, slurm, capsys):
     capsys.readouterr()
     call(run)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == [
-        "70_0",
-        "RUNNING",
-        "ready",
-        "serves",
-        "version",
-        "4",
-        "n1",
-        "1.00",
-        "h",
-    ]
-    assert lines[2].split() == ["70_1", "PENDING", "-", "-", "-", "-"]
+    assert " ".join(lines[1].split()) == "70_0 RUNNING ready serves version 4 n1 1.00 h"
+    assert " ".join(lines[2].split()) == "70_1 PENDING - - - -"
     assert lines[4] == "driver: attempt 1 on n9, version 4"
 
 

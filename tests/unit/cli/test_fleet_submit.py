@@ -1,7 +1,5 @@
 """A recipe that asks for a fleet: what is submitted with the run, and what ends with it."""
 
-import os
-
 import pytest
 
 from common.run_folder import RunFolder
@@ -12,6 +10,7 @@ from rlpost.config.load import load
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
 from rlpost.submit import main
+from tests.unit.slurm.stand_ins import fleet_commands
 
 ASKED = ("--engines", "3", "--engine-partition", "preempt", "--engine-time", "60")
 
@@ -19,22 +18,15 @@ ASKED = ("--engines", "3", "--engine-partition", "preempt", "--engine-time", "60
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Stand-ins of Slurm's commands; returns the file of what was asked, and that of the queue."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
     asked, queue = tmp_path / "asked", tmp_path / "queue"
     asked.write_text("")
     queue.write_text("")
-    for name, text in {
-        "sbatch": f'echo "sbatch $(basename "${{!#}}")" >>{asked}\n'
+    sbatch = f'echo "sbatch $(basename "${{!#}}")" >>{asked}\n'
+    sbatch += (
         f"[ -e {tmp_path}/refuses ] && grep -q sbatch.*sbatch <(tr -d '\\n' <{asked}) && exit 1\n"
-        f"echo $((69 + $(grep -c sbatch {asked})))",
-        "scancel": f'echo "scancel $*" >>{asked}',
-        "scontrol": "exit 0",
-        "squeue": f"cat {queue}",
-    }.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    )
+    sbatch += f"echo $((69 + $(grep -c sbatch {asked})))"
+    monkeypatch.setenv("PATH", fleet_commands(tmp_path / "bin", asked, queue, sbatch))
     return asked, queue
 
 

@@ -16,7 +16,7 @@ from rlpost.cli import run_status as statuses_module
 from rlpost.cli.list import reasons, table, total_cost
 from rlpost.cli.main import main
 from rlpost.cli.run_status import CACHE, Status, status_of, statuses
-from rlpost.cli.status import rows as shown
+from rlpost.cli.run_status import rows as shown
 from rlpost.observe.report.goodput import Goodput
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.states import JobState

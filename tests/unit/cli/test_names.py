@@ -127,18 +127,6 @@ def test_a_comparison_lies_in_the_first_run_unless_told_otherwise(tmp_path, caps
     assert main(["compare", *(str(run.root) for run in runs)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split() == ["page", str(runs[0].report / "compare.html")]
-    assert (
-        main(
-            [
-                "compare",
-                "a",
-                "b",
-                "--runs-dir",
-                str(tmp_path),
-                "--html",
-                str(tmp_path / "out/two.html"),
-            ]
-        )
-        == 0
-    )
+    elsewhere = ["--runs-dir", str(tmp_path), "--html", str(tmp_path / "out/two.html")]
+    assert main(["compare", "a", "b", *elsewhere]) == 0
     assert (tmp_path / "out/two.html").read_text() == (runs[0].report / "compare.html").read_text()

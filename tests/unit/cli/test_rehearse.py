@@ -68,14 +68,6 @@ def test_no_fault_ends_with_0(capsys):
     assert "2 of the 40 micro-batches of a step were rehearsed" in shown
 
 
-def test_a_fault_of_the_agents_ends_with_2(capsys, monkeypatch):
-    fault = RehearsalCheck("agents", ("s0001 of 2 nodes did not join within 60 s",), "2 nodes")
-    monkeypatch.setattr(rehearse, "agents_check", lambda config: fault)
-    assert rehearse.main([RECIPE]) == 0
-    assert rehearse.main([RECIPE, "--nodes-too"]) == 2
-    assert "first fault: s0001 of 2 nodes did not join" in capsys.readouterr().out
-
-
 def test_one_object_for_programs(capsys):
     assert rehearse.main([RECIPE, "--gpu-memory", "48GB", "--json"]) == 2
     made = json.loads(capsys.readouterr().out)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from common.cluster import Cluster, Node
 from rlpost.cli.rehearse_nodes import (
-    Agents,
-    agents_check,
-    agents_problems,
     nodes_check,
     placement_problems,
 )
@@ -69,32 +64,3 @@ def test_a_cluster_that_is_too_small_is_a_fault(tmp_path):
     cluster = config.cluster.model_copy(update={"num_gpus_per_node": 4})
     made = nodes_check(config.model_copy(update={"cluster": cluster}))
     assert "nodes with 8 GPUs to train" in made.faults[0]
-
-
-def test_the_agents_of_all_nodes_meet(tmp_path):
-    """The large recipe: the head of a job and seven nodes, in another process."""
-    made = agents_check(config_of("glm45_355b", tmp_path))
-    assert made.faults == ()
-    assert re.fullmatch(r"8 nodes in \d+\.\d s, 64 ranks, 2 engines", made.extent)
-
-
-def test_an_agent_that_is_missing_is_named_after_the_deadline(tmp_path):
-    made = agents_check(config_of("glm45_355b", tmp_path), deadline_s=10, absent=["s0005"])
-    assert made.faults[0].startswith("s0005 of 8 nodes did not join within 10 s")
-
-
-def met(num_nodes: int, *, port_count: int = 400) -> Agents:
-    """A cluster of nodes with 8 GPUs."""
-    nodes = tuple(Node(f"s{n:04d}", f"127.1.0.{n}", "lo", 8) for n in range(num_nodes))
-    return Agents(Cluster("127.1.0.0:1", "", nodes, 20_600, port_count), "", 1.0)
-
-
-def test_a_cluster_that_contradicts_the_layout_is_named(tmp_path):
-    config = config_of("glm45_355b", tmp_path)
-    assert list(agents_problems(config, met(8))) == []
-    found = list(agents_problems(config, met(7)))
-    assert found[0] == "7 nodes joined, the run has 8"
-    assert found[1].startswith("the cluster does not offer 8 nodes with 8 GPUs to train")
-    (few_ports,) = agents_problems(config, met(8, port_count=4))
-    assert "the job's block has" in few_ports
-    assert list(agents_problems(config, Agents(None, "no head", 1.0))) == ["no head"]

@@ -40,16 +40,8 @@ def test_the_key_is_shown_as_stars_and_in_no_process_list(tmp_path, module):
     make_project(tmp_path)
     spy = "import atexit, pathlib; atexit.register(lambda: print(pathlib.Path('/proc/self/cmdline').read_bytes()))"
     (tmp_path / "sitecustomize.py").write_text(spy)
-    argv = [
-        sys.executable,
-        "-m",
-        *module,
-        "recipe.toml",
-        "--wandb-key",
-        KEY,
-        "--print-config",
-        "--use-wandb",
-    ]
+    words = ["recipe.toml", "--wandb-key", KEY, "--print-config", "--use-wandb"]
+    argv = [sys.executable, "-m", *module, *words]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from tests.unit.jobs.assets import make_assets
 from tests.unit.slurm.stand_ins import NO_PYXIS, PYXIS, commands
 
 RECIPE = "jobs/recipes/qwen3_4b.toml"
+IN_PYXIS = ("--container", "pyxis", "--container-image", "/i.sqsh", "--container-mounts")
 # What a script's step begins with, instead of the step.
 SRUN = """{help}
 [ "$1" = --help ] || {{ printf '%s\\n' "$@" >>"{folder}/words"; exit 1; }}"""
@@ -117,11 +118,8 @@ def test_a_name_in_a_registry_is_imported_once_into_the_cache(backend, site, mon
     """Not by every node for itself, and not once more by the next job."""
     has(site, monkeypatch, pyxis=backend == "pyxis")
     folder = Path(os.environ["PATH"].partition(os.pathsep)[0])
-    enroot = (
-        'echo "$*" >>"'
-        + str(site)
-        + '/imports"; while [ "$1" != --output ]; do shift; done; echo hsqs >"$2"'
-    )
+    enroot = f'echo "$*" >>"{site}/imports"; '
+    enroot += 'while [ "$1" != --output ]; do shift; done; echo hsqs >"$2"'
     commands(folder, srun=(folder / "srun").read_text().partition("\n")[2], enroot=enroot)
     monkeypatch.setenv("RLPOST_IMAGE", "nvcr.io/nvidia/pytorch:25.01-py3")
     monkeypatch.setenv("RLPOST_IMAGE_CACHE", str(site / "cache"))
@@ -135,14 +133,7 @@ def test_a_name_in_a_registry_is_imported_once_into_the_cache(backend, site, mon
 def test_a_profile_with_pyxis_is_refused_where_there_is_none(site, monkeypatch, capsys) -> None:
     has(site, monkeypatch, pyxis=False)
     make_project(site)
-    words = [
-        "--container",
-        "pyxis",
-        "--container-image",
-        "/i.sqsh",
-        "--container-mounts",
-        str(site),
-    ]
+    words = [*IN_PYXIS, str(site)]
     assert main(["recipe.toml", *words, "--run-folder", "run"]) == 2
     assert "this cluster has no pyxis; choose enroot" in capsys.readouterr().err
     assert not (site / "run").exists()
@@ -156,15 +147,7 @@ def test_a_profile_with_pyxis_is_refused_where_there_is_none(site, monkeypatch, 
 def test_a_job_of_such_a_profile_ends_before_its_first_step(site, monkeypatch) -> None:
     make_project(site)
     has(site, monkeypatch, pyxis=True)
-    words = [
-        "--container",
-        "pyxis",
-        "--container-image",
-        "/i.sqsh",
-        "--container-mounts",
-        str(site),
-    ]
-    assert main(["recipe.toml", *words, "--run-folder", "run"]) == 0
+    assert main(["recipe.toml", *IN_PYXIS, str(site), "--run-folder", "run"]) == 0
     has(site, monkeypatch, pyxis=False)
     ended, said = step_of(site / "run/job.sbatch", site)
     assert ended == "exit 78" and "this cluster has no pyxis" in said
@@ -178,10 +161,8 @@ def test_without_slurm_auto_is_no_container_and_another_is_refused_before_anythi
     has(site, monkeypatch, pyxis=True)
     assert main(["recipe.toml", "--local", "--container", "pyxis", "--run-folder", "run"]) == 2
     assert "--container none" in capsys.readouterr().err and not (site / "run").exists()
-    assert (
-        main(["recipe.toml", "--local", "--container", "auto", "--run-folder", "run", "--no-wait"])
-        == 0
-    )
+    words = ["--local", "--container", "auto", "--run-folder", "run", "--no-wait"]
+    assert main(["recipe.toml", *words]) == 0
     assert json.loads((site / "run/run.json").read_text())["cluster"]["container"] == "none"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rlpost.cli import sweep
 from rlpost.cli.main import main
 from rlpost.cli.sweep import MAX_POINTS, parse_grid, points_of, submitted_arguments
 from rlpost.errors import ConfigError
+from tests.unit.slurm.stand_ins import commands
 
 GRID = ("--grid", "lr=1e-6,2e-6", "rollout_seed=1,2")
 
@@ -21,19 +23,10 @@ GRID = ("--grid", "lr=1e-6,2e-6", "rollout_seed=1,2")
 @pytest.fixture
 def slurm(project: Path, monkeypatch) -> Path:
     """Commands of a Slurm that gives jobs the numbers 1, 2, ... and knows none of them."""
-    commands = project / "bin"
-    commands.mkdir()
     count = f"n=$(($(cat {project}/n 2>/dev/null || echo 0) + 1)); echo $n > {project}/n"
-    for name, text in {
-        "scontrol": "exit 0",
-        "srun": "exit 1",
-        "squeue": "exit 0",
-        "sacct": "exit 0",
-        "sbatch": f"{count}; echo $n",
-    }.items():
-        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
-        (commands / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    answers = {"srun": "exit 1"} | dict.fromkeys(("scontrol", "squeue", "sacct"), "exit 0")
+    path = commands(project / "bin", **answers, sbatch=f"{count}; echo $n")
+    monkeypatch.setenv("PATH", path)
     return project
 
 
@@ -70,7 +63,7 @@ def test_a_grid_that_means_nothing_is_refused(project, capsys, grid, message):
 
 def test_the_words_of_the_sweep_do_not_reach_its_runs():
     words = ["--grid=lr=1,2", "r.toml", "--grid", "seed=1", "bf16=true,false", "--nodes", "2"]
-    words += ["--name=s", "--resume", "--local"]
+    words += ["--name=s", "--local"]
     assert submitted_arguments(words) == ["r.toml", "--nodes", "2", "--local"]
 
 
@@ -104,6 +97,7 @@ def test_nothing_is_submitted_when_one_point_is_wrong(slurm, capsys):
     ("more", "message"),
     [
         (["--run-folder", "x"], "--run-folder: means one run"),
+        (["--resume"], "--resume: means one run"),
         (["--lr", "3e-6"], "--lr: --grid has it as well"),
         (["--name", "a/b"], "must be the name of a folder"),
     ],
@@ -126,18 +120,6 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
         )
     assert found == {"1": (1e-6, 1), "2": (1e-6, 2), "3": (2e-6, 1), "4": (2e-6, 2)}
     assert "exists; use another name" in error_of(capsys, *words[1:])
-    others = [
-        "recipe.toml",
-        "--grid",
-        "lr=1e-6,2e-6",
-        "rollout_seed=1,3",
-        "--name",
-        "s",
-        "--resume",
-    ]
-    assert "s-p1 exists; use another name" in error_of(capsys, *others)
-    assert main([*words, "--resume"]) == 0
-    assert capsys.readouterr().out.count("submitted before") == 4
 
 
 def test_submissions_of_the_same_second_have_their_own_folders_and_jobs(slurm, capsys, monkeypatch):
@@ -183,13 +165,16 @@ def test_a_submission_that_fails_half_way_can_be_completed(slurm, capsys):
     refuses = (
         f"[ -e {slurm}/n ] && [ $(cat {slurm}/n) -ge 2 ] && echo QOSMaxSubmitJob >&2 && exit 1"
     )
-    sbatch.write_text(works.replace("#!/bin/sh\n", f"#!/bin/sh\n{refuses}\n"))
-    words = ["recipe.toml", *GRID, "--name", "s"]
-    message = error_of(capsys, *words)
-    assert "s-p2: " in message and "QOSMaxSubmitJob" in message
-    assert "2 of 4 runs were submitted; the same command with --name s --resume" in message
+    sbatch.write_text(works.replace("#!/bin/bash\n", f"#!/bin/bash\n{refuses}\n"))
+    assert main(["sweep", "recipe.toml", *GRID, "--name", "s"]) == 2
+    printed = capsys.readouterr()
+    assert "s-p2: " in printed.err and "QOSMaxSubmitJob" in printed.err
+    assert "2 of 4 runs were submitted" in printed.err
     sbatch.write_text(works)
-    assert main(["sweep", *words, "--resume"]) == 0
+    commands = [line for line in printed.out.splitlines() if line.startswith("rlpost submit")]
+    assert len(commands) == 2
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
     jobs = [RunFolder(slurm / f"runs/s-p{number}").ledger.read() for number in range(4)]
     assert [entries[-1]["job_id"] for entries in jobs] == ["1", "2", "3", "4"]
 
@@ -205,7 +190,7 @@ def test_no_further_run_starts_after_one_that_was_stopped(project, monkeypatch, 
     assert main(["sweep", "recipe.toml", *GRID, "--name", "s", "--local"]) == 1
     assert started == ["s-p0"]
     out = capsys.readouterr().out
-    assert "--name s --resume submits the others" in out and "1 of 4 runs" in out
+    assert out.count("rlpost submit recipe.toml --local --lr") == 3 and "1 of 4 runs" in out
 
 
 def test_without_a_grid_the_commands_that_show_runs_are_named(project, capsys):

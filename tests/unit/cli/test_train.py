@@ -56,14 +56,8 @@ def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, c
     monkeypatch.setattr(Cluster, "from_json", lambda line: None)
     monkeypatch.setattr("sys.stdin", io.StringIO("{}\n"))
     monkeypatch.setenv("RLPOST_CONTAINER", chosen)
-    words = [
-        "recipe.toml",
-        "--container",
-        "auto",
-        "--container-image",
-        "/i.sqsh",
-        "--cluster-from-stdin",
-    ]
+    container = ["--container", "auto", "--container-image", "/i.sqsh"]
+    words = ["recipe.toml", *container, "--cluster-from-stdin"]
     if chosen == "pyxis":
         assert train.main([*words, "--run-folder", "run"]) == EXIT_CONFIG
         assert "not visible in the container" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 from rich.console import Console
@@ -16,7 +15,7 @@ from common.run_folder import RunFolder
 from rlpost.cli import watch as live
 from rlpost.cli.main import main
 from rlpost.cli.run_status import warnings_in
-from rlpost.cli.watch import is_over, page, phase_bar, read_view, sparkline
+from rlpost.cli.watch import is_over, page, read_view, sparkline
 from rlpost.observe.report.panels import mean_phases
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.states import JobState
@@ -51,13 +50,12 @@ def test_the_page_says_where_the_run_is(view):
     shown = text(view)
     for words in (
         "seven-b  RUNNING",
-        "4711, n[01-02], 1:01:01 left",
+        "4711",
+        "n[01-02]",
+        "1:01:01",
         "240/240",
         "aime 0.595, math500 0.822",
-    ):
-        assert words in shown, words
-    for words in (
-        "tokens/s, 99.29 s per step",
+        "tokens/s, 99.29 s a step",
         "generate 67%",
         "engine-0 0:0",
         "iter_0000240",
@@ -86,17 +84,11 @@ def test_no_line_is_wider_than_the_terminal(view, width):
     assert max(map(len, text(view, width).splitlines())) <= width
 
 
-def test_the_age_of_a_checkpoint_is_counted_from_its_commit(view):
-    saved = view.history.begin + timedelta(seconds=view.history.end_s)
-    later = replace(view, now=saved + timedelta(seconds=65))
-    assert "iter_0000240, 1:0" in text(later)
-
-
 def test_a_run_of_which_nothing_is_known_has_a_page(tmp_path):
     run = RunFolder(tmp_path / "new")
     run.root.mkdir()
     view = read_view(run, None, None)
-    assert "never submitted" in text(view) and "none yet" in text(view)
+    assert "never submitted" in text(view)
     assert not is_over(view)
 
 
@@ -117,7 +109,7 @@ def test_a_sparkline_is_as_long_as_there_is_room_and_rises_with_its_values():
     assert sparkline([5.0] * 3, 8) == "▄▄▄"
 
 
-def test_a_phase_takes_its_share_of_the_bar():
+def test_a_phase_has_its_mean_over_all_steps():
     lines = [
         {"step": 0, "time/eval_s": 90.0},
         {"step": 1, "time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0},
@@ -131,9 +123,6 @@ def test_a_phase_takes_its_share_of_the_bar():
     ]
     phases = mean_phases(lines)
     assert phases == {"generate": 6.0, "train": 3.0, "evaluate": 1.0}
-    bar = phase_bar(phases, 50)
-    assert bar.plain.splitlines()[0] == "█" * 50
-    assert [span.end - span.start for span in bar.spans[:3]] == [30, 15, 5]
     assert mean_phases(lines[:1]) == {}
 
 
@@ -168,11 +157,6 @@ def test_slurm_is_asked_once_in_a_while_however_often_the_page_is_drawn(tmp_path
 def test_a_pipe_is_told_of_json(run, capsys):
     assert main(["status", str(run.root), "--watch"]) == 2
     assert "--json" in capsys.readouterr().err
-
-
-def test_one_run_cannot_be_compared(run, capsys):
-    assert main(["compare", str(run.root), str(run.root)]) == 2
-    assert "needs two runs" in capsys.readouterr().err
 
 
 def test_recoveries_within_attempts_are_counted_by_role(tmp_path, capsys):

@@ -22,7 +22,7 @@ def test_results_are_in_order_and_no_more_than_allowed_are_in_progress():
     assert most == 3
 
 
-def test_a_failure_cancels_the_other_calls():
+async def test_a_failure_cancels_the_other_calls():
     ended = []
 
     async def act(item):
@@ -33,12 +33,9 @@ def test_a_failure_cancels_the_other_calls():
         finally:
             ended.append(item)
 
-    async def run():
-        with pytest.raises(ValueError, match="two"):
-            await for_each(act, range(5), at_most=4)
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
+    with pytest.raises(ValueError, match="two"):
+        await for_each(act, range(5), at_most=4)
+    await asyncio.sleep(0)
     assert {0, 1, 3} <= set(ended)
 
 
@@ -118,7 +115,7 @@ def test_an_interruption_that_returns_lets_the_work_go_on():
 
 
 @pytest.mark.parametrize("how", ["result", "interruption", "cancelled"])
-def test_both_have_ended_on_return_with_their_cleanup(how):
+async def test_both_have_ended_on_return_with_their_cleanup(how):
     ended = []
 
     async def cleaning(name, then):
@@ -128,15 +125,12 @@ def test_both_have_ended_on_return_with_their_cleanup(how):
             await asyncio.sleep(0.01)
             ended.append(name)
 
-    async def run():
-        work = after(3, 7) if how == "result" else nothing()
-        interruption = after(3, Interruption()) if how == "interruption" else nothing()
-        both = await_unless(cleaning("work", work), cleaning("interruption", interruption))
-        running = asyncio.ensure_future(both)
-        if how == "cancelled":
-            await asyncio.sleep(0.01)
-            running.cancel()
-        await asyncio.wait([running])
-        assert sorted(ended) == ["interruption", "work"]
-
-    asyncio.run(run())
+    work = after(3, 7) if how == "result" else nothing()
+    interruption = after(3, Interruption()) if how == "interruption" else nothing()
+    both = await_unless(cleaning("work", work), cleaning("interruption", interruption))
+    running = asyncio.ensure_future(both)
+    if how == "cancelled":
+        await asyncio.sleep(0.01)
+        running.cancel()
+    await asyncio.wait([running])
+    assert sorted(ended) == ["interruption", "work"]

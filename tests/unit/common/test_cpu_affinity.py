@@ -20,10 +20,8 @@ from common.cpu_affinity import (
     threads_of_rank,
 )
 from common.local_gpus import LocalGpu, parse_cpu_list
-from rlpost.config.load import load
 from rlpost.trainer import device
-from rlpost.trainer.settings import ActorSettings
-from rlpost.trainer.settings_of_actors import actor_settings
+from tests.settings import rank_config
 
 # A DGX H100 by `nvidia-smi topo -m`: two sockets with 56 cores of two threads, four GPUs each.
 SOCKETS = (parse_cpu_list("0-55,112-167"), parse_cpu_list("56-111,168-223"))
@@ -112,17 +110,6 @@ def test_threads_of_a_rank(arguments, threads):
     assert threads_of_rank(**{"requested": None, **arguments}) == threads
 
 
-def test_the_settings_of_the_run_reach_the_actor():
-    cluster = {"num_gpus_per_node": 8, "actor_num_gpus_per_node": 4, "bind_cpus": False}
-    made = actor_settings(load([], {"cluster": cluster, "perf": {"actor_num_threads": 3}}).config)
-    assert (made.actor_num_threads, made.actor_num_gpus_per_node, made.num_gpus_per_node) == (
-        3,
-        4,
-        8,
-    )
-    assert not made.bind_cpus and actor_settings(load([], {}).config).actor_num_threads is None
-
-
 @pytest.mark.parametrize(
     ("offloads", "cuda", "threads"),
     [(True, True, 7), (False, True, 1), (True, False, 3), (False, False, 3)],
@@ -144,7 +131,7 @@ def test_a_rank_that_computes_on_the_cpu_uses_its_share_of_the_cores(
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(device.torch.cuda, "set_device", lambda which: None)
     device.prepare(
-        ActorSettings(
+        rank_config(
             "m", optimizer_cpu_offload=offloads, actor_num_gpus_per_node=4, num_gpus_per_node=8
         )
     )
@@ -159,7 +146,7 @@ def test_a_rank_is_bound_unless_that_is_turned_off(monkeypatch, binds):
         device, "bind_to_gpus", lambda names, gpus_per_node: calls.append((names, gpus_per_node))
     )
     monkeypatch.setattr(device.torch, "set_num_threads", lambda count: None)
-    device.prepare(ActorSettings("m", bind_cpus=binds, num_gpus_per_node=8))
+    device.prepare(rank_config("m", bind_cpus=binds, num_gpus_per_node=8))
     assert calls == ([("5", 8)] if binds else [])
 
 

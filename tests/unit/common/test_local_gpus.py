@@ -18,7 +18,7 @@ from common.local_gpus import (
 )
 from rlpost.errors import ConfigError
 from rlpost.trainer import device
-from rlpost.trainer.settings import ActorSettings
+from tests.settings import rank_config
 
 
 class NVMLError(Exception):
@@ -152,4 +152,4 @@ def test_a_rank_whose_gpu_torch_does_not_see_is_refused(monkeypatch):
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device.torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match="sees no GPU"):
-        device.prepare(ActorSettings("m"))
+        device.prepare(rank_config("m"))

@@ -478,7 +478,7 @@ def test_settings_have_slimes_names_and_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("kind", ["async ", ""])
 @pytest.mark.parametrize("fault", ["None + 1", "__import__('nowhere_at_all')"])
-def test_errors_in_a_custom_function_are_errors_of_the_settings(
+async def test_errors_in_a_custom_function_are_errors_of_the_settings(
     tmp_path: Path, kind: str, fault: str
 ) -> None:
     """The error has file and line, also for functions with our own interface."""
@@ -490,12 +490,8 @@ def test_errors_in_a_custom_function_are_errors_of_the_settings(
     ):
         group_filter(f"{tmp_path}/mine.py:drop")(group(1.0))
     function = generate_function(f"{tmp_path}/mine.py:answer")
-
-    async def call() -> None:
-        await function(None, PROMPT, SAMPLING)
-
     with pytest.raises(ConfigError, match=r"mine.py:answer: \w+Error: .*mine.py, line 5"):
-        asyncio.run(call())
+        await function(None, PROMPT, SAMPLING)
 
 
 def test_a_sampling_mask_is_converted_to_slimes_two_lists_and_back() -> None:

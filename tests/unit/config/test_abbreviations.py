@@ -43,10 +43,6 @@ def test_an_abbreviation_of_the_field_names_its_flag(word: str, flag: str) -> No
     assert refusal(f"{word}=4").startswith(f"{word}: no such flag; use {flag}")
 
 
-def test_the_data_parallel_size_is_said_to_follow_from_others() -> None:
-    assert "leave of the GPUs that train" in refusal("--dp", "2")
-
-
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_flag_of_an_earlier_version_is_refused_with_what_to_use(name: str) -> None:
     assert refusal(f"--{name}", "4") == f"--{name}: rlpost 0.2 had this flag; {REMOVED[name]}"

@@ -34,110 +34,6 @@ def test_settings_that_fit_have_no_problems():
     )
 
 
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        (
-            {"perf": {"tensor_model_parallel_size": 3}},
-            ["--tensor-model-parallel-size 3", "2 GPUs", "use 1 or 2"],
-        ),
-        (
-            {"cluster": {"actor_num_nodes": 2}},
-            ["--actor-num-nodes 2", "--nodes 1", "use --nodes 2 or --actor-num-nodes 1"],
-        ),
-        (
-            {"cluster": {"actor_num_gpus_per_node": 8}},
-            ["--actor-num-gpus-per-node 8", "--num-gpus-per-node 4"],
-        ),
-        (
-            {"cluster": {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}},
-            ["--rollout-num-gpus 3 is not a multiple of", "use --rollout-num-gpus 2 or 4"],
-        ),
-        (
-            {"cluster": {"rollout_num_gpus": 3}},
-            ["3 engines of 1 GPU", "capacity for 2", "use --rollout-num-gpus 2 or --nodes 2"],
-        ),
-        (
-            {"perf": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}},
-            [
-                "TP 2 x CP 2 = 4 GPUs, but the trainer has 2",
-                "use --nodes 2, ",
-                "--context-parallel-size 1",
-            ],
-        ),
-        (
-            {"perf": {"expert_model_parallel_size": 4}},
-            [
-                "--expert-model-parallel-size 4",
-                "the 2 GPUs of a pipeline",
-                "use --expert-model-parallel-size 1 or 2",
-            ],
-        ),
-        (
-            {"perf": {"num_layers_per_virtual_pipeline_stage": 1}},
-            ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"],
-        ),
-        (
-            {"perf": {"decoder_last_pipeline_num_layers": 1}},
-            [
-                "--pipeline-model-parallel-size 2 or more",
-                "use --decoder-last-pipeline-num-layers none",
-            ],
-        ),
-        (
-            {"perf": {"recompute_granularity": "full"}},
-            ["--recompute-method uniform --recompute-num-layers 1"],
-        ),
-        (
-            {"perf": {"recompute_num_layers": 1}},
-            ["--recompute-num-layers 1 needs --recompute-granularity full"],
-        ),
-        (
-            {"perf": {"overlap_param_gather": True}},
-            [
-                "--use-distributed-optimizer and --overlap-grad-reduce",
-                "add --overlap-grad-reduce true",
-            ],
-        ),
-        (
-            {"perf": {"log_probs_max_tokens_per_gpu": 8}},
-            ["--log-probs-max-tokens-per-gpu 8", "--use-dynamic-batch-size"],
-        ),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_named_with_its_numbers(groups, words):
-    (problem,) = layout_problems(config(**groups))
-    assert all(word in problem for word in words), problem
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        (
-            {"rollout": {"global_batch_size": 3}},
-            ["--global-batch-size 3", "8 samples", "use --global-batch-size 2, 4 or 8"],
-        ),
-        (
-            {"rollout": {"num_steps_per_rollout": 3}},
-            ["--num-steps-per-rollout 3", "8 samples", "use --num-steps-per-rollout 1, 2 or 4"],
-        ),
-        (
-            {"rollout": {"rollout_batch_size": 3, "n_samples_per_prompt": 3}},
-            ["9 samples", "2 data-parallel ranks", "use --rollout-batch-size 2 or 4, "],
-        ),
-        ({"perf": {"use_dynamic_batch_size": True}}, ["--max-tokens-per-gpu 8192"]),
-        (
-            {"rollout": {"n_samples_per_prompt": 1}},
-            ["--n-samples-per-prompt 1", "grpo compares", "2 or more"],
-        ),
-        ({"grpo": {"kl_loss_coef": 0.1}}, ["--kl-loss-coef 0.1", "--use-kl-loss true"]),
-    ],
-)
-def test_batches_that_do_not_fit_are_named_with_their_numbers(groups, words):
-    (problem,) = batch_problems(config(**groups))
-    assert all(word in problem for word in words), problem
-
-
 def test_the_batch_of_an_optimizer_step_follows_from_either_setting():
     assert config(rollout={"global_batch_size": 4}).num_steps_per_rollout == 2
     assert config(rollout={"num_steps_per_rollout": 4}).num_steps_per_rollout == 4
@@ -162,11 +58,6 @@ def test_any_vocabulary_is_padded_for_tensor_parallelism():
     ("perf", "sizes", "words"),
     [
         (
-            {"pipeline_model_parallel_size": 2},
-            {},
-            ["--pipeline-model-parallel-size 2", "num_hidden_layers = 5", "size 1"],
-        ),
-        (
             {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
             {"num_hidden_layers": 6},
             ["in --num-layers-per-virtual-pipeline-stage 2", "stage 1 or 3"],
@@ -179,7 +70,6 @@ def test_any_vocabulary_is_padded_for_tensor_parallelism():
                 "use --decoder-first-pipeline-num-layers 1, 2, 3 or 4",
             ],
         ),
-        ({"expert_model_parallel_size": 2}, {}, ["the model has no experts"]),
         ({"expert_model_parallel_size": 2}, {"num_experts": 3}, ["num_experts = 3"]),
         (
             {"expert_tensor_parallel_size": 2},
@@ -205,18 +95,6 @@ def test_samples_fill_an_interleaved_pipeline_in_whole_rounds():
     rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 3}
     (problem,) = batch_problems(config(perf=perf, rollout=rollout))
     assert "9 samples" in problem and "2 micro-batches per pipeline round" in problem
-
-
-def test_evaluation_sets_come_in_pairs():
-    (problem,) = eval_problems(config(eval={"eval_prompt_data": ["a", "b", "c"]}))
-    assert "3 words are not pairs" in problem
-    (problem,) = eval_problems(config(eval={"eval_interval": 5}))
-    assert "--eval-prompt-data NAME PATH" in problem
-
-
-def test_a_recording_path_needs_a_place_for_the_step():
-    (problem,) = debug_problems(config(debug={"save_debug_rollout_data": "/tmp/x.jsonl"}))
-    assert "{rollout_id}" in problem
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from rlpost.config.checks.lora import (
     adapter_engine_model_problems,
     adapter_engine_problems,
@@ -33,56 +31,6 @@ def test_adapters_in_files_have_no_problems_and_other_modes_are_not_looked_at():
     same = {"hf_checkpoint": "/m", "ref_load": "/m"}
     assert adapter_engine_problems(config(checkpoint=same)) == []
     assert adapter_engine_problems(config(sglang={"sglang_speculative_algorithm": "NGRAM"})) == []
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ({"lora": {}}, ["without --lora-rank", "add --lora-rank"]),
-        (
-            {"sync": {"update_weight_mode": "adapter"}},
-            ["--update-weight-transport memory", "use --update-weight-transport disk"],
-        ),
-        ({"cluster": {"colocate": True}}, ["--colocate true", "use --update-weight-mode full"]),
-        (
-            {"cluster": {"offload_rollout": True}},
-            ["--offload-rollout true", "use --offload-rollout false"],
-        ),
-        (
-            {"lora": LORA | {"lora_targets": ["linear_qkv", "experts"]}},
-            ["--lora-targets linear_qkv experts", "--lora-targets without experts"],
-        ),
-        (
-            {"checkpoint": {"hf_checkpoint": "/m", "ref_load": "/base"}},
-            ["--ref-load /base", "omit --ref-load"],
-        ),
-        (
-            {"sglang": {"rollout_external_engine_addrs": ["10.0.0.1:30000"]}},
-            ["--rollout-external-engine-addrs 10", "Use --rollout-num-gpus"],
-        ),
-        (
-            {"sglang": {"sglang_max_lora_rank": 64}},
-            ["--sglang-max-lora-rank", "follows from --lora-rank", "leave it out"],
-        ),
-        (
-            {"sglang": {"sglang_enable_dp_attention": True, "sglang_dp_size": 2}},
-            ["--sglang-enable-dp-attention", "leave it out"],
-        ),
-        (
-            {"sglang": {"sglang_tokenizer_worker_num": 2}},
-            ["--sglang-tokenizer-worker-num 2", "use 1"],
-        ),
-        (
-            {"sglang": {"sglang_speculative_algorithm": "STANDALONE"}},
-            ["--sglang-speculative-algorithm STANDALONE", "NGRAM"],
-        ),
-    ],
-)
-def test_what_excludes_them_is_named_with_a_remedy(groups, words):
-    (problem,) = adapter_engine_problems(config(**groups))
-    assert "--update-weight-mode adapter" in problem
-    for word in words:
-        assert word in problem
 
 
 def test_a_model_whose_weights_or_experts_do_not_fit_is_named():

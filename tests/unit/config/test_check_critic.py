@@ -12,7 +12,7 @@ from rlpost.config.checks.algorithm import (
     own_critic_problems,
 )
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.critic_ranks import critic_ranks
+from rlpost.config.critic_ranks import critic_ranks, of_critic
 from rlpost.config.load import load
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.nccl_memory import trainer_context
@@ -26,7 +26,6 @@ from rlpost.config.plan.shape import (
 from rlpost.driver.ledger_lines import gpus_by_role
 from rlpost.driver.observation import pace
 from rlpost.observe.report.gpu_layout import GpuLayout
-from rlpost.trainer.settings_of_actors import actor_settings
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
 PPO = {"advantage_estimator": "ppo"}
@@ -35,53 +34,6 @@ PPO = {"advantage_estimator": "ppo"}
 def config(**groups):
     cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "colocate": True}
     return load([], {"cluster": cluster, **groups}).config
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ({"critic": {"critic_lr": 1e-5}}, ["--critic-lr 1e-05 needs", "--advantage-estimator ppo"]),
-        (
-            {"critic": {"value_clip": 0.5, "num_critic_only_steps": 3}},
-            ["--value-clip 0.5 and --num-critic-only-steps 3 need"],
-        ),
-        ({"grpo": {"gamma": 0.9}}, ["--gamma 0.9", "use --gamma 1", "reinforce_plus_plus"]),
-        (
-            {"grpo": {"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9}},
-            ["--lambd 0.9", "use --lambd 1"],
-        ),
-        (
-            {"grpo": PPO, "critic": {"critic_num_nodes": 2}},
-            ["--critic-num-nodes 2", "GPUs of the policy, 1 here", "leave --critic-num-nodes out"],
-        ),
-        (
-            {"grpo": PPO, "critic": {"critic_num_gpus_per_node": 4}},
-            ["--critic-num-gpus-per-node 4", "8 here"],
-        ),
-        (
-            {
-                "grpo": PPO,
-                "optimizer": {"lr": 1e-5, "min_lr": 1e-6},
-                "critic": {"critic_lr": 5e-7},
-            },
-            ["--min-lr 1e-06", "critic's learning rate, 5e-07"],
-        ),
-        (
-            {"grpo": PPO | {"custom_advantage_function_path": "a.b"}},
-            ["--custom-advantage-function-path a.b", "no values"],
-        ),
-        (
-            {
-                "grpo": PPO | {"loss_type": "sft_loss"},
-                "rollout": {"n_samples_per_prompt": 1, "label_key": "x"},
-            },
-            ["--advantage-estimator ppo", "sft_loss has no rewards"],
-        ),
-    ],
-)
-def test_what_a_critic_cannot_do_is_refused(groups, words):
-    (problem,) = algorithm_problems(config(**groups))
-    assert all(word in problem for word in words), problem
 
 
 def test_the_critic_s_own_numbers_and_one_answer_a_prompt_are_accepted():
@@ -111,14 +63,15 @@ def test_the_critic_has_its_own_rate_and_weights(tmp_path):
             "critic_load": str(tmp_path / "value"),
         },
     }
-    settings = actor_settings(config(**given))
-    assert settings.use_critic and settings.lr == 1e-6
-    own = settings.of_critic
-    assert (own.lr, own.lr_warmup_iters, own.lr_warmup_fraction) == (1e-5, 3, None)
-    assert own.ref_load == str(tmp_path / "value")
+    settings = config(**given)
+    assert settings.critic_shares_ranks and settings.optimizer.lr == 1e-6
+    own = of_critic(settings)
+    table = own.optimizer
+    assert (table.lr, table.lr_warmup_iters, table.lr_warmup_fraction) == (1e-5, 3, None)
+    assert own.checkpoint.ref_load == str(tmp_path / "value")
     given["critic"] = {}
-    own = actor_settings(config(**given)).of_critic
-    assert own.lr == 1e-6 and own.ref_load is None
+    own = of_critic(config(**given))
+    assert own.optimizer.lr == 1e-6 and own.checkpoint.ref_load is None
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -172,27 +125,6 @@ def test_a_rank_of_a_critic_on_its_own_gpus_that_writes_most_of_a_checkpoint_is_
     assert made.save_buffer_bytes == made.checkpoint_bytes_per_rank, "less than --save-buffer-gb"
 
 
-@pytest.mark.parametrize(
-    ("critic", "words"),
-    [
-        ({"critic_num_gpus_per_node": 9}, "is more than --num-gpus-per-node 8"),
-        (
-            {"critic_tensor_model_parallel_size": 3},
-            "critic: --critic-tensor-model-parallel-size 3 does not divide the 8 GPUs of the critic",
-        ),
-        ({"critic_num_gpus_per_node": 6}, "not a multiple of 6 data-parallel ranks"),
-        ({"critic_num_nodes": 2, "critic_num_gpus_per_node": 4}, "free; use --nodes 4"),
-        (
-            {"critic_own_gpus": False, "critic_context_parallel_size": 3},
-            "critic: --critic-context-parallel-size 3",
-        ),
-    ],
-)
-def test_a_critic_that_does_not_fit_its_own_gpus_is_named_with_its_own_flags(critic, words):
-    (problem,) = own_critic_problems(own_critic(critic, rollout={"rollout_batch_size": 8}))
-    assert words in problem
-
-
 def test_a_critic_with_a_layout_of_its_own_fits_and_is_planned_on_its_own_gpus():
     sizes = {"critic_num_gpus_per_node": 4, "critic_tensor_model_parallel_size": 2}
     made = own_critic(sizes, rollout={"rollout_batch_size": 8})
@@ -202,9 +134,11 @@ def test_a_critic_with_a_layout_of_its_own_fits_and_is_planned_on_its_own_gpus()
     assert problem.startswith("critic: --critic-tensor-model-parallel-size 2 ")
     ranks = critic_ranks(made)
     assert (ranks.actor_world_size, ranks.data_parallel_size) == (4, 2)
-    policy, critic = actor_settings(made), actor_settings(ranks)
-    assert (policy.use_critic, critic.use_critic) == (False, True)
-    assert (policy.tensor_model_parallel_size, critic.tensor_model_parallel_size) == (1, 2)
+    assert (made.critic_shares_ranks, ranks.critic_shares_ranks) == (False, True)
+    assert (
+        made.perf.tensor_model_parallel_size,
+        ranks.perf.tensor_model_parallel_size,
+    ) == (1, 2)
     found = estimate(made, DENSE, gpu_bytes=80 * 10**9)
     beside = estimate(config(grpo=PPO), DENSE, gpu_bytes=80 * 10**9)
     alone = estimate(config(), DENSE, gpu_bytes=80 * 10**9)
@@ -229,7 +163,7 @@ def test_a_layout_gives_the_critic_ranks_of_its_own_on_the_policy_s_gpus():
     ranks = critic_ranks(made)
     assert (ranks.actor_world_size, ranks.data_parallel_size) == (8, 4)
     assert not ranks.has_own_critic, "its ranks have the critic as what they train"
-    assert (actor_settings(made).use_critic, actor_settings(ranks).use_critic) == (False, True)
+    assert (made.critic_shares_ranks, ranks.critic_shares_ranks) == (False, True)
     assert not config(grpo=PPO).has_own_critic
 
 

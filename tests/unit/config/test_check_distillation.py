@@ -31,52 +31,6 @@ def test_a_teacher_that_is_complete_has_no_problems(given):
     assert problems(given) == []
 
 
-@pytest.mark.parametrize(
-    ("distillation", "groups", "words"),
-    [
-        ({"opd_kl_coef": 0.5, "opd_alone": True}, {}, "--opd-alone and --opd-kl-coef without"),
-        ({"use_opd": True}, {}, "--use-opd needs --opd-type"),
-        ({"use_opd": True, "opd_type": "sglang"}, {}, "add --opd-teacher-url http://HOST:PORT"),
-        ({"use_opd": True, "opd_type": "megatron"}, {}, "add --opd-teacher-load FOLDER"),
-        (
-            IN_TRAINER | {"opd_teacher_url": "http://h"},
-            {},
-            "--opd-teacher-url http://h is not used",
-        ),
-        (ON_SERVER | {"opd_teacher_load": "/t"}, {}, "--opd-teacher-load /t is not used"),
-        (ON_SERVER | {"opd_teacher_url": "host:1"}, {}, "must start with http://"),
-        (ON_SERVER, {"rollout": {"rollout_temperature": 0.7}}, "use --rollout-temperature 1"),
-        (IN_TRAINER, {"grpo": {"loss_type": "sft_loss"}}, "use --loss-type policy_loss"),
-        (
-            IN_TRAINER | {"opd_form": "loss"},
-            {"grpo": {"loss_type": "custom_loss"}},
-            "use --opd-form advantage",
-        ),
-        (IN_TRAINER | {"opd_alone": True}, {"grpo": {"kl_coef": 0.1}}, "or --kl-coef 0"),
-        (
-            IN_TRAINER | {"opd_alone": True},
-            {"grpo": {"custom_advantage_function_path": "a.b"}},
-            "nothing for --custom-advantage-function-path",
-        ),
-        (
-            IN_TRAINER | {"opd_alone": True, "opd_form": "loss"},
-            {"grpo": {"normalize_advantages": True}},
-            "use --normalize-advantages false",
-        ),
-        (IN_TRAINER | {"opd_alone": True, "opd_kl_coef": 0.0}, {}, "trains on nothing"),
-        (IN_TRAINER | {"opd_top_k": 8}, {}, "--opd-top-k 8: the divergence over several tokens"),
-        (
-            IN_TRAINER | {"opd_top_k": 8, "opd_form": "loss"},
-            {"grpo": {"use_rollout_sampling_mask": True}},
-            "--use-rollout-sampling-mask leaves a part",
-        ),
-    ],
-)
-def test_a_conflict_is_named_with_its_remedy(distillation, groups, words):
-    (problem,) = problems(distillation, **groups)
-    assert words in problem
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A recipe whose model has a tokenizer, and a teacher with two more layers."""

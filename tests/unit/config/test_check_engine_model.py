@@ -55,7 +55,7 @@ FP8_CACHE = {"sglang_kv_cache_dtype": "fp8_e4m3"}
 
 
 def test_a_cache_in_fp8_needs_its_scales_after_an_offload():
-    """No update sends k_scale and v_scale (tests/contract/test_engine_parameters.py)."""
+    """No update sends k_scale and v_scale (tests/contract/forked/test_engine_parameters.py)."""
     offloads = {"cluster": {"colocate": True}}
     (problem,) = problems(method="fp8", sglang=FP8_CACHE, **offloads)
     assert problem.startswith("--sglang-kv-cache-dtype fp8_e4m3 with --offload-rollout")

@@ -32,32 +32,6 @@ def test_what_can_run(fleet, groups):
     assert problems(fleet, **groups) == []
 
 
-@pytest.mark.parametrize(
-    ("fleet", "groups", "words"),
-    [
-        ({}, {"cluster": NONE_OF_ITS_OWN}, "--rollout-num-gpus 0: no engine"),
-        ({"engines": 2}, {"cluster": NONE_OF_ITS_OWN}, "use --min-engines 1"),
-        (
-            {},
-            {"cluster": {"rollout_num_gpus": 0, "rollout_num_gpus_per_engine": 2}},
-            "or --rollout-num-gpus 2",
-        ),
-        ({"engines": 2}, {"grpo": {"loss_type": "sft_loss"}}, "--engines 2: --loss-type sft_loss"),
-        ({"min_engines": 3}, {"debug": {"debug_rollout_only": True}}, "--min-engines 3: --debug"),
-        ({"engines": 1}, {"debug": {"debug_train_only": True}}, "--debug-train-only"),
-        (
-            {"engines": 1},
-            {"cluster": {"rollout_num_gpus_per_engine": 16, "rollout_num_gpus": 16}},
-            "--rollout-num-gpus-per-engine 16 is more than --num-gpus-per-node 8",
-        ),
-        ({"engines": 1}, {"sglang": {"sglang_enable_dp_attention": True}}, "dp-attention"),
-    ],
-)
-def test_what_cannot_run_is_named_with_a_remedy(fleet, groups, words):
-    (problem,) = problems(fleet, **groups)
-    assert words in problem and ("use " in problem or "leave it out" in problem)
-
-
 def test_a_quantised_checkpoint_is_refused_only_with_a_fleet():
     hf = {"quantization_config": {"quant_method": "fp8"}}
     asks = load([], {"fleet": {"engines": 1}}).config

@@ -26,46 +26,6 @@ def test_adapters_at_every_layer_and_their_defaults_have_no_problems():
         assert lora_problems(config(lora=lora)) == []
 
 
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        (
-            {"lora": {"lora_alpha": 16}},
-            "--lora-alpha 16 has no effect without adapters; add --lora-",
-        ),
-        ({"lora": {"lora_targets": "experts"}}, "--lora-targets experts has no effect"),
-        (
-            {"lora": LORA, "grpo": {"enable_mtp_training": True}},
-            "has no adapters; use --enable-mtp",
-        ),
-        (
-            {"lora": LORA, "perf": {"transformer_impl": "transformer_engine"}},
-            "--transformer-impl transformer_engine with --lora-rank 8",
-        ),
-        ({"lora": LORA | {"lora_targets": ["experts"] * 2}}, "names a target twice"),
-        (
-            {"lora": LORA, "grpo": {"keep_old_actor": True}},
-            "without its adapters; use --keep-old-actor false",
-        ),
-        (
-            {"lora": LORA, "rollout": {"update_weights_interval": 2}},
-            "--update-weights-interval 2 with --lora-rank 8",
-        ),
-        (
-            {
-                "lora": LORA | {"lora_targets": "experts", "lora_export": "peft"},
-                "checkpoint": {"save_hf": "/there"},
-            },
-            "--lora-export peft with --lora-targets experts",
-        ),
-        ({"lora": LORA | {"lora_export": "peft"}}, "--lora-export peft without --save-hf"),
-    ],
-)
-def test_what_has_no_effect_or_excludes_adapters_is_named(groups, words):
-    (problem,) = lora_problems(config(**groups))
-    assert words in problem
-
-
 def test_targets_that_the_model_lacks_are_named():
     given = config(lora=LORA | {"lora_targets": "experts"})
     assert lora_model_problems(given, {"n_routed_experts": 8}) == []
@@ -128,32 +88,6 @@ def test_what_has_no_adapters_beside_the_policy_is_refused():
     assert any(
         "--ref-update-interval 2 with --lora-rank 8" in one for one in lora_problems(updated)
     )
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ({"optimizer": MUON}, "--optimizer muon with --use-distributed-optimizer true"),
-        ({"optimizer": MUON, "perf": WHOLE, "lora": LORA}, "--optimizer muon with --lora-rank 8"),
-        ({"optimizer": {"muon_momentum": 0.9}}, "--muon-momentum 0.9 has no effect"),
-        (
-            {
-                "optimizer": {
-                    "only_train_params_name_list": "experts",
-                    "freeze_params_name_list": ["embedding"],
-                }
-            },
-            "--only-train-params-name-list experts with --freeze-params-name-list embedding",
-        ),
-        (
-            {"optimizer": {"freeze_params_name_list": "embedding"}, "lora": LORA},
-            "--freeze-params-name-list embedding with --lora-rank 8",
-        ),
-    ],
-)
-def test_what_excludes_muon_or_frozen_parameters_is_named(groups, words):
-    (problem,) = optimizer_problems(config(**groups))
-    assert words in problem
 
 
 def test_muon_and_patterns_alone_have_no_problems():

@@ -30,63 +30,6 @@ def test_the_settings_of_published_recipes_have_no_problems():
     assert optimizer_problems(config(**wsd)) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"min_lr": 1.0}, ["--min-lr 1 is above --lr 1e-06"]),
-        ({"lr_warmup_init": 1.0}, ["--lr-warmup-init 1 is above --lr 1e-06"]),
-        (
-            {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
-            ["--lr-warmup-iters 2 and --lr-warmup-fraction 0.1"],
-        ),
-        (
-            {"lr_decay_style": "cosine", "lr_warmup_iters": 10},
-            ["warm-up of 10", "the 10 optimizer steps", "such as --lr-warmup-iters 1"],
-        ),
-        ({"lr_decay_style": "WSD"}, ["needs --lr-wsd-decay-iters"]),
-        (
-            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11},
-            ["--lr-wsd-decay-iters 11", "the 10 optimizer steps"],
-        ),
-        (
-            {"end_weight_decay": 0.1},
-            ["--end-weight-decay 0.1 needs --weight-decay-incr-style linear or cosine"],
-        ),
-        (
-            {"weight_decay_incr_style": "linear", "end_weight_decay": 0.001},
-            ["--start-weight-decay 0.01 to --end-weight-decay 0.001"],
-        ),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, ["needs --optimizer-cpu-offload"]),
-        (
-            {"exp_avg_dtype": "bf16"},
-            ["--exp-avg-dtype bf16", "--use-precision-aware-optimizer true"],
-        ),
-        (
-            {"use_precision_aware_optimizer": True, "perf": {"use_distributed_optimizer": False}},
-            ["use --use-distributed-optimizer true"],
-        ),
-        (
-            {"optimizer_cpu_offload": True, "perf": {"use_distributed_optimizer": False}},
-            ["--optimizer-cpu-offload true needs --use-distributed-optimizer"],
-        ),
-        (
-            {
-                "optimizer_cpu_offload": True,
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "bf16",
-            },
-            [
-                "--exp-avg-dtype bf16 with --optimizer-cpu-offload true",
-                "use --exp-avg-dtype fp32 or",
-            ],
-        ),
-    ],
-)
-def test_what_cannot_be_is_named_with_its_numbers(given, words):
-    (problem,) = optimizer_problems(config(**given))
-    assert all(word in problem for word in words), problem
-
-
 def test_a_learning_rate_falls_over_all_steps_of_the_run_unless_told_otherwise():
     assert config().lr_decay_iters == 10
     assert config(lr_decay_iters=7).lr_decay_iters == 7
@@ -114,14 +57,8 @@ def test_what_is_no_range_of_steps_is_an_error_with_its_form(text):
         load([], {"observe": {"trace_steps": text}})
 
 
-def test_a_profile_that_would_be_empty_is_named_and_one_that_is_not_wanted_is_none():
+def test_memory_that_would_be_recorded_after_the_run_is_named_and_an_unwanted_profile_is_not():
     assert problems(profile_step_start=9, profile_step_end=3) == []
     assert problems(profile=True) == []
-    (order,) = problems(profile=True, profile_step_start=9, profile_step_end=9)
-    assert "--profile-step-end 9 must be above --profile-step-start 9" in order
     (late,) = problems(record_memory_history=True, profile_step_start=21, profile_step_end=22)
     assert "--profile-step-start 21 is after the last step, --num-rollout 20" in late
-    (rank,) = problems(profile=True, profile_ranks=(0, 2))
-    assert "rank 2 does not exist" in rank
-    (trace,) = problems(trace_steps="21:22")
-    assert "--trace-steps 21:22" in trace

@@ -16,24 +16,6 @@ def problems(**groups):
     return precision_problems(load([], groups).config)
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"fp8": "hybrid"}, "--fp8 hybrid with --fp8-recipe delayed"),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "custom"},
-            "use --fp8-recipe blockwise or mxfp8 or tensorwise",
-        ),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_param": True}, "--fp8-param true"),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_dot_product_attention": True}, "attention"),
-        ({"fp4": "e2m1"}, "--fp4 e2m1"),
-    ],
-)
-def test_what_the_trainer_lacks_in_narrow_types_is_refused(options, word):
-    (problem,) = problems(megatron=options)
-    assert word in problem
-
-
 @pytest.mark.parametrize("recipe", FP8_ROWS)
 def test_training_in_fp8_is_accepted(recipe):
     assert problems(megatron={"fp8": "hybrid", "fp8_recipe": recipe}) == []

@@ -24,47 +24,6 @@ def test_both_flags_together_and_neither_are_accepted():
     assert routing_problems(fused) == routing_model_problems(fused, DENSE) == []
 
 
-@pytest.mark.parametrize(
-    ("megatron", "grpo", "words"),
-    [
-        (
-            {"moe_router_fusion": True},
-            {"use_routing_replay": True},
-            [
-                "--moe-router-fusion true with --use-routing-replay true",
-                "use --use-routing-replay false",
-            ],
-        ),
-        (
-            {"cuda_graph_impl": "local"},
-            BOTH,
-            ["--cuda-graph-impl local", "--use-rollout-routing-replay false"],
-        ),
-        (
-            {"moe_expert_capacity_factor": 1.5},
-            BOTH,
-            ["--moe-expert-capacity-factor 1.5", "drops tokens"],
-        ),
-        (
-            {},
-            BOTH | {"loss_type": "sft_loss"},
-            ["--loss-type sft_loss", "no engine routes the tokens"],
-        ),
-    ],
-)
-def test_options_of_megatron_that_prevent_replay_are_refused_with_a_remedy(megatron, grpo, words):
-    (problem,) = routing_problems(config(megatron, **grpo))
-    assert all(word in problem for word in words)
-
-
-def test_a_model_without_experts_is_refused():
-    (problem,) = routing_model_problems(config(use_routing_replay=True), DENSE)
-    assert (
-        problem
-        == "--use-routing-replay true: the model has no experts; use --use-routing-replay false"
-    )
-
-
 def engine_config(replay=True, **sglang):
     return load([], {"grpo": {"use_rollout_routing_replay": replay}, "sglang": sglang}).config
 

@@ -96,26 +96,6 @@ def test_no_key_stands_in_two_groups():
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("--nodes", "0"), "--nodes 0: must be 1 or more"),
-        (("--lr", "fast"), "--lr fast: must be a number"),
-        (("--advantage-estimator", "grp"), "--advantage-estimator grp: must be grpo, gspo, "),
-    ],
-)
-def test_a_bad_value_is_named_with_its_key_its_flag_its_origin_and_what_is_needed(words, expected):
-    assert expected in refusal(*words)
-
-
-def test_a_misspelt_flag_gets_a_suggestion():
-    with pytest.raises(
-        ConfigError,
-        match="--n-sample-per-prompt: unknown setting; did you mean '--n-samples-per-prompt'",
-    ):
-        given("--n-sample-per-prompt", "8")
-
-
 def test_no_before_a_switch_turns_it_off_and_before_another_flag_is_refused():
     assert given("--no-colocate")[1] == {"cluster": {"colocate": "false"}}
     with pytest.raises(
@@ -123,19 +103,6 @@ def test_no_before_a_switch_turns_it_off_and_before_another_flag_is_refused():
     ):
         given("--no-lr")
     assert given("--colocate", "false")[1] == {"cluster": {"colocate": "false"}}
-
-
-def test_a_recipe_behind_the_flags_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="a recipe is the first word"):
-        given("--nodes", "2", "recipe.toml")
-
-
-def test_unknown_keys_and_tables_of_a_file_are_all_named_at_once(tmp_path):
-    recipe = write(tmp_path, "[clutser]\n[cluster]\nnods = 2\nlr = 1\n")
-    text = refusal(files=[recipe])
-    assert "unknown table [clutser]; did you mean 'cluster'" in text
-    assert "unknown key 'nods' in [cluster]; did you mean 'nodes'" in text
-    assert "unknown key 'lr' in [cluster]; it belongs in [optimizer]" in text
 
 
 @pytest.mark.parametrize("text", ["[cluster\n", "nodes = 1\n"])

@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (
     "durable/journal.py",
 )
 """What compares, refuses, shows or translates settings, and does not run with them."""
-HOLDERS = {"config", "given", "settings", "self", "evaluation", "bounds", "own"}
+HOLDERS = {"config", "given", "settings", "self", "evaluation", "bounds", "own", "table"}
 """Variables, beside those of the name of a table, through which settings are read."""
 ONLY_IN = {
     "node_mtbf_hours": "config/plan/save_interval.py",  # for a recommendation

@@ -69,110 +69,97 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_steps_are_evaluated_in_order_while_the_loop_goes_on(tmp_path: Path) -> None:
-    async def scene() -> None:
-        engines = Engines(tmp_path / "evaluations")
-        await engines.evaluation.resume(0, engines.done)
-        for step in (1, 2):
-            await engines.begin(step)  # returns while step 1 is evaluated
-            await asyncio.sleep(0.05)
-        assert engines.results == {} and engines.log == ["load 101", "evaluate 1"]
-        engines.go_on.set()
-        await engines.evaluation.finish()
-        assert engines.log == [
-            *("load 101", "evaluate 1", "forget 1"),
-            *("load 102", "evaluate 2", "forget 2"),
-        ]
-        assert engines.results == {1: 0.1, 2: 0.2} and engines.folders() == []
-
-    run(scene)
+async def test_steps_are_evaluated_in_order_while_the_loop_goes_on(tmp_path: Path) -> None:
+    engines = Engines(tmp_path / "evaluations")
+    await engines.evaluation.resume(0, engines.done)
+    for step in (1, 2):
+        await engines.begin(step)  # returns while step 1 is evaluated
+        await asyncio.sleep(0.05)
+    assert engines.results == {} and engines.log == ["load 101", "evaluate 1"]
+    engines.go_on.set()
+    await engines.evaluation.finish()
+    assert engines.log == [
+        *("load 101", "evaluate 1", "forget 1"),
+        *("load 102", "evaluate 2", "forget 2"),
+    ]
+    assert engines.results == {1: 0.1, 2: 0.2} and engines.folders() == []
 
 
-def test_an_attempt_carries_out_what_a_killed_one_owes_and_no_later_step(tmp_path: Path) -> None:
-    async def scene() -> None:
-        root = tmp_path / "evaluations"
-        killed = Engines(root)
-        await killed.evaluation.resume(0, killed.done)
-        for step in (2, 4, 6):
-            await killed.begin(step)
-        await killed.evaluation.close()
-        (root / ".step-0000008-version-108").mkdir()  # half written
-        (root / "mine").mkdir()  # not of a run
-        assert killed.results == {} and len(killed.folders()) == 5
-        engines = Engines(root)
-        engines.go_on.set()
-        await engines.evaluation.resume(4, engines.done)
-        owed = ["step-0000002-version-102", "step-0000004-version-104"]
-        assert engines.folders() == ["mine", *owed]
-        await engines.begin(4)  # its line was not written: the loop asks again
-        await engines.evaluation.finish()
-        assert engines.results == {2: 0.2, 4: 0.4} and engines.log.count("evaluate 4") == 1
-        await engines.begin(6)
-        await engines.evaluation.finish()
-        assert engines.results[6] == 0.6
+async def test_an_attempt_carries_out_what_a_killed_one_owes_and_no_later_step(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "evaluations"
+    killed = Engines(root)
+    await killed.evaluation.resume(0, killed.done)
+    for step in (2, 4, 6):
+        await killed.begin(step)
+    await killed.evaluation.close()
+    (root / ".step-0000008-version-108").mkdir()  # half written
+    (root / "mine").mkdir()  # not of a run
+    assert killed.results == {} and len(killed.folders()) == 5
+    engines = Engines(root)
+    engines.go_on.set()
+    await engines.evaluation.resume(4, engines.done)
+    owed = ["step-0000002-version-102", "step-0000004-version-104"]
+    assert engines.folders() == ["mine", *owed]
+    await engines.begin(4)  # its line was not written: the loop asks again
+    await engines.evaluation.finish()
+    assert engines.results == {2: 0.2, 4: 0.4} and engines.log.count("evaluate 4") == 1
+    await engines.begin(6)
+    await engines.evaluation.finish()
+    assert engines.results[6] == 0.6
 
-    run(scene)
 
-
-def test_too_many_that_wait_are_skipped_but_the_last(
+async def test_too_many_that_wait_are_skipped_but_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        engines = Engines(tmp_path / "evaluations")
-        await engines.evaluation.resume(0, engines.done)
-        for step in range(1, MAX_WAITING + 3):
-            await engines.begin(step)
-        await engines.begin(99, is_last=True)
-        engines.go_on.set()
-        await engines.evaluation.finish()
-        assert [*engines.results] == [*range(1, MAX_WAITING + 2), 99]
-        assert f"the evaluation of step {MAX_WAITING + 2} is skipped" in caplog.text
-
-    run(scene)
+    engines = Engines(tmp_path / "evaluations")
+    await engines.evaluation.resume(0, engines.done)
+    for step in range(1, MAX_WAITING + 3):
+        await engines.begin(step)
+    await engines.begin(99, is_last=True)
+    engines.go_on.set()
+    await engines.evaluation.finish()
+    assert [*engines.results] == [*range(1, MAX_WAITING + 2), 99]
+    assert f"the evaluation of step {MAX_WAITING + 2} is skipped" in caplog.text
 
 
-def test_weights_that_cannot_be_written_cost_one_evaluation(
+async def test_weights_that_cannot_be_written_cost_one_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        engines = Engines(tmp_path / "evaluations")
-        engines.go_on.set()
-        await engines.evaluation.resume(0, engines.done)
+    engines = Engines(tmp_path / "evaluations")
+    engines.go_on.set()
+    await engines.evaluation.resume(0, engines.done)
 
-        async def write(folder: str) -> None:
-            raise CheckpointError("the disk is full")
+    async def write(folder: str) -> None:
+        raise CheckpointError("the disk is full")
 
-        await engines.evaluation.begin(1, 1, write, is_last=True)
-        await engines.begin(2)
-        await engines.evaluation.finish()
-        assert [*engines.results] == [2]
-        assert "the evaluation of step 1 is skipped: the disk is full" in caplog.text
-
-    run(scene)
+    await engines.evaluation.begin(1, 1, write, is_last=True)
+    await engines.begin(2)
+    await engines.evaluation.finish()
+    assert [*engines.results] == [2]
+    assert "the evaluation of step 1 is skipped: the disk is full" in caplog.text
 
 
 @pytest.mark.parametrize("error", [EngineDied("died 4 times"), Preempted("stop")])
-def test_an_error_is_raised_in_the_next_step_and_at_the_end(
+async def test_an_error_is_raised_in_the_next_step_and_at_the_end(
     tmp_path: Path, error: Exception
 ) -> None:
-    async def scene() -> None:
-        engines = Engines(tmp_path / "evaluations", error=error)
-        await engines.evaluation.resume(0, engines.done)
-        await engines.begin(1)
+    engines = Engines(tmp_path / "evaluations", error=error)
+    await engines.evaluation.resume(0, engines.done)
+    await engines.begin(1)
+    engines.evaluation.check()
+    engines.go_on.set()
+    await asyncio.sleep(0.05)
+    with pytest.raises(type(error)):
         engines.evaluation.check()
-        engines.go_on.set()
-        await asyncio.sleep(0.05)
-        with pytest.raises(type(error)):
-            engines.evaluation.check()
-        with pytest.raises(type(error)):
-            await engines.evaluation.finish()
-        assert engines.folders() == ["step-0000001-version-101"], "the next attempt evaluates it"
-        await engines.evaluation.close()
-
-    run(scene)
+    with pytest.raises(type(error)):
+        await engines.evaluation.finish()
+    assert engines.folders() == ["step-0000001-version-101"], "the next attempt evaluates it"
+    await engines.evaluation.close()
 
 
-def test_engines_read_the_folder_of_the_snapshot(
+async def test_engines_read_the_folder_of_the_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[Any] = []
@@ -185,14 +172,10 @@ def test_engines_read_the_folder_of_the_snapshot(
             moved.append((version, type(mover).__name__, await mover._write(version)))
 
     monkeypatch.setattr(background_evaluation, "WeightUpdate", Update)
-
-    async def scene() -> None:
-        fleet: Any = SimpleNamespace(addresses=("a",), api_key="k")
-        weights = SnapshotWeights(fleet, load_adapters=False, timeout_s=1.0)
-        await weights.update(3)
-        assert moved == [], "no snapshot yet: the engines have the weights of the model folder"
-        weights.folder = tmp_path
-        await weights.update(3)
-        assert moved == [("a",), (3, "DiskMover", str(tmp_path))]
-
-    run(scene)
+    fleet: Any = SimpleNamespace(addresses=("a",), api_key="k")
+    weights = SnapshotWeights(fleet, load_adapters=False, timeout_s=1.0)
+    await weights.update(3)
+    assert moved == [], "no snapshot yet: the engines have the weights of the model folder"
+    weights.folder = tmp_path
+    await weights.update(3)
+    assert moved == [("a",), (3, "DiskMover", str(tmp_path))]

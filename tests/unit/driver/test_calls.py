@@ -101,7 +101,7 @@ def test_an_uninterruptible_call_completes_or_leaves_an_unknown_state(tmp_path, 
 
 
 @pytest.mark.parametrize("is_near", [True, False])
-def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
+async def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
     tmp_path, monkeypatch, is_near
 ):
     """The ranks' state is unknown then; a failure would save nothing and count as a failure."""
@@ -115,16 +115,13 @@ def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
         async def hold(self):
             await asyncio.Event().wait()
 
-    async def whole():
+    if not is_near:
+        monkeypatch.setattr("rlpost.driver.calls.HOLD_DEADLINE_S", 0.2)
+    with pytest.raises(HalfTrained, match="which rank hangs"):
         async with asyncio.timeout(20):
             hung = Hung()
             calls = Calls(hung, StopRequest(tmp_path / "STOP"))
             await calls.make("train_step", hung.compute, may_leave=True)
-
-    if not is_near:
-        monkeypatch.setattr("rlpost.driver.calls.HOLD_DEADLINE_S", 0.2)
-    with pytest.raises(HalfTrained, match="which rank hangs"):
-        asyncio.run(whole())
 
 
 def test_a_stop_request_before_the_call_prevents_it(tmp_path, stop):

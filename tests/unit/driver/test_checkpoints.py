@@ -52,83 +52,73 @@ def save(made, *steps):
     asyncio.run(run())
 
 
-def test_a_background_save_is_visible_only_when_complete(tmp_path):
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        disk = Disk()
-        await made.start(RunState(step=4), disk.write, disk.finish)
-        await asyncio.sleep(0.05)
-        assert committed == [] and newest_committed(tmp_path).path is None
-        disk.go_on.set()
-        assert await made.settle()
-        assert committed == [4]
-        path, state = made.newest()
-        assert state.step == 4 and (path / "tensors").exists()
-
-    asyncio.run(run())
+async def test_a_background_save_is_visible_only_when_complete(tmp_path):
+    made, committed = checkpoints(tmp_path)
+    disk = Disk()
+    await made.start(RunState(step=4), disk.write, disk.finish)
+    await asyncio.sleep(0.05)
+    assert committed == [] and newest_committed(tmp_path).path is None
+    disk.go_on.set()
+    assert await made.settle()
+    assert committed == [4]
+    path, state = made.newest()
+    assert state.step == 4 and (path / "tensors").exists()
 
 
-def test_it_is_committed_as_soon_as_it_is_written_without_polling(tmp_path):
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        disk = Disk()
-        disk.go_on.set()
-        await made.start(RunState(step=4), disk.write, disk.finish)
-        async with asyncio.timeout(20):
-            while committed != [4]:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+async def test_it_is_committed_as_soon_as_it_is_written_without_polling(tmp_path):
+    made, committed = checkpoints(tmp_path)
+    disk = Disk()
+    disk.go_on.set()
+    await made.start(RunState(step=4), disk.write, disk.finish)
+    async with asyncio.timeout(20):
+        while committed != [4]:
+            await asyncio.sleep(0.01)
 
 
-def test_a_save_that_is_due_while_another_is_written_is_deferred_and_not_waited_for(
+async def test_a_save_that_is_due_while_another_is_written_is_deferred_and_not_waited_for(
     tmp_path, caplog
 ):
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        first, second = Disk(), Disk()
-        assert await made.start(RunState(step=1), first.write, first.finish)
-        async with asyncio.timeout(20):
-            assert not await made.start(RunState(step=2), second.write, second.finish)
-        assert second.folder is None and "step 2 is deferred" in caplog.text
-        first.go_on.set()
-        assert not await made.settle(), "step 1 is there, step 2 was due"
-        assert committed == [1] and made.is_owed
-        second.go_on.set()
-        assert await made.start(RunState(step=3), second.write, second.finish)
-        assert await made.settle() and committed == [1, 3] and not made.is_owed
-
-    asyncio.run(run())
+    made, committed = checkpoints(tmp_path)
+    first, second = Disk(), Disk()
+    assert await made.start(RunState(step=1), first.write, first.finish)
+    async with asyncio.timeout(20):
+        assert not await made.start(RunState(step=2), second.write, second.finish)
+    assert second.folder is None and "step 2 is deferred" in caplog.text
+    first.go_on.set()
+    assert not await made.settle(), "step 1 is there, step 2 was due"
+    assert committed == [1] and made.is_owed
+    second.go_on.set()
+    assert await made.start(RunState(step=3), second.write, second.finish)
+    assert await made.settle() and committed == [1, 3] and not made.is_owed
 
 
-def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
-    async def run():
-        made, committed = checkpoints(tmp_path, save_deadline_s=0.4)
-        never = Disk()
-        await made.start(RunState(step=1), never.write, never.finish)
-        async with asyncio.timeout(20):
-            assert not await made.settle()
-            with pytest.raises(CheckpointError, match=r"still being written after 0 s .*hangs"):
-                await made.commit(RunState(step=2), never.write)
-        never.go_on.set()
-        assert not await made.settle() and committed == [1], "it was slow, and is kept"
+async def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
+    made, committed = checkpoints(tmp_path, save_deadline_s=0.4)
+    never = Disk()
+    await made.start(RunState(step=1), never.write, never.finish)
+    async with asyncio.timeout(20):
+        assert not await made.settle()
+        with pytest.raises(CheckpointError, match=r"still being written after 0 s .*hangs"):
+            await made.commit(RunState(step=2), never.write)
+    never.go_on.set()
+    assert not await made.settle() and committed == [1], "it was slow, and is kept"
 
-        folders = []
+    folders = []
 
-        async def stuck(folder):
-            folders.append(folder)
-            await asyncio.sleep(3600)
+    async def stuck(folder):
+        folders.append(folder)
+        await asyncio.sleep(3600)
 
-        with pytest.raises(CheckpointError, match=r"step 3 was not written to .* within 0 s"):
-            await made.commit(RunState(step=3), stuck)
-        assert folders[0].exists(), "ranks may still write to it"
-        with pytest.raises(CheckpointError, match=r"step 4 was not written to .* within 0 s"):
-            await made.start(RunState(step=4), stuck, never.finish)
-
-    asyncio.run(run())
+    with pytest.raises(CheckpointError, match=r"step 3 was not written to .* within 0 s"):
+        await made.commit(RunState(step=3), stuck)
+    assert folders[0].exists(), "ranks may still write to it"
+    with pytest.raises(CheckpointError, match=r"step 4 was not written to .* within 0 s"):
+        await made.start(RunState(step=4), stuck, never.finish)
 
 
-def test_storage_that_hangs_in_a_flush_is_waited_for_until_the_same_deadline(tmp_path, monkeypatch):
+async def test_storage_that_hangs_in_a_flush_is_waited_for_until_the_same_deadline(
+    tmp_path, monkeypatch
+):
     from rlpost.driver import checkpoints as module
 
     answers = threading.Event()
@@ -137,20 +127,20 @@ def test_storage_that_hangs_in_a_flush_is_waited_for_until_the_same_deadline(tmp
         answers.wait(20)
         raise OSError(5, "Input/output error")
 
-    async def run():
-        made, committed = checkpoints(tmp_path, save_deadline_s=1.0)
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "commit", hang)
-            with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 1 s"):
-                await made.commit(RunState(step=1), fill)
-            assert made.is_owed and committed == []
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "prune", hang)
-            await made.commit(RunState(step=2), fill)
-        assert committed == [2] and not made.is_owed
-
     try:
-        asyncio.run(asyncio.wait_for(run(), timeout=15))
+        async with asyncio.timeout(15):
+            made, committed = checkpoints(tmp_path, save_deadline_s=1.0)
+            with monkeypatch.context() as patched:
+                patched.setattr(module, "commit", hang)
+                with pytest.raises(
+                    CheckpointError, match=r"step 1 was not written to .* within 1 s"
+                ):
+                    await made.commit(RunState(step=1), fill)
+                assert made.is_owed and committed == []
+            with monkeypatch.context() as patched:
+                patched.setattr(module, "prune", hang)
+                await made.commit(RunState(step=2), fill)
+            assert committed == [2] and not made.is_owed
     finally:
         answers.set()
 
@@ -159,109 +149,99 @@ def test_storage_that_hangs_in_a_flush_is_waited_for_until_the_same_deadline(tmp
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), CheckpointError("cannot be looked for")]
 )
-def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
+async def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
     tmp_path, caplog, in_background, error
 ):
     def full(step, path):
         raise error
 
-    async def run():
-        made, disk = Checkpoints(CheckpointConfig(keep_last=1), tmp_path, committed=full), Disk()
-        await made.commit(RunState(step=1), fill)
-        disk.go_on.set()
-        if in_background:
-            await made.start(RunState(step=2), disk.write, disk.finish)
-            assert await made.settle()
-        else:
-            await made.commit(RunState(step=2), fill)
-        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"], "older ones go"
-
-    asyncio.run(run())
+    made, disk = Checkpoints(CheckpointConfig(keep_last=1), tmp_path, committed=full), Disk()
+    await made.commit(RunState(step=1), fill)
+    disk.go_on.set()
+    if in_background:
+        await made.start(RunState(step=2), disk.write, disk.finish)
+        assert await made.settle()
+    else:
+        await made.commit(RunState(step=2), fill)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"], "older ones go"
     assert "iter_0000002 is committed, but" in caplog.text and "committing step" not in caplog.text
 
 
-def test_a_failure_in_the_background_keeps_the_previous_commit_and_is_logged(tmp_path, caplog):
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        good, bad, again = Disk(), Disk(fails=True), Disk()
-        for disk in (good, bad, again):
-            disk.go_on.set()
-        await made.start(RunState(step=1), good.write, good.finish)
-        assert await made.settle()
-        await made.start(RunState(step=2), bad.write, bad.finish)
-        assert not await made.settle() and made.is_owed
-        assert (
-            made.newest()[1].step == 1
-            and "committing step 2 failed" in caplog.text
-            and "disk full" in caplog.text
-        )
-        await made.start(RunState(step=3), again.write, again.finish)
-        assert await made.settle() and committed == [1, 3]
-        assert await made.settle(), "nothing is left to settle"
+async def test_a_failure_in_the_background_keeps_the_previous_commit_and_is_logged(
+    tmp_path, caplog
+):
+    made, committed = checkpoints(tmp_path)
+    good, bad, again = Disk(), Disk(fails=True), Disk()
+    for disk in (good, bad, again):
+        disk.go_on.set()
+    await made.start(RunState(step=1), good.write, good.finish)
+    assert await made.settle()
+    await made.start(RunState(step=2), bad.write, bad.finish)
+    assert not await made.settle() and made.is_owed
+    assert (
+        made.newest()[1].step == 1
+        and "committing step 2 failed" in caplog.text
+        and "disk full" in caplog.text
+    )
+    await made.start(RunState(step=3), again.write, again.finish)
+    assert await made.settle() and committed == [1, 3]
+    assert await made.settle(), "nothing is left to settle"
 
-    asyncio.run(run())
 
+async def test_a_save_that_is_waited_for_raises(tmp_path):
+    made, _ = checkpoints(tmp_path)
 
-def test_a_save_that_is_waited_for_raises(tmp_path):
-    async def run():
-        made, _ = checkpoints(tmp_path)
+    async def fail(folder):
+        raise CheckpointError("read-only file system")
 
-        async def fail(folder):
-            raise CheckpointError("read-only file system")
-
-        with pytest.raises(CheckpointError, match="read-only"):
-            await made.commit(RunState(step=1), fail)
-
-    asyncio.run(run())
+    with pytest.raises(CheckpointError, match="read-only"):
+        await made.commit(RunState(step=1), fail)
 
 
 @pytest.mark.parametrize("fails_in", ["write", "finish", "commit", "mark"])
-def test_a_save_that_fails_is_owed_and_leaves_no_files(tmp_path, monkeypatch, fails_in):
+async def test_a_save_that_fails_is_owed_and_leaves_no_files(tmp_path, monkeypatch, fails_in):
     """The run's last save must not be skipped, and a full disk must have room for the journal."""
     full = OSError(28, "No space left on device")
 
     def refuse(*given, **named):
         raise full
 
-    async def run():
-        made, _ = checkpoints(tmp_path)
-        made.claim("0")
-        await made.commit(RunState(step=1), fill)
-        before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    made, _ = checkpoints(tmp_path)
+    made.claim("0")
+    await made.commit(RunState(step=1), fill)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
 
-        async def write(folder):
-            await fill(folder)
-            if fails_in == "write":
-                raise full
+    async def write(folder):
+        await fill(folder)
+        if fails_in == "write":
+            raise full
 
-        async def finish():
-            if fails_in == "finish":
-                raise full
+    async def finish():
+        if fails_in == "finish":
+            raise full
 
-        broken = {"commit": "sync", "mark": "write_within"}.get(fails_in)
-        with monkeypatch.context() as patch:
-            if broken:
-                patch.setattr("rlpost.durable.commit." + broken, refuse)
-            if fails_in == "finish":
-                await made.start(RunState(step=2), write, finish)
-                assert not await made.settle()
-            else:
-                with pytest.raises(OSError, match="No space"):
-                    await made.commit(RunState(step=2), write)
-        assert made.is_owed and not await made.settle()
-        left = {path for path in tmp_path.rglob("*") if path.is_file()}
-        if fails_in == "commit":  # fsync fails here for the deletion too, which the next save does
-            left = {path for path in left if ".deleting-" not in str(path)}
-        assert left == before
-        assert made.newest()[1].step == 1
-        await made.commit(RunState(step=2), fill)
-        assert not made.is_owed and await made.settle()
-        assert made.last.step == 2 and made.last.blocking_s == made.last.total_s
-
-    asyncio.run(run())
+    broken = {"commit": "sync", "mark": "write_within"}.get(fails_in)
+    with monkeypatch.context() as patch:
+        if broken:
+            patch.setattr("rlpost.durable.commit." + broken, refuse)
+        if fails_in == "finish":
+            await made.start(RunState(step=2), write, finish)
+            assert not await made.settle()
+        else:
+            with pytest.raises(OSError, match="No space"):
+                await made.commit(RunState(step=2), write)
+    assert made.is_owed and not await made.settle()
+    left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    if fails_in == "commit":  # fsync fails here for the deletion too, which the next save does
+        left = {path for path in left if ".deleting-" not in str(path)}
+    assert left == before
+    assert made.newest()[1].step == 1
+    await made.commit(RunState(step=2), fill)
+    assert not made.is_owed and await made.settle()
+    assert made.last.step == 2 and made.last.blocking_s == made.last.total_s
 
 
-def test_failed_saves_are_retried_after_growing_pauses(tmp_path, monkeypatch):
+async def test_failed_saves_are_retried_after_growing_pauses(tmp_path, monkeypatch):
     """Each retry blocks training for as long as a save takes."""
     now = [1000.0]
     monkeypatch.setattr("rlpost.driver.checkpoints.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -271,26 +251,22 @@ def test_failed_saves_are_retried_after_growing_pauses(tmp_path, monkeypatch):
         now[0] += save_s
         raise OSError(28, "No space left on device")
 
-    async def run():
-        nonlocal num_tries
-        made, _ = checkpoints(tmp_path)
-        began = now[0]
-        while now[0] < began + 6 * 3600:
-            now[0] += 10.0  # a step
-            if not made.is_paused:
-                num_tries += 1
-                with pytest.raises(OSError, match="No space"):
-                    await made.commit(RunState(step=num_tries), fail)
-        assert 10 <= num_tries <= 20
-        now[0] += 1800.0
-        assert not made.is_paused
-        await made.commit(RunState(step=num_tries + 1), fill)
-        with pytest.raises(OSError, match="No space"):
-            await made.commit(RunState(step=num_tries + 2), fail)
-        now[0] += 2 * save_s
-        assert not made.is_paused, "the pauses begin again after a commit"
-
-    asyncio.run(run())
+    made, _ = checkpoints(tmp_path)
+    began = now[0]
+    while now[0] < began + 6 * 3600:
+        now[0] += 10.0  # a step
+        if not made.is_paused:
+            num_tries += 1
+            with pytest.raises(OSError, match="No space"):
+                await made.commit(RunState(step=num_tries), fail)
+    assert 10 <= num_tries <= 20
+    now[0] += 1800.0
+    assert not made.is_paused
+    await made.commit(RunState(step=num_tries + 1), fill)
+    with pytest.raises(OSError, match="No space"):
+        await made.commit(RunState(step=num_tries + 2), fail)
+    now[0] += 2 * save_s
+    assert not made.is_paused, "the pauses begin again after a commit"
 
 
 def test_the_last_checkpoints_and_those_of_every_tenth_step_are_kept(tmp_path):
@@ -357,28 +333,25 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp
     assert made.newest()[0] is None, "what was never committed is nothing to lose"
 
 
-def test_a_newer_attempt_claims_the_folder_and_fences_the_older_one(tmp_path):
-    async def run():
-        old, _ = checkpoints(tmp_path)
-        old.claim("0 of runs/a")
-        await old.commit(RunState(step=1), fill)
-        disk = Disk()
-        await old.start(RunState(step=2), disk.write, disk.finish)
-        new, _ = checkpoints(tmp_path)
-        new.claim("1 of runs/a")
-        assert new.newest()[1].step == 1
-        disk.go_on.set()
-        with pytest.raises(
-            Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"
-        ):
-            await old.settle()
-        with pytest.raises(Fenced):
-            await old.commit(RunState(step=3), fill)
-        await new.commit(RunState(step=2), fill)
-        assert new.newest()[1].step == 2
-        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".deleting")]
-
-    asyncio.run(run())
+async def test_a_newer_attempt_claims_the_folder_and_fences_the_older_one(tmp_path):
+    old, _ = checkpoints(tmp_path)
+    old.claim("0 of runs/a")
+    await old.commit(RunState(step=1), fill)
+    disk = Disk()
+    await old.start(RunState(step=2), disk.write, disk.finish)
+    new, _ = checkpoints(tmp_path)
+    new.claim("1 of runs/a")
+    assert new.newest()[1].step == 1
+    disk.go_on.set()
+    with pytest.raises(
+        Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"
+    ):
+        await old.settle()
+    with pytest.raises(Fenced):
+        await old.commit(RunState(step=3), fill)
+    await new.commit(RunState(step=2), fill)
+    assert new.newest()[1].step == 2
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".deleting")]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_before_anything_starts(tmp_path):
@@ -400,36 +373,29 @@ def test_ranks_are_polled_until_every_one_has_written(tmp_path):
     assert answers == [[False, False]]
 
 
-def test_a_save_whose_ranks_died_is_abandoned_and_never_counts(tmp_path, caplog):
+async def test_a_save_whose_ranks_died_is_abandoned_and_never_counts(tmp_path, caplog):
     """New ranks have nothing to write, so a partial checkpoint would be committed immediately."""
-
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        disk = Disk()
-        await made.start(RunState(step=4), disk.write, disk.finish)
-        await asyncio.sleep(0.05)
-        await made.abandon("a rank died")
-        assert made.is_owed and committed == []
-        assert newest_committed(tmp_path).path is None
-        await made.commit(RunState(step=5), fill)
-        assert not made.is_owed and committed == [5]
-
-    asyncio.run(run())
+    made, committed = checkpoints(tmp_path)
+    disk = Disk()
+    await made.start(RunState(step=4), disk.write, disk.finish)
+    await asyncio.sleep(0.05)
+    await made.abandon("a rank died")
+    assert made.is_owed and committed == []
+    assert newest_committed(tmp_path).path is None
+    await made.commit(RunState(step=5), fill)
+    assert not made.is_owed and committed == [5]
     assert "a rank died" in caplog.text
 
 
-def test_a_save_whose_files_are_complete_is_committed_before_the_ranks_are_replaced(tmp_path):
-    async def run():
-        made, committed = checkpoints(tmp_path)
-        disk = Disk()
-        disk.go_on.set()
-        await made.start(RunState(step=4), disk.write, disk.finish)
-        while made._finishing is None or not made._finishing.done():
-            await asyncio.sleep(0)
-        await made.abandon("a rank died")
-        assert committed == [4] and not made.is_owed
-
-    asyncio.run(run())
+async def test_a_save_whose_files_are_complete_is_committed_before_the_ranks_are_replaced(tmp_path):
+    made, committed = checkpoints(tmp_path)
+    disk = Disk()
+    disk.go_on.set()
+    await made.start(RunState(step=4), disk.write, disk.finish)
+    while made._finishing is None or not made._finishing.done():
+        await asyncio.sleep(0)
+    await made.abandon("a rank died")
+    assert committed == [4] and not made.is_owed
 
 
 def test_a_recovery_starts_from_a_commit_of_this_attempt_or_its_starting_point(tmp_path):

@@ -69,7 +69,7 @@ class Group:
         (["", "", "", ""], ["", "", "", ""], [None, None]),
     ],
 )
-def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_path, monkeypatch):
+async def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_path, monkeypatch):
     config = load([], {"cluster": SETTINGS}).config
     placement = place([Offer(f"id{i}", f"10.0.0.{i}", 2) for i in range(2)], config)
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
@@ -80,19 +80,13 @@ def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_path, mo
     cluster = SimpleNamespace(
         attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(host="n1", ip="10.0.0.0")]
     )
-
-    async def start() -> None:
-        group = ActorGroup(actors)
-        begin = startup.Startup(
-            config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9
-        )
-        await begin.trainer(TrainingRanks(group), placement, ports, Path("/checkpoint"))
-        fleet = engines.Fleet(config, cluster, placement, ports)
-        visible = await group.visible_gpus()
-        for index in range(2):
-            fleet._group(index, visible)
-
-    asyncio.run(start())
+    group = ActorGroup(actors)
+    begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
+    await begin.trainer(TrainingRanks(group), placement, ports, Path("/checkpoint"))
+    fleet = engines.Fleet(config, cluster, placement, ports)
+    visible = await group.visible_gpus()
+    for index in range(2):
+        fleet._group(index, visible)
     assert [actors.ranks[rank] for rank in range(4)] == ranks
     assert [group.envs[0].get("CUDA_VISIBLE_DEVICES") for group in Group.made] == of_engines
 

@@ -125,38 +125,30 @@ def test_ranks_at_the_same_place_hang_without_a_name(tmp_path: Path) -> None:
     assert hang.details["ranks"] == [] and hang.details["hosts"] == []
 
 
-def test_a_slow_call_whose_ranks_move_is_not_ended(
+async def test_a_slow_call_whose_ranks_move_is_not_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     moving = [[position(0, 42 + number)] * 3 for number in range(100)]
     ranks = FakeRanks(*moving)
-
-    async def slow() -> None:
-        watching = watch(tmp_path, ranks)
-        await with_history(watching)
-        assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
-
-    asyncio.run(slow())
+    watching = watch(tmp_path, ranks)
+    await with_history(watching)
+    assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
     assert ranks.examinations >= 2
     assert "but ranks move" in caplog.text
     assert not (tmp_path / HANG_FILE).exists()
 
 
 @pytest.mark.parametrize("case", ["no history", "stopping"])
-def test_some_calls_are_not_watched(tmp_path: Path, case: str) -> None:
+async def test_some_calls_are_not_watched(tmp_path: Path, case: str) -> None:
     ranks = FakeRanks(STUCK)
     watching = watch(tmp_path, ranks, is_stopping=case == "stopping")
-
-    async def slow() -> None:
-        if case != "no history":
-            await with_history(watching)
-        assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
-
-    asyncio.run(slow())
+    if case != "no history":
+        await with_history(watching)
+    assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
     assert ranks.examinations == 0
 
 
-def test_ranks_that_were_suspended_with_the_driver_are_not_reported(tmp_path: Path) -> None:
+async def test_ranks_that_were_suspended_with_the_driver_are_not_reported(tmp_path: Path) -> None:
     """scontrol suspend stops driver and ranks while the clock advances."""
 
     class Clock:
@@ -169,57 +161,45 @@ def test_ranks_that_were_suspended_with_the_driver_are_not_reported(tmp_path: Pa
     ranks: Any = FakeRanks(STUCK)
     report = HangReport(tmp_path, hosts={})
     watching = EndWhenHanging(ranks, RULE, report, is_stopping=lambda: False, clock=Clock())
-
-    async def suspended() -> None:
-        await with_history(watching)
-        async with asyncio.timeout(10):
-            assert await watching.over(CALL, partial(returned, 8, after_s=0.1)) == 8
-
-    asyncio.run(suspended())
+    await with_history(watching)
+    async with asyncio.timeout(10):
+        assert await watching.over(CALL, partial(returned, 8, after_s=0.1)) == 8
     assert ranks.examinations >= 2
     assert not (tmp_path / HANG_FILE).exists()
 
 
-def test_each_kind_of_call_has_its_own_history(tmp_path: Path) -> None:
+async def test_each_kind_of_call_has_its_own_history(tmp_path: Path) -> None:
     ranks = FakeRanks(STUCK)
     watching = watch(tmp_path, ranks)
-
-    async def slow() -> None:
-        await with_history(watching, Call("compute_logprobs", may_leave=True))
-        assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
-
-    asyncio.run(slow())
+    await with_history(watching, Call("compute_logprobs", may_leave=True))
+    assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
     assert ranks.examinations == 0
 
 
-def test_a_failed_call_keeps_its_error_and_is_not_added_to_the_history(tmp_path: Path) -> None:
+async def test_a_failed_call_keeps_its_error_and_is_not_added_to_the_history(
+    tmp_path: Path,
+) -> None:
     async def failing() -> None:
         raise RlpostError("actor-1 died")
 
-    async def act() -> None:
-        ranks = FakeRanks(STUCK)
-        watching = watch(tmp_path, ranks)
-        for _ in range(ENOUGH):
-            with pytest.raises(RlpostError, match="actor-1 died"):
-                await watching.over(CALL, failing)
-        assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
-        assert ranks.examinations == 0
-
-    asyncio.run(act())
+    ranks = FakeRanks(STUCK)
+    watching = watch(tmp_path, ranks)
+    for _ in range(ENOUGH):
+        with pytest.raises(RlpostError, match="actor-1 died"):
+            await watching.over(CALL, failing)
+    assert await watching.over(CALL, partial(returned, 8, after_s=0.15)) == 8
+    assert ranks.examinations == 0
 
 
-def test_a_cancelled_watch_cancels_the_call(tmp_path: Path) -> None:
-    async def act() -> None:
-        ranks = FakeRanks(STUCK)
-        watching = watch(tmp_path, ranks)
-        await with_history(watching)
-        work = asyncio.ensure_future(returned(after_s=60.0))
-        over = asyncio.ensure_future(watching.over(CALL, lambda: work))
-        await asyncio.sleep(0.01)
-        over.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await over
-        await asyncio.sleep(0)
-        assert work.cancelled()
-
-    asyncio.run(act())
+async def test_a_cancelled_watch_cancels_the_call(tmp_path: Path) -> None:
+    ranks = FakeRanks(STUCK)
+    watching = watch(tmp_path, ranks)
+    await with_history(watching)
+    work = asyncio.ensure_future(returned(after_s=60.0))
+    over = asyncio.ensure_future(watching.over(CALL, lambda: work))
+    await asyncio.sleep(0.01)
+    over.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await over
+    await asyncio.sleep(0)
+    assert work.cancelled()

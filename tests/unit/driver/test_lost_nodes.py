@@ -85,137 +85,114 @@ def test_a_replacement_with_too_few_gpus_is_refused():
     ("placement", "ranks_recover", "hosts"),
     [(ENGINES_ON_2, False, {"n2"}), (RANKS_ON_2, False, set()), (RANKS_ON_2, True, {"n2"})],
 )
-def test_the_agents_get_the_nodes_that_the_run_can_lose(tmp_path, placement, ranks_recover, hosts):
-    async def scene():
-        async with Scene(tmp_path, placement, ranks_recover=ranks_recover):
-            assert read_replaceable(tmp_path) == hosts
-
-    run(scene)
-
-
-def test_without_begin_nothing_is_written_or_awaited(tmp_path):
-    async def scene():
-        nodes = LostNodes.none()
-        assert not await nodes.another(than=0)
-        assert await nodes.new_slots(Death("trainer", (0,), "died"), RANKS_ON_2) is RANKS_ON_2
-        assert await nodes.unless_lost(offer(N1)) == await offer(N1)
-        assert read_replaceable(tmp_path) == set()
-
-    run(scene)
+async def test_the_agents_get_the_nodes_that_the_run_can_lose(
+    tmp_path, placement, ranks_recover, hosts
+):
+    async with Scene(tmp_path, placement, ranks_recover=ranks_recover):
+        assert read_replaceable(tmp_path) == hosts
 
 
-def test_engines_move_when_the_replacement_has_joined_and_it_is_recorded_once(tmp_path):
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            settling = asyncio.create_task(driver.nodes.wait_for_replacements())
-            assert await settling == ENGINES_ON_2
-            driver.say(LOST)
-            await driver.until(lambda: driver.nodes.engines == [1])
-            settling = asyncio.create_task(driver.nodes.wait_for_replacements())
-            await asyncio.sleep(0.1)
-            assert not settling.done()
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            assert (await settling).engines == ((slot(N1),), (slot(N3, 2),))
-            assert driver.joined == [N3] and driver.events == []
-            await driver.nodes.back("engines")
-            ((event, details),) = driver.events
-            assert (event, details["role"], details["host"]) == ("recovered", "node", "n2")
-            assert details["replacement"] == "n3" and details["cause"] == "n2 is gone"
-            assert driver.nodes.engines == [] and read_replaceable(tmp_path) == {"n3"}
-            await driver.nodes.back("engines")
-            assert len(driver.events) == 1
-
-    run(scene)
+async def test_without_begin_nothing_is_written_or_awaited(tmp_path):
+    nodes = LostNodes.none()
+    assert not await nodes.another(than=0)
+    assert await nodes.new_slots(Death("trainer", (0,), "died"), RANKS_ON_2) is RANKS_ON_2
+    assert await nodes.unless_lost(offer(N1)) == await offer(N1)
+    assert read_replaceable(tmp_path) == set()
 
 
-def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
+async def test_engines_move_when_the_replacement_has_joined_and_it_is_recorded_once(tmp_path):
+    async with Scene(tmp_path) as driver:
+        settling = asyncio.create_task(driver.nodes.wait_for_replacements())
+        assert await settling == ENGINES_ON_2
+        driver.say(LOST)
+        await driver.until(lambda: driver.nodes.engines == [1])
+        settling = asyncio.create_task(driver.nodes.wait_for_replacements())
+        await asyncio.sleep(0.1)
+        assert not settling.done()
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        assert (await settling).engines == ((slot(N1),), (slot(N3, 2),))
+        assert driver.joined == [N3] and driver.events == []
+        await driver.nodes.back("engines")
+        ((event, details),) = driver.events
+        assert (event, details["role"], details["host"]) == ("recovered", "node", "n2")
+        assert details["replacement"] == "n3" and details["cause"] == "n2 is gone"
+        assert driver.nodes.engines == [] and read_replaceable(tmp_path) == {"n3"}
+        await driver.nodes.back("engines")
+        assert len(driver.events) == 1
+
+
+async def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
     """Ray notices a silent machine only half a minute later."""
-
-    async def scene():
-        async with Scene(tmp_path, RANKS_ON_2) as driver:
-            hanging = asyncio.create_task(driver.nodes.unless_ranks_lost(asyncio.Event().wait))
-            await asyncio.sleep(0.05)
-            driver.say(LOST)
-            with pytest.raises(TrainerDied, match="n2 is gone") as died:
-                await hanging
-            assert died.value.ranks == (1,)
-            with pytest.raises(TrainerDied):
-                await driver.nodes.unless_ranks_lost(asyncio.Event().wait)
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            death = Death("trainer", (1,), "died")
-            moved = await driver.nodes.new_slots(death, RANKS_ON_2)
-            assert [each.ip for each in moved.actors] == [N1.ip, N3.ip]
-            await driver.nodes.back("ranks")
-            assert driver.events == []  # the node's engine has not been restarted yet
-            assert await driver.nodes.unless_ranks_lost(lambda: offer(N1)) == await offer(N1)
-            await driver.nodes.back("engines")
-            assert len(driver.events) == 1
-
-    run(scene)
+    async with Scene(tmp_path, RANKS_ON_2) as driver:
+        hanging = asyncio.create_task(driver.nodes.unless_ranks_lost(asyncio.Event().wait))
+        await asyncio.sleep(0.05)
+        driver.say(LOST)
+        with pytest.raises(TrainerDied, match="n2 is gone") as died:
+            await hanging
+        assert died.value.ranks == (1,)
+        with pytest.raises(TrainerDied):
+            await driver.nodes.unless_ranks_lost(asyncio.Event().wait)
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        death = Death("trainer", (1,), "died")
+        moved = await driver.nodes.new_slots(death, RANKS_ON_2)
+        assert [each.ip for each in moved.actors] == [N1.ip, N3.ip]
+        await driver.nodes.back("ranks")
+        assert driver.events == []  # the node's engine has not been restarted yet
+        assert await driver.nodes.unless_ranks_lost(lambda: offer(N1)) == await offer(N1)
+        await driver.nodes.back("engines")
+        assert len(driver.events) == 1
 
 
-def test_ranks_of_a_critic_on_a_lost_node_are_counted_after_those_of_the_policy_and_moved(tmp_path):
-    async def scene():
-        async with Scene(tmp_path, CRITICS_ON_2) as driver:
-            assert read_replaceable(tmp_path) == {"n2"}
-            driver.say(LOST)
-            await driver.until(lambda: driver.nodes.ranks == [2, 3])
-            with pytest.raises(TrainerDied, match="n2 is gone") as died:
-                driver.nodes.check_ranks()
-            assert died.value.ranks == (2, 3)
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            death = Death("critic", (2, 3), "died")
-            moved = await driver.nodes.new_slots(death, CRITICS_ON_2)
-            assert moved.actors == CRITICS_ON_2.actors
-            assert moved.critics == (slot(N3), slot(N3))
-            await driver.nodes.back("ranks")
-            ((event, details),) = driver.events
-            assert (event, details["replacement"]) == ("recovered", "n3")
-
-    run(scene)
-
-
-def test_overlapping_calls_record_a_replaced_node_once(tmp_path):
-    async def scene():
-        async with Scene(tmp_path, RANKS_ON_2) as driver:
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            await driver.until(lambda: driver.nodes.engines == [1])
-            await driver.nodes.wait_for_replacements()
-            calls = ("engines", "ranks", "engines", "ranks")
-            async with driver.nodes._changed:  # none of them may go on
-                waiting = [asyncio.create_task(driver.nodes.back(part)) for part in calls]
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*waiting)
-            assert len(driver.events) == 1 and driver.nodes.engines == driver.nodes.ranks == []
-
-    run(scene)
+async def test_ranks_of_a_critic_on_a_lost_node_are_counted_after_those_of_the_policy_and_moved(
+    tmp_path,
+):
+    async with Scene(tmp_path, CRITICS_ON_2) as driver:
+        assert read_replaceable(tmp_path) == {"n2"}
+        driver.say(LOST)
+        await driver.until(lambda: driver.nodes.ranks == [2, 3])
+        with pytest.raises(TrainerDied, match="n2 is gone") as died:
+            driver.nodes.check_ranks()
+        assert died.value.ranks == (2, 3)
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        death = Death("critic", (2, 3), "died")
+        moved = await driver.nodes.new_slots(death, CRITICS_ON_2)
+        assert moved.actors == CRITICS_ON_2.actors
+        assert moved.critics == (slot(N3), slot(N3))
+        await driver.nodes.back("ranks")
+        ((event, details),) = driver.events
+        assert (event, details["replacement"]) == ("recovered", "n3")
 
 
-def test_the_recovery_of_ranks_that_die_with_their_node_waits_for_the_agents(tmp_path):
+async def test_overlapping_calls_record_a_replaced_node_once(tmp_path):
+    async with Scene(tmp_path, RANKS_ON_2) as driver:
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        await driver.until(lambda: driver.nodes.engines == [1])
+        await driver.nodes.wait_for_replacements()
+        calls = ("engines", "ranks", "engines", "ranks")
+        async with driver.nodes._changed:  # none of them may go on
+            waiting = [asyncio.create_task(driver.nodes.back(part)) for part in calls]
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*waiting)
+        assert len(driver.events) == 1 and driver.nodes.engines == driver.nodes.ranks == []
+
+
+async def test_the_recovery_of_ranks_that_die_with_their_node_waits_for_the_agents(tmp_path):
     """Ray raises as soon as a connection breaks, before the agents write anything."""
-
-    async def scene():
-        async with Scene(tmp_path, RANKS_ON_2) as driver:
-            death = Death("trainer", (1,), "died")
-            asking = asyncio.create_task(driver.nodes.new_slots(death, RANKS_ON_2))
-            await asyncio.sleep(0.1)
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            assert (await asking).actors[1].ip == N3.ip
-
-    run(scene)
+    async with Scene(tmp_path, RANKS_ON_2) as driver:
+        death = Death("trainer", (1,), "died")
+        asking = asyncio.create_task(driver.nodes.new_slots(death, RANKS_ON_2))
+        await asyncio.sleep(0.1)
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        assert (await asking).actors[1].ip == N3.ip
 
 
-def test_a_node_that_is_never_replaced_ends_the_wait(tmp_path, monkeypatch):
+async def test_a_node_that_is_never_replaced_ends_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(lost_nodes, "REPLACED_S", 0.2)
-
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            driver.say(replace(LOST, state="given up"))
-            await driver.until(lambda: driver.nodes.engines)
-            with pytest.raises(PlacementError, match="n2 is not replaced"):
-                await driver.nodes.wait_for_replacements()
-
-    run(scene)
+    async with Scene(tmp_path) as driver:
+        driver.say(replace(LOST, state="given up"))
+        await driver.until(lambda: driver.nodes.engines)
+        with pytest.raises(PlacementError, match="n2 is not replaced"):
+            await driver.nodes.wait_for_replacements()
 
 
 class MovingFleet(FakeFleet):
@@ -243,146 +220,130 @@ def health_of(driver, fleet, **options):
 MOVED_TO_3 = ["lose 1", "move to 10.0.0.3", "restart 1", "connect"]
 
 
-def test_an_engine_of_a_lost_node_is_restarted_on_the_replacement_while_others_generate(tmp_path):
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            fleet = MovingFleet()
-            health = health_of(driver, fleet)
-            await health.update(4, pause="abort", before=nothing, ready=nothing)
+async def test_an_engine_of_a_lost_node_is_restarted_on_the_replacement_while_others_generate(
+    tmp_path,
+):
+    async with Scene(tmp_path) as driver:
+        fleet = MovingFleet()
+        health = health_of(driver, fleet)
+        await health.update(4, pause="abort", before=nothing, ready=nothing)
 
-            async def generate():
-                driver.say(LOST)
-                await driver.until(lambda: "lose 1" in fleet.log)
-                driver.say(replace(LOST, state="replaced", replacement=N3))
-                await driver.until(lambda: driver.events)
-
-            await health.over(generate())
-            assert fleet.log == ["update 4 abort", *MOVED_TO_3, "update 4 retract", "admit 1"]
-
-    run(scene)
-
-
-def test_an_update_that_waits_for_a_silent_node_is_repeated_without_it(tmp_path):
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            fleet = MovingFleet()
-            health = health_of(driver, fleet)
-            update, hangs = health._weights.update, [True]
-
-            async def update_that_hangs_once(version, **how):
-                if hangs.pop() if hangs else False:
-                    fleet.log.append("hang")
-                    await asyncio.Event().wait()
-                await update(version, **how)
-
-            health._weights.update = update_that_hangs_once
-            updating = asyncio.create_task(
-                health.update(5, pause="abort", before=nothing, ready=nothing)
-            )
-            await driver.until(lambda: "hang" in fleet.log)
+        async def generate():
+            driver.say(LOST)
+            await driver.until(lambda: "lose 1" in fleet.log)
             driver.say(replace(LOST, state="replaced", replacement=N3))
-            await updating
-            assert fleet.log == [
-                "hang",
-                "lose 1",
-                *MOVED_TO_3[1:],
-                "update 5 abort",
-                "admit 1",
-            ]
+            await driver.until(lambda: driver.events)
 
-    run(scene)
+        await health.over(generate())
+        assert fleet.log == ["update 4 abort", *MOVED_TO_3, "update 4 retract", "admit 1"]
 
 
-def test_the_replacement_is_lost_during_the_repair_and_replaced_as_well(tmp_path):
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            fleet = MovingFleet()
-            health = health_of(driver, fleet)
-            first = replace(LOST, state="replaced", replacement=N3)
-            second = LostNode("n3", N3.ip, "n3 is gone", 1_001.0)
-            restart, hangs = fleet.restart, [True]
+async def test_an_update_that_waits_for_a_silent_node_is_repeated_without_it(tmp_path):
+    async with Scene(tmp_path) as driver:
+        fleet = MovingFleet()
+        health = health_of(driver, fleet)
+        update, hangs = health._weights.update, [True]
 
-            async def restart_that_hangs_once(index):
-                await restart(index)
-                if hangs:
-                    assert read_replaceable(tmp_path) == {"n3"}
-                    hangs.pop()
-                    driver.say(first, replace(second, state="replaced", replacement=N4))
-                    await asyncio.Event().wait()
+        async def update_that_hangs_once(version, **how):
+            if hangs.pop() if hangs else False:
+                fleet.log.append("hang")
+                await asyncio.Event().wait()
+            await update(version, **how)
 
-            fleet.restart = restart_that_hangs_once
-            driver.say(first)
-            await driver.until(lambda: driver.nodes.engines)
-            await health.update(6, pause="abort", before=nothing, ready=nothing)
-            assert "move to 10.0.0.4" in fleet.log and fleet.log[-1] == "admit 1"
-            assert [details["host"] for _, details in driver.events] == ["n2", "n3"]
-            assert not fleet.dismissed
+        health._weights.update = update_that_hangs_once
+        updating = asyncio.create_task(
+            health.update(5, pause="abort", before=nothing, ready=nothing)
+        )
+        await driver.until(lambda: "hang" in fleet.log)
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        await updating
+        assert fleet.log == [
+            "hang",
+            "lose 1",
+            *MOVED_TO_3[1:],
+            "update 5 abort",
+            "admit 1",
+        ]
 
-    run(scene)
+
+async def test_the_replacement_is_lost_during_the_repair_and_replaced_as_well(tmp_path):
+    async with Scene(tmp_path) as driver:
+        fleet = MovingFleet()
+        health = health_of(driver, fleet)
+        first = replace(LOST, state="replaced", replacement=N3)
+        second = LostNode("n3", N3.ip, "n3 is gone", 1_001.0)
+        restart, hangs = fleet.restart, [True]
+
+        async def restart_that_hangs_once(index):
+            await restart(index)
+            if hangs:
+                assert read_replaceable(tmp_path) == {"n3"}
+                hangs.pop()
+                driver.say(first, replace(second, state="replaced", replacement=N4))
+                await asyncio.Event().wait()
+
+        fleet.restart = restart_that_hangs_once
+        driver.say(first)
+        await driver.until(lambda: driver.nodes.engines)
+        await health.update(6, pause="abort", before=nothing, ready=nothing)
+        assert "move to 10.0.0.4" in fleet.log and fleet.log[-1] == "admit 1"
+        assert [details["host"] for _, details in driver.events] == ["n2", "n3"]
+        assert not fleet.dismissed
 
 
-def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
+async def test_engines_wait_for_the_ranks_of_their_node(tmp_path):
     """Engines get their weights from ranks, so repairing engines first would end the run."""
+    async with Scene(tmp_path, RANKS_ON_2) as driver:
+        fleet = MovingFleet()
+        health = health_of(driver, fleet)
 
-    async def scene():
-        async with Scene(tmp_path, RANKS_ON_2) as driver:
-            fleet = MovingFleet()
-            health = health_of(driver, fleet)
+        async def generate():
+            driver.say(replace(LOST, state="replaced", replacement=N3))
+            await driver.until(lambda: "lose 1" in fleet.log)
+            await asyncio.sleep(0.1)
+            assert fleet.log == ["lose 1"]
+            async with health.paused():  # the recovery of ranks does the same
+                await health.begin_lost(await driver.nodes.wait_for_replacements())
+                assert fleet.log[1:] == ["move to 10.0.0.3", "begin 1"]
+                await driver.nodes.back("ranks")
+            await driver.until(lambda: driver.events)
 
-            async def generate():
-                driver.say(replace(LOST, state="replaced", replacement=N3))
-                await driver.until(lambda: "lose 1" in fleet.log)
-                await asyncio.sleep(0.1)
-                assert fleet.log == ["lose 1"]
-                async with health.paused():  # the recovery of ranks does the same
-                    await health.begin_lost(await driver.nodes.wait_for_replacements())
-                    assert fleet.log[1:] == ["move to 10.0.0.3", "begin 1"]
-                    await driver.nodes.back("ranks")
-                await driver.until(lambda: driver.events)
-
-            await health.over(generate())
-            assert fleet.log[-1] == "admit 1"
-
-    run(scene)
+        await health.over(generate())
+        assert fleet.log[-1] == "admit 1"
 
 
-def test_a_failure_that_no_lost_node_explains_is_raised_after_a_bounded_wait(tmp_path, monkeypatch):
+async def test_a_failure_that_no_lost_node_explains_is_raised_after_a_bounded_wait(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(lost_nodes, "MAY_FOLLOW_S", 0.1)
-
-    async def scene():
-        async with Scene(tmp_path) as driver:
-            fleet = MovingFleet(sick={1})
-            with pytest.raises(SyncError, match="did not take part"):
-                await health_of(driver, fleet, failures=2).update(
-                    7, pause="abort", before=nothing, ready=nothing
-                )
-            assert fleet.log.count("restart 1") == 1
-
-    run(scene)
+    async with Scene(tmp_path) as driver:
+        fleet = MovingFleet(sick={1})
+        with pytest.raises(SyncError, match="did not take part"):
+            await health_of(driver, fleet, failures=2).update(
+                7, pause="abort", before=nothing, ready=nothing
+            )
+        assert fleet.log.count("restart 1") == 1
 
 
 JUDGE_ON_2 = Placement((slot(N1),), ((slot(N1),),), groups={"judge": ((slot(N1),), (slot(N2),))})
 
 
-def test_a_lost_node_with_engines_of_a_group_alone_concerns_only_that_group(tmp_path):
-    async def scene():
-        async with Scene(tmp_path, JUDGE_ON_2) as driver:
-            judge = driver.nodes.of_group("judge")
-            updating = asyncio.create_task(driver.nodes.unless_lost(asyncio.sleep(0.3)))
-            checking = asyncio.create_task(judge.unless_lost(asyncio.Event().wait()))
-            await asyncio.sleep(0.05)
-            driver.say(LOST)
-            with pytest.raises(SyncError, match="n2 is gone"):
-                await checking
-            await updating
-            assert driver.nodes.engines == [] and driver.nodes.num_lost == 0
-            assert judge.engines == [1] and judge.num_lost == 1 and not judge.ranks
-            driver.say(replace(LOST, state="replaced", replacement=N3))
-            assert (await judge.wait_for_replacements()).engines == ((slot(N1),), (slot(N3),))
-            await driver.nodes.back("engines")
-            assert driver.events == []
-            await judge.back("engines")
-            assert driver.events[0][1]["replacement"] == "n3" and judge.engines == []
-            assert driver.nodes.of_group("policy") is driver.nodes
-
-    run(scene)
+async def test_a_lost_node_with_engines_of_a_group_alone_concerns_only_that_group(tmp_path):
+    async with Scene(tmp_path, JUDGE_ON_2) as driver:
+        judge = driver.nodes.of_group("judge")
+        updating = asyncio.create_task(driver.nodes.unless_lost(asyncio.sleep(0.3)))
+        checking = asyncio.create_task(judge.unless_lost(asyncio.Event().wait()))
+        await asyncio.sleep(0.05)
+        driver.say(LOST)
+        with pytest.raises(SyncError, match="n2 is gone"):
+            await checking
+        await updating
+        assert driver.nodes.engines == [] and driver.nodes.num_lost == 0
+        assert judge.engines == [1] and judge.num_lost == 1 and not judge.ranks
+        driver.say(replace(LOST, state="replaced", replacement=N3))
+        assert (await judge.wait_for_replacements()).engines == ((slot(N1),), (slot(N3),))
+        await driver.nodes.back("engines")
+        assert driver.events == []
+        await judge.back("engines")
+        assert driver.events[0][1]["replacement"] == "n3" and judge.engines == []
+        assert driver.nodes.of_group("policy") is driver.nodes

@@ -246,10 +246,11 @@ def test_an_engine_that_dies_is_restarted_with_its_whole_cache(name, event, numb
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_engine_that_dies_while_it_generates_is_restarted_with_its_whole_cache(name, run_of):
+async def test_an_engine_that_dies_while_it_generates_is_restarted_with_its_whole_cache(
+    name, run_of
+):
     cluster, run = run_of(name, "tight")
-
-    async def work():
+    async with asyncio.timeout(60):
         await run.start()
         await run.stages.sync(0)
         cluster.engines[1].kill()
@@ -260,8 +261,6 @@ def test_an_engine_that_dies_while_it_generates_is_restarted_with_its_whole_cach
         )
         await run.cycle()
         await run.stages.close()
-
-    asyncio.run(asyncio.wait_for(work(), timeout=60))
     assert [len(engine.caches) for engine in cluster.engines] == [1, 2]
     check_engines(cluster)
 
@@ -273,7 +272,7 @@ RANK_DEATHS = [("train_step", 1), ("save", 1), ("share_bucket", 5), ("send_bucke
 @pytest.mark.parametrize("name", [*RECIPES, *CRITICS])
 def test_ranks_that_die_are_started_again_beside_the_engines(name, event, number, run_of):
     cluster, run = run_of(name, "tight")
-    cluster.fail_at(event, lambda: run.stages.ranks.actors._workers.die(), number=number)
+    cluster.fail_at(event, lambda: run.stages.ranks.actors.workers.die(), number=number)
     run_whole(run)
     check_engines(cluster)
 
@@ -284,7 +283,7 @@ def test_ranks_of_a_critic_that_die_are_started_again_beside_the_engines(
     name, event, number, run_of
 ):
     cluster, run = run_of(name, "tight")
-    cluster.fail_at(event, lambda: run.stages.ranks.critics._workers.die(), number=number)
+    cluster.fail_at(event, lambda: run.stages.ranks.critics.workers.die(), number=number)
     run_whole(run)
     check_engines(cluster)
 
@@ -295,7 +294,7 @@ def test_standbys_take_over_twice_and_hold_no_memory_before(name, event, number,
     cluster, run = run_of(name, "tight")
 
     def die():
-        run.stages.ranks.actors._workers.die()
+        run.stages.ranks.actors.workers.die()
 
     def die_twice():
         die()
@@ -307,21 +306,18 @@ def test_standbys_take_over_twice_and_hold_no_memory_before(name, event, number,
     check_engines(cluster)
 
 
-def test_a_rank_without_memory_names_the_engine_that_holds_it(run_of, monkeypatch):
+async def test_a_rank_without_memory_names_the_engine_that_holds_it(run_of, monkeypatch):
     _, run = run_of("qwen3_4b")
-
-    async def work():
-        await run.start()
-        await run.stages.sync(0)
-        monkeypatch.setattr(device, "free_memory", lambda: 0)
-        monkeypatch.setattr("rlpost.trainer.memory.FREE_S", 0.0)
-        try:
-            await run.stages.train([], 1)
-        finally:
-            await run.stages.close()
-
     with pytest.raises(MemoryHeld, match=r"rank 0: .* engine-0 shares this GPU .*engine-0-server"):
-        asyncio.run(asyncio.wait_for(work(), timeout=60))
+        async with asyncio.timeout(60):
+            await run.start()
+            await run.stages.sync(0)
+            monkeypatch.setattr(device, "free_memory", lambda: 0)
+            monkeypatch.setattr("rlpost.trainer.memory.FREE_S", 0.0)
+            try:
+                await run.stages.train([], 1)
+            finally:
+                await run.stages.close()
 
 
 def test_the_ledger_names_every_holder():

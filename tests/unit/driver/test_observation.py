@@ -11,8 +11,18 @@ from rlpost.algorithm.shaping import is_repetitive
 from rlpost.config.tree import Config
 from rlpost.driver import observation as module
 from rlpost.driver.checkpoints import SaveTimes
-from rlpost.driver.observation import Flops, Observation, pace, run_metrics, steps_again
+from rlpost.driver.observation import (
+    SLOW,
+    Flops,
+    Observation,
+    pace,
+    run_metrics,
+    slow_engine,
+    steps_again,
+    use_metrics,
+)
 from rlpost.driver.worker_groups import ActorGroup
+from rlpost.engines.places import Use
 from rlpost.errors import Preempted, RlpostError
 from rlpost.observe.spans import SPANS, ProcessSpans, span
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -149,17 +159,13 @@ def test_log_prob_passes_count_as_one_forward_pass_each():
     assert of(keep_old_actor=True) == pytest.approx(alone * 4 / 3)
 
 
-def test_a_line_has_the_times_of_sync_and_checkpoint_and_each_checkpoint_once(tmp_path):
+async def test_a_line_has_the_times_of_sync_and_checkpoint_and_each_checkpoint_once(tmp_path):
     checkpoints = SimpleNamespace(last=None)
-
-    async def run():
-        look = observation(tmp_path, checkpoints)
-        await look.attach(ActorGroup(Actors()), None, SimpleNamespace(num_bytes=1000))
-        first = await train(look, 1)
-        checkpoints.last = SaveTimes(1, 0.25, 2.5, 4000)
-        return first, await train(look, 2), await train(look, 3)
-
-    first, second, third = asyncio.run(run())
+    look = observation(tmp_path, checkpoints)
+    await look.attach(ActorGroup(Actors()), None, SimpleNamespace(num_bytes=1000))
+    first = await train(look, 1)
+    checkpoints.last = SaveTimes(1, 0.25, 2.5, 4000)
+    first, second, third = first, await train(look, 2), await train(look, 3)
     assert undeclared({*first, *second}) == []
     assert first["memory/actor_gb"] == 2.5 and first["memory/driver_gb"] > 0.01
     assert first["sync/weights_bytes"] == 1000
@@ -175,30 +181,24 @@ def test_a_line_has_the_times_of_sync_and_checkpoint_and_each_checkpoint_once(tm
     assert not [key for line in (first, third) for key in line if key.startswith("checkpoint/")]
 
 
-def test_an_actor_that_does_not_answer_is_missing_from_the_metrics_and_the_run_continues(
+async def test_an_actor_that_does_not_answer_is_missing_from_the_metrics_and_the_run_continues(
     tmp_path, caplog
 ):
-    async def run():
-        look = observation(tmp_path)
-        await look.attach(ActorGroup(Actors(is_dead=True)), None, None)
-        return await train(look, 1)
-
-    found = asyncio.run(run())
+    look = observation(tmp_path)
+    await look.attach(ActorGroup(Actors(is_dead=True)), None, None)
+    found = await train(look, 1)
     assert "memory/driver_gb" in found and "memory/actor_gb" not in found
     assert "actor-1 died" in caplog.text
 
 
-def test_only_chosen_steps_are_traced_with_the_phases_after_them(tmp_path):
-    async def run():
-        look = observation(tmp_path, trace_steps="2:3")
-        await look.attach(ActorGroup(Actors()), None, None)
-        for step in range(1, 6):
-            await train(look, step)
-            with span(f"save {step}"):
-                pass
-        await look.close()
-
-    asyncio.run(run())
+async def test_only_chosen_steps_are_traced_with_the_phases_after_them(tmp_path):
+    look = observation(tmp_path, trace_steps="2:3")
+    await look.attach(ActorGroup(Actors()), None, None)
+    for step in range(1, 6):
+        await train(look, step)
+        with span(f"save {step}"):
+            pass
+    await look.close()
     (path,) = (tmp_path / "traces").iterdir()
     assert path.name == "steps-2-3.json"
     events = json.loads(path.read_text())["traceEvents"]
@@ -210,15 +210,12 @@ def test_only_chosen_steps_are_traced_with_the_phases_after_them(tmp_path):
     }
 
 
-def test_a_run_that_ends_within_the_chosen_steps_writes_a_partial_trace(tmp_path):
-    async def run():
-        look = observation(tmp_path, trace_steps="1:9")
-        await look.attach(ActorGroup(Actors()), None, None)
-        for step in (1, 2):
-            await train(look, step)
-        await look.close()
-
-    asyncio.run(run())
+async def test_a_run_that_ends_within_the_chosen_steps_writes_a_partial_trace(tmp_path):
+    look = observation(tmp_path, trace_steps="1:9")
+    await look.attach(ActorGroup(Actors()), None, None)
+    for step in (1, 2):
+        await train(look, step)
+    await look.close()
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["steps-1-2.json"]
 
 
@@ -240,7 +237,7 @@ def test_the_profiler_runs_over_its_steps_and_ends_with_the_run(tmp_path):
     assert asyncio.run(run(6)) == [("profiling.begin", what), ("profiling.end", "2-3")]
 
 
-def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, monkeypatch):
+async def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, monkeypatch):
     """Otherwise the job would be killed before the driver has reported that it can be resumed."""
 
     class Hung(Actors):
@@ -254,17 +251,14 @@ def test_a_run_that_has_to_leave_does_not_wait_for_a_profile(tmp_path, caplog, m
     async def left():
         raise Preempted("between two micro-batches of the last step to profile")
 
-    async def run():
-        look = observation(tmp_path, profile=True, profile_step_start=1, profile_step_end=3)
-        await look.attach(ActorGroup(Hung()), None, None)
-        await train(look, 1)
-        async with asyncio.timeout(30):
-            with pytest.raises(Preempted):
-                await look.around(groups(), left())
-            await look.close(is_leaving=True)
-
     monkeypatch.setattr(module, "LEAVE_S", 0.05)
-    asyncio.run(run())
+    look = observation(tmp_path, profile=True, profile_step_start=1, profile_step_end=3)
+    await look.attach(ActorGroup(Hung()), None, None)
+    await train(look, 1)
+    async with asyncio.timeout(30):
+        with pytest.raises(Preempted):
+            await look.around(groups(), left())
+        await look.close(is_leaving=True)
     assert "are lost" in caplog.text
 
 
@@ -314,3 +308,36 @@ def test_steps_after_the_checkpoint_count_as_repeated_and_evaluations_do_not():
     ]
     assert steps_again(lines, step=1) == {"steps": 2, "step_s": 25.0}
     assert steps_again(lines, step=3) == steps_again([], step=0) == {"steps": 0, "step_s": 0}
+
+
+def test_the_metrics_of_a_step():
+    use = {"http://a": Use(3, 300, 1000, 900), "http://b": Use(1, 100, 200, 0)}
+    assert use_metrics(use, 2, {"http://a": 1.2, "http://b": 0.5}, 5000.0) == {
+        "engines/tokens_in_flight_max": 5000.0,
+        "engines/imbalance": 1.5,
+        "engines/prefix_hit_frac": 0.75,
+        "engines/conversations_moved": 2,
+        "engines/slowest_pace": 0.5,
+    }
+
+
+def test_a_step_without_an_answer_has_no_ratios():
+    assert use_metrics({}, 0, {}, 0.0) == {
+        "engines/conversations_moved": 0,
+        "engines/tokens_in_flight_max": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("paces", "named"),
+    [
+        ({}, None),
+        ({"http://a": 0.1}, None),
+        ({"http://a": 1.0, "http://b": 0.8}, None),
+        ({"http://a": 1.0, "http://b": 0.5, "http://c": 1.1}, "engine http://b needs 2.0 x"),
+    ],
+)
+def test_an_engine_that_is_slower_than_the_others_is_named(paces, named):
+    found = slow_engine(paces)
+    assert (found is None) == (named is None) and (named is None or found.startswith(named))
+    assert SLOW == 1.3

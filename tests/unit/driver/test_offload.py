@@ -44,48 +44,36 @@ class Fleet(FakeFleet):
         await super().restore_memory(*tags)
 
 
-def test_a_save_on_shared_gpus_onloads_no_gradients() -> None:
+async def test_a_save_on_shared_gpus_onloads_no_gradients() -> None:
     gpus = OnSharedGpus()
-
-    async def run() -> None:
-        await gpus.offload.generate()
-        async with gpus.offload.save():
-            async with gpus.critic_offload.critic_onloaded(*SAVED):
-                assert (gpus.policy.here, gpus.critic.here) == (set(), {"weights", "optimizer"})
-            assert (gpus.policy.here, gpus.critic.here) == ({"weights", "optimizer"}, set())
-
-    asyncio.run(run())
+    await gpus.offload.generate()
+    async with gpus.offload.save():
+        async with gpus.critic_offload.critic_onloaded(*SAVED):
+            assert (gpus.policy.here, gpus.critic.here) == (set(), {"weights", "optimizer"})
+        assert (gpus.policy.here, gpus.critic.here) == ({"weights", "optimizer"}, set())
     assert gpus.fleet.log[-1] == "resume"
 
 
-def test_engines_resume_after_a_failed_save_of_the_critic() -> None:
+async def test_engines_resume_after_a_failed_save_of_the_critic() -> None:
     gpus = OnSharedGpus()
-
-    async def run() -> None:
-        await gpus.offload.generate()
-        async with gpus.offload.save():
-            with contextlib.suppress(CheckpointError):  # only logged: the next save replaces it
-                async with gpus.critic_offload.critic_onloaded(*SAVED):
-                    raise CheckpointError("no space left on device")
-
-    asyncio.run(run())
+    await gpus.offload.generate()
+    async with gpus.offload.save():
+        with contextlib.suppress(CheckpointError):  # only logged: the next save replaces it
+            async with gpus.critic_offload.critic_onloaded(*SAVED):
+                raise CheckpointError("no space left on device")
     assert gpus.critic.here == set() and gpus.fleet.released == set()
     assert gpus.fleet.log[-1] == "resume"
 
 
-def test_ranks_are_not_called_after_a_death_in_a_save() -> None:
+async def test_ranks_are_not_called_after_a_death_in_a_save() -> None:
     """A hanging rank would not answer, and restarting the ranks frees the GPUs anyway."""
     gpus = OnSharedGpus()
     at_death: list[int] = []
-
-    async def run() -> None:
+    with pytest.raises(TrainerDied, match="critic-0 died"):
         await gpus.offload.generate()
         async with gpus.offload.save(), gpus.critic_offload.critic_onloaded(*SAVED):
             at_death.append(len(gpus.fleet.log))
             raise TrainerDied("critic-0 died", [2])
-
-    with pytest.raises(TrainerDied, match="critic-0 died"):
-        asyncio.run(run())
     assert gpus.fleet.log[at_death[0] :] == []
 
 
@@ -104,18 +92,14 @@ def test_without_engines_the_policy_is_onloaded_after_a_save(fails: bool) -> Non
     assert gpus.policy.here == {"weights", "grads", "optimizer"} and gpus.critic.here == set()
 
 
-def test_the_weights_of_an_offloaded_trainer_are_onloaded_for_a_repair() -> None:
+async def test_the_weights_of_an_offloaded_trainer_are_onloaded_for_a_repair() -> None:
     """Engines have separate GPUs; the trainer may be offloaded, for example for its critic."""
     fleet = FakeFleet()
     policy = FakeActors(fleet.log)
     config = load([], {"cluster": {"offload_train": True}}).config
     offload = Offload(config, ActorGroup(policy), fleet)
-
-    async def run() -> None:
-        await offload.generate()
-        assert policy.here == set()
-        async with offload.weights_onloaded():
-            assert policy.here == {"weights"}
-
-    asyncio.run(run())
+    await offload.generate()
+    assert policy.here == set()
+    async with offload.weights_onloaded():
+        assert policy.here == {"weights"}
     assert policy.here == set() and fleet.released == set()

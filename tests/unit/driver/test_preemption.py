@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.driver.grading import StoppableGrader, StoppableTeacher
+from rlpost.driver.generation import StoppableGrader, StoppableTeacher
 from rlpost.driver.preemption import (
     CLOCK_SLACK_S,
     EXIT_S,
@@ -144,7 +144,7 @@ def test_a_request_that_is_unreadable_for_a_moment_counts_and_its_deadline_is_re
     assert (stop.time_left_s(), stop.seconds_from_signal()) == (70.0, 30.0)
 
 
-def test_a_request_ends_a_wait_and_cancels_the_awaited_work(tmp_path):
+async def test_a_request_ends_a_wait_and_cancels_the_awaited_work(tmp_path):
     stop, ended = StopRequest(tmp_path / "STOP"), []
 
     async def work():
@@ -153,29 +153,35 @@ def test_a_request_ends_a_wait_and_cancels_the_awaited_work(tmp_path):
         finally:
             ended.append(True)
 
-    async def whole():
-        assert await stop.unless_requested(asyncio.sleep(0, "result")) == "result"
-        waiting = asyncio.create_task(stop.unless_requested(work()))
-        await asyncio.sleep(0.01)
-        (tmp_path / "STOP").write_text("now")
-        with pytest.raises(Preempted):
-            await waiting
-
-    asyncio.run(whole())
+    assert await stop.unless_requested(asyncio.sleep(0, "result")) == "result"
+    waiting = asyncio.create_task(stop.unless_requested(work()))
+    await asyncio.sleep(0.01)
+    (tmp_path / "STOP").write_text("now")
+    with pytest.raises(Preempted):
+        await waiting
     assert ended == [True]
 
 
 NO_CONNECTION = SimpleNamespace(routes=None)
 
 
-def test_a_slow_grading_is_interrupted_by_a_request_and_its_answers_are_kept(tmp_path):
-    """The group stays unfinished with all answers complete, so a resume only has to grade it."""
-    stop = StopRequest(tmp_path / "STOP")
+@pytest.mark.parametrize("singly", [False, True])
+def test_a_slow_grading_is_interrupted_by_a_request_and_its_answers_are_kept(tmp_path, singly):
+    """The group stays unfinished with all answers complete, so a resume only has to grade it.
+
+    Answers that are graded singly keep their rewards.
+    """
+    stop, graded = StopRequest(tmp_path / "STOP"), []
 
     class Slow:
         async def grade(self, prompt, samples):
+            if len(samples) == 1 and samples[0].index == 0:
+                return [0.25]
             (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(60)
+
+        def grades_singly(self, prompt):
+            return singly
 
     async def answer(builder, prompt, sampling):
         return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)
@@ -186,10 +192,15 @@ def test_a_slow_grading_is_interrupted_by_a_request_and_its_answers_are_kept(tmp
     entry = asyncio.run(writer.write(Unfinished(Prompt(7, "p", (1,), "label"))))
     assert isinstance(entry, Unfinished)
     assert [sample.finish_reason for sample in entry.samples] == ["stop", "stop"]
+    assert [sample.reward for sample in entry.samples] == [0.25 if singly else None, None]
 
     class Quick:
         async def grade(self, prompt, samples):
+            graded.extend(sample.index for sample in samples)
             return [1.0 for _ in samples]
+
+        def grades_singly(self, prompt):
+            return singly
 
     later = StoppableGrader(Quick(), StopRequest(tmp_path / "none"))
     group = asyncio.run(
@@ -197,7 +208,8 @@ def test_a_slow_grading_is_interrupted_by_a_request_and_its_answers_are_kept(tmp
             entry
         )
     )
-    assert group.rewards == (1.0, 1.0)
+    assert (group.rewards, graded) == (((0.25, 1.0), [1]) if singly else ((1.0, 1.0), [0, 1]))
+    assert all(scored.sample.reward is None for scored in group.samples)
 
 
 def test_a_slow_teacher_is_interrupted_by_a_request_and_its_answers_are_kept(tmp_path):
@@ -211,6 +223,9 @@ def test_a_slow_teacher_is_interrupted_by_a_request_and_its_answers_are_kept(tmp
     class Quick:
         async def grade(self, prompt, samples):
             return [1.0 for _ in samples]
+
+        def grades_singly(self, prompt):
+            return False
 
     async def answer(builder, prompt, sampling):
         return Sample(prompt.prompt_id, builder.index, (1,), (2, 3), (-0.1, -0.2), "", "stop", 0)

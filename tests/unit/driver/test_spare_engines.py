@@ -78,66 +78,56 @@ async def nothing() -> None:
     pass
 
 
-def test_engines_read_the_version_before_requests_and_are_given_back_with_it(
+async def test_engines_read_the_version_before_requests_and_are_given_back_with_it(
     policy: Policy,
 ) -> None:
-    async def scene() -> None:
-        spare = spare_of(policy, 2, lambda urls: None)
+    spare = spare_of(policy, 2, lambda urls: None)
+    await bring(spare, 7)
+
+    async def evaluating() -> str:
+        assert served(spare) == ["http://1", "http://2"]
+        assert policy.lent == {1: True, 2: True}, "their health is checked from now on"
+        return "metrics"
+
+    assert await spare.over(evaluating()) == "metrics"
+    assert not served(spare)
+    assert policy.log == [("lend", [1, 2]), ("read", 7), ("back", [1, 2], 7)]
+
+
+async def test_one_that_dies_is_left_out_and_the_last_one_is_replaced(policy: Policy) -> None:
+    spare = spare_of(policy, 2, lambda urls: None)
+    await bring(spare, 7)
+
+    async def evaluating() -> None:
+        policy.die(1)
+        while served(spare) != ["http://2"]:
+            await asyncio.sleep(0.01)
+        policy.die(2)
+        while served(spare) != ["http://1", "http://2"]:  # they have been restarted
+            await asyncio.sleep(0.01)
+
+    await spare.over(evaluating())
+    assert policy.log.count(("read", 7)) == 2 and policy.log[-1] == ("back", [1, 2], 7)
+
+
+async def test_engines_that_did_not_read_the_weights_are_given_back_as_unknown(
+    policy: Policy,
+) -> None:
+    def fail(urls: tuple[str, ...]) -> None:
+        raise SyncError(f"{urls[0]} does not answer")
+
+    spare = spare_of(policy, 1, fail)
+    with pytest.raises(SyncError, match="http://1 does not answer"):
         await bring(spare, 7)
-
-        async def evaluating() -> str:
-            assert served(spare) == ["http://1", "http://2"]
-            assert policy.lent == {1: True, 2: True}, "their health is checked from now on"
-            return "metrics"
-
-        assert await spare.over(evaluating()) == "metrics"
-        assert not served(spare)
-        assert policy.log == [("lend", [1, 2]), ("read", 7), ("back", [1, 2], 7)]
-
-    run(scene)
+    assert policy.log.count(("back", [1], None)) == MAX_TRIES and not policy.lent
+    assert ("back", [1], 7) not in policy.log and not served(spare)
 
 
-def test_one_that_dies_is_left_out_and_the_last_one_is_replaced(policy: Policy) -> None:
-    async def scene() -> None:
-        spare = spare_of(policy, 2, lambda urls: None)
-        await bring(spare, 7)
-
-        async def evaluating() -> None:
-            policy.die(1)
-            while served(spare) != ["http://2"]:
-                await asyncio.sleep(0.01)
-            policy.die(2)
-            while served(spare) != ["http://1", "http://2"]:  # they have been restarted
-                await asyncio.sleep(0.01)
-
-        await spare.over(evaluating())
-        assert policy.log.count(("read", 7)) == 2 and policy.log[-1] == ("back", [1, 2], 7)
-
-    run(scene)
-
-
-def test_engines_that_did_not_read_the_weights_are_given_back_as_unknown(policy: Policy) -> None:
-    async def scene() -> None:
-        def fail(urls: tuple[str, ...]) -> None:
-            raise SyncError(f"{urls[0]} does not answer")
-
-        spare = spare_of(policy, 1, fail)
-        with pytest.raises(SyncError, match="http://1 does not answer"):
-            await bring(spare, 7)
-        assert policy.log.count(("back", [1], None)) == MAX_TRIES and not policy.lent
-        assert ("back", [1], 7) not in policy.log and not served(spare)
-
-    run(scene)
-
-
-def test_a_cancelled_evaluation_gives_its_engines_back(policy: Policy) -> None:
-    async def scene() -> None:
-        spare = spare_of(policy, 1, lambda urls: None)
-        await bring(spare, 7)
-        working = asyncio.create_task(spare.over(asyncio.Event().wait()))
-        await asyncio.sleep(0.02)
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        assert policy.log[-1] == ("back", [1], 7) and not policy.lent
-
-    run(scene)
+async def test_a_cancelled_evaluation_gives_its_engines_back(policy: Policy) -> None:
+    spare = spare_of(policy, 1, lambda urls: None)
+    await bring(spare, 7)
+    working = asyncio.create_task(spare.over(asyncio.Event().wait()))
+    await asyncio.sleep(0.02)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    assert policy.log[-1] == ("back", [1], 7) and not policy.lent

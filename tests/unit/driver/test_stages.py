@@ -126,17 +126,14 @@ def test_the_settings_choose_the_mode(mode, tmp_path, monkeypatch):
         ("train-only", "call", []),
     ],
 )
-def test_a_failed_startup_leaves_nothing_behind(mode, fails, closed, tmp_path, monkeypatch):
+async def test_a_failed_startup_leaves_nothing_behind(mode, fails, closed, tmp_path, monkeypatch):
     made_stages, log = made(mode, tmp_path, monkeypatch, fails=(fails,))
-
-    async def run() -> None:
+    async with asyncio.timeout(20):
         try:
             with pytest.raises(SyncError, match="failed"):
                 await made_stages.start(None)
         finally:
             await made_stages.close()
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert log == ["close grader", *(f"close {name}" for name in closed)]
 
 
@@ -183,7 +180,7 @@ class FleetOfJobs:
         ),
     ],
 )
-def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
+async def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
     mode, order, tmp_path, monkeypatch
 ):
     nodes = (Node("n0", "10.0.0.1", "lo", 1),)
@@ -200,16 +197,13 @@ def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
     )
     monkeypatch.setattr(stages, "Offload", lambda *_, **__: Workers("offload", []))
     monkeypatch.setattr(made_stages.observation, "attach", jobs.attach)
-
-    async def run() -> None:
+    async with asyncio.timeout(20):
         try:
             await made_stages.start(None)
             log.clear()
             await made_stages.sync(3)
         finally:
             await made_stages.close()
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
     assert log[: len(order) + 1] == [*order, "enough beside 1"]
 
 

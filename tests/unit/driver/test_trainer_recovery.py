@@ -476,33 +476,26 @@ def test_ranks_that_die_during_generation_are_restarted_during_generation(tmp_pa
     assert [details["phase"] for _, details in stages.events] == ["generate"]
 
 
-def test_a_failed_recovery_during_generation_is_raised_by_the_next_operation(tmp_path):
+async def test_a_failed_recovery_during_generation_is_raised_by_the_next_operation(tmp_path):
     ranks = Ranks()
     ranks.create_fails = True
     stages = begun(tmp_path, ranks)
-
-    async def generate():
-        async with stages.recovery.watch():
-            ranks.dead_ranks = [1]
-            while "prepare" not in ranks.log:
-                await asyncio.sleep(0.001)
-        await stages.recovery.over("train", partial(asyncio.sleep, 0))
-
     with pytest.raises(RlpostError, match="no worker on n0"):
-        asyncio.run(asyncio.wait_for(generate(), timeout=20))
+        async with asyncio.timeout(20):
+            async with stages.recovery.watch():
+                ranks.dead_ranks = [1]
+                while "prepare" not in ranks.log:
+                    await asyncio.sleep(0.001)
+            await stages.recovery.over("train", partial(asyncio.sleep, 0))
 
 
-def test_idle_ranks_are_not_watched_while_engines_use_their_gpus(tmp_path):
+async def test_idle_ranks_are_not_watched_while_engines_use_their_gpus(tmp_path):
     ranks = Ranks()
     ranks.engines_hold = True
     stages = begun(tmp_path, ranks)
-
-    async def generate():
-        async with stages.recovery.watch():
-            ranks.dead_ranks = [1]
-            await asyncio.sleep(0.05)
-
-    asyncio.run(generate())
+    async with stages.recovery.watch():
+        ranks.dead_ranks = [1]
+        await asyncio.sleep(0.05)
     assert ranks.log == []
 
 

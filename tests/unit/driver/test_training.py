@@ -296,7 +296,9 @@ class Uneven(Actors):
         return [StepResult(self.metrics, own_s=seconds) for seconds in (1.0, 2.0)]
 
 
-def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp_path, caplog):
+async def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(
+    tmp_path, caplog
+):
     config = Config.model_validate(
         {
             "cluster": {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1},
@@ -315,14 +317,9 @@ def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusion(tmp
         hosts=["n01", "n02"],
         record=lambda event, **details: events.append((event, details["host"])),
     )
-
-    async def steps():
-        for _ in range(STEPS):
-            assert not events
-            metrics = await training.train(groups(), 1, PolicyVersions())
-        return metrics
-
-    metrics = asyncio.run(steps())
+    for _ in range(STEPS):
+        assert not events
+        metrics = await training.train(groups(), 1, PolicyVersions())
     assert metrics["perf/straggler_rank"] == 1
     assert metrics["perf/straggler_node_peer@1"] == metrics["perf/straggler_peer_max"] > 1.5
     assert events == [("slow_host", "n02")]

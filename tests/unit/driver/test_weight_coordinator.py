@@ -162,19 +162,15 @@ class Blocked(Actors):
 
 
 @pytest.mark.parametrize("sync", [{}, {"update_weight_transport": "disk"}])
-def test_nothing_is_sent_without_an_engine_of_the_run(sync, tmp_path):
+async def test_nothing_is_sent_without_an_engine_of_the_run(sync, tmp_path):
     actors, ready = Actors(tmp_path / "STOP"), []
+    one = coordinator(actors, tmp_path / "weights", num_engines=0, engines=(), sync=sync)
+    await one.connect()
 
-    async def run():
-        one = coordinator(actors, tmp_path / "weights", num_engines=0, engines=(), sync=sync)
-        await one.connect()
+    async def note():
+        ready.append(True)
 
-        async def note():
-            ready.append(True)
-
-        await one.update(3, ready=note)
-
-    asyncio.run(run())
+    await one.update(3, ready=note)
     assert not actors.begun and ready == [True]
 
 

@@ -59,47 +59,36 @@ def group(folder: Path) -> WorkerGroup:
     )
 
 
-def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
+async def test_a_call_that_is_cancelled_while_it_is_submitted_reaches_every_worker(
     made: list[Worker], tmp_path: Path
 ) -> None:
     """A rank that missed a call would block in a collective that the others do not join."""
-
-    async def run() -> None:
-        actors = group(tmp_path)
-        first = asyncio.ensure_future(actors.call("m", "first"))
-        while not made[0].heard:
-            await asyncio.sleep(0)
-        assert not made[-1].heard, "the event loop ran before all calls were submitted"
-        first.cancel()
-        await actors.call("m", "second")
-
-    asyncio.run(run())
+    actors = group(tmp_path)
+    first = asyncio.ensure_future(actors.call("m", "first"))
+    while not made[0].heard:
+        await asyncio.sleep(0)
+    assert not made[-1].heard, "the event loop ran before all calls were submitted"
+    first.cancel()
+    await actors.call("m", "second")
     assert [worker.heard for worker in made] == [[("first",), ("second",)]] * NUM_WORKERS
 
 
-def test_calls_made_together_reach_all_workers_in_one_order(
+async def test_calls_made_together_reach_all_workers_in_one_order(
     made: list[Worker], tmp_path: Path
 ) -> None:
-    async def run() -> list[list[int]]:
-        actors = group(tmp_path)
-        return await asyncio.gather(
-            actors.call("m", "a"), actors.call_aside("m", "b"), actors.call("m", "c")
-        )
-
-    results = asyncio.run(run())
+    actors = group(tmp_path)
+    results = await asyncio.gather(
+        actors.call("m", "a"), actors.call_aside("m", "b"), actors.call("m", "c")
+    )
     assert [worker.heard for worker in made] == [[("a",), ("b",), ("c",)]] * NUM_WORKERS
     assert results == [[number] * NUM_WORKERS for number in (1, 2, 3)]
 
 
-def test_a_stored_argument_is_passed_to_ray_as_its_reference(
+async def test_a_stored_argument_is_passed_to_ray_as_its_reference(
     made: list[Worker], tmp_path: Path
 ) -> None:
     """Ray resolves references that are arguments themselves, but not those nested in arguments."""
-
-    async def run() -> None:
-        await group(tmp_path).call_each("m", [(Stored("reference"), None)] * NUM_WORKERS)
-
-    asyncio.run(run())
+    await group(tmp_path).call_each("m", [(Stored("reference"), None)] * NUM_WORKERS)
     assert made[0].heard == [("reference", None)]
 
 
@@ -177,30 +166,27 @@ def test_an_ended_process_is_dead_and_a_silent_one_is_not(
 
 
 @pytest.mark.parametrize("died", [WorkerDied, TrainerDied])
-def test_the_death_of_a_worker_is_raised_as_its_group_wants_it(
+async def test_the_death_of_a_worker_is_raised_as_its_group_wants_it(
     made: list[Worker], tmp_path: Path, died: type[WorkerDied]
 ) -> None:
-    async def run() -> None:
-        actors = WorkerGroup(
-            [object] * 2,
-            [Slot("00" * 28, "10.0.0.1", 1)] * 2,
-            names=["actor-0", "actor-1"],
-            log_dir=tmp_path,
-            envs=[{}] * 2,
-            died=died,
-        )
+    actors = WorkerGroup(
+        [object] * 2,
+        [Slot("00" * 28, "10.0.0.1", 1)] * 2,
+        names=["actor-0", "actor-1"],
+        log_dir=tmp_path,
+        envs=[{}] * 2,
+        died=died,
+    )
 
-        def dies(*_: Any) -> asyncio.Future[Any]:
-            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            answer.set_exception(workers.ray.exceptions.ActorDiedError())
-            return answer
+    def dies(*_: Any) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_exception(workers.ray.exceptions.ActorDiedError())
+        return answer
 
-        made[1].call = SimpleNamespace(remote=dies)
-        with pytest.raises(died, match=r"actor-1 on 10\.0\.0\.1 died") as raised:
-            await actors.call("train_step")
-        assert (type(raised.value), raised.value.ranks) == (died, (1,))
-
-    asyncio.run(run())
+    made[1].call = SimpleNamespace(remote=dies)
+    with pytest.raises(died, match=r"actor-1 on 10\.0\.0\.1 died") as raised:
+        await actors.call("train_step")
+    assert (type(raised.value), raised.value.ranks) == (died, (1,))
 
 
 def test_a_group_uses_standbys_for_their_indices_and_creates_the_others(

@@ -323,32 +323,28 @@ def test_the_records_that_wait_for_a_write_are_bounded_in_memory(
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1)]
 
 
-def test_the_end_of_a_replay_is_written_off_the_event_loop(tmp_path, held):
+async def test_the_end_of_a_replay_is_written_off_the_event_loop(tmp_path, held):
     journal = resumed(tmp_path)
     for number in range(3):
         journal.append_group(group(number), wanted=True)
     journal.close()
     journal = resumed(tmp_path)
     held.hold("link")
-
-    async def run():
-        started = time.monotonic()
-        journal.end_at(2, step=0, why="it does not match")
-        assert time.monotonic() - started < 5
-        journal.append_group(group(7), wanted=True)
-        waiting = asyncio.create_task(journal.durable())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        held.go_on.set()
-        await waiting
-
-    asyncio.run(run())
+    started = time.monotonic()
+    journal.end_at(2, step=0, why="it does not match")
+    assert time.monotonic() - started < 5
+    journal.append_group(group(7), wanted=True)
+    waiting = asyncio.create_task(journal.durable())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    held.go_on.set()
+    await waiting
     journal.close()
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 7)]
 
 
 @pytest.mark.parametrize("call", ["mkdir", "listdir", "stat", "link", "fsync"])
-def test_startup_on_hanging_storage_ends_at_a_deadline_and_names_the_folder(
+async def test_startup_on_hanging_storage_ends_at_a_deadline_and_names_the_folder(
     tmp_path, monkeypatch, held, call
 ):
     monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
@@ -356,15 +352,11 @@ def test_startup_on_hanging_storage_ends_at_a_deadline_and_names_the_folder(
     folder = tmp_path / ("new/journal" if call == "mkdir" else "save/journal")
     (tmp_path / "new").mkdir()
     held.hold(call, lambda *given: call in ("fsync", "link") or str(folder) in str(given[0]))
-
-    async def run():
-        await ticks(Journal.open(folder, lambda: resumed(folder, settings="s")))
-
     with pytest.raises(
         CheckpointError,
         match=rf"{folder} was not .* within 1 s: .*; repair the storage or the mount",
     ):
-        asyncio.run(run())
+        await ticks(Journal.open(folder, lambda: resumed(folder, settings="s")))
     assert held.begun.is_set()
 
 
@@ -510,20 +502,16 @@ def test_a_resume_with_other_settings_deletes_no_records(tmp_path):
     assert (tmp_path / "0000000.log").read_bytes() == held
 
 
-def test_one_fsync_covers_all_records_appended_before_it(tmp_path, monkeypatch):
+async def test_one_fsync_covers_all_records_appended_before_it(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file)))
-
-    async def three():
-        journal = resumed(tmp_path)
-        synced.clear()
-        for prompt_id in range(3):
-            journal.append_group(group(prompt_id), wanted=True)
-        await asyncio.gather(*(journal.durable() for _ in range(3)))
-        await journal.durable()
-
-    asyncio.run(three())
+    journal = resumed(tmp_path)
+    synced.clear()
+    for prompt_id in range(3):
+        journal.append_group(group(prompt_id), wanted=True)
+    await asyncio.gather(*(journal.durable() for _ in range(3)))
+    await journal.durable()
     assert len(synced) == 1
 
 
@@ -550,7 +538,9 @@ def test_files_are_private(tmp_path):
     assert (folder / "0000000.log").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp_path, monkeypatch):
+async def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(
+    tmp_path, monkeypatch
+):
     """The state was taken earlier and does not contain it."""
     journal, fsync, begun, go_on = resumed(tmp_path), os.fsync, threading.Event(), threading.Event()
 
@@ -559,30 +549,25 @@ def test_a_group_that_finishes_while_a_segment_is_created_is_in_that_segment(tmp
         go_on.wait(20)
         fsync(descriptor)
 
-    async def run():
-        journal.append_group(group(0), wanted=True)
-        monkeypatch.setattr(os, "fsync", slow)
-        beginning = asyncio.create_task(journal.begin(1))
-        await asyncio.to_thread(begun.wait, 20)
-        journal.append_group(group(1), wanted=True)
-        go_on.set()
-        number = await beginning
-        journal.append_group(group(2), wanted=True)
-        return number
-
-    number = asyncio.run(run())
+    journal.append_group(group(0), wanted=True)
+    monkeypatch.setattr(os, "fsync", slow)
+    beginning = asyncio.create_task(journal.begin(1))
+    await asyncio.to_thread(begun.wait, 20)
+    journal.append_group(group(1), wanted=True)
+    go_on.set()
+    number = await beginning
+    journal.append_group(group(2), wanted=True)
     journal.close()
     assert replayed(resumed(tmp_path, number, 1)) == [(GROUP, 1), (GROUP, 2)]
     assert replayed(resumed(tmp_path)) == [(GROUP, 0), (GROUP, 1), (GROUP, 2)]
 
 
-def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_not_the_event_loop(
+async def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_not_the_event_loop(
     tmp_path, monkeypatch, caplog
 ):
     journal, fsync, answers = resumed(tmp_path), os.fsync, threading.Event()
     monkeypatch.setattr("rlpost.durable.segment_writer.DEADLINE_S", 0.2)
-
-    async def run():
+    try:
         journal.append_group(group(0), wanted=True)
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
@@ -599,10 +584,6 @@ def test_a_segment_on_hanging_storage_stops_the_journal_until_the_next_one_and_n
         number = await journal.begin(2)
         assert journal.is_written
         journal.append_group(group(2), wanted=True)
-        return number
-
-    try:
-        number = asyncio.run(run())
     finally:
         answers.set()
     journal.close()

@@ -150,6 +150,29 @@ def test_a_group_of_resumed_answers_refers_to_them(tmp_path):
     assert len(record.answers) == 1 and record.group() == finished
 
 
+def test_a_reward_is_kept_with_its_answer_and_void_without_it(tmp_path):
+    """The group that is trained is the same: its record has the rewards of all answers."""
+    two = Part(4, 1, ANSWER, samples=answer(1).samples * 2)
+    journal = resumed(tmp_path)
+    journal.add_reward(answer(0).samples[0], PROMPT, 0, 9.0)  # the journal lacks the answer
+    for part in (answer(0), two, answer(2)):
+        journal.add_part(part, PROMPT)
+    journal.add_reward(answer(0).samples[0], PROMPT, 0, 0.1)
+    journal.add_reward(two.samples[1], PROMPT, 1, -2.5)
+    journal.add_reward(answer(2).samples[0], PROMPT, 0, 1.0)
+    journal.add_part(answer(2), PROMPT)  # generated again, and not graded
+    journal.close()
+    journal = resumed(tmp_path)
+    assert journal.kept().answers == 3 and parts_of(journal, 0) == []
+    samples = asyncio.run(journal.kept_answers())[4]
+    assert [(each.index, each.reward) for each in samples] == [(0, 0.1), (1, None), (1, -2.5), (2, None)]  # fmt: skip
+    finished = group_of([answer(0), two, answer(2)])
+    journal.append_group(finished, wanted=True, prompt=PROMPT)
+    journal.close()
+    (record,) = resumed(tmp_path).waiting
+    assert record.group() == finished
+
+
 @pytest.mark.parametrize(
     ("void", "left"),
     [((), []), ((4,), [5]), ((4, 1), [4, 5]), ("batch", [])],

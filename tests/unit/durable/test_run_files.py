@@ -29,22 +29,18 @@ def raising(number, times, then):
     return act
 
 
-def test_writes_happen_in_order_including_those_that_failed_at_first(tmp_path, caplog):
+async def test_writes_happen_in_order_including_those_that_failed_at_first(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     done = []
-
-    async def run():
-        file = RunFile(tmp_path / "f", lost="gone")
-        assert await file.do(lambda: done.append(1))
-        assert not await file.do(raising(errno.ENOSPC, 1, lambda: done.append(2)))
-        assert (
-            done == [1]
-            and "f: No space left on device; make room there, or raise the quota" in caplog.text
-        )
-        assert await file.do(lambda: done.append(3))
-        file.close()
-
-    asyncio.run(run())
+    file = RunFile(tmp_path / "f", lost="gone")
+    assert await file.do(lambda: done.append(1))
+    assert not await file.do(raising(errno.ENOSPC, 1, lambda: done.append(2)))
+    assert (
+        done == [1]
+        and "f: No space left on device; make room there, or raise the quota" in caplog.text
+    )
+    assert await file.do(lambda: done.append(3))
+    file.close()
     assert done == [1, 2, 3] and "pending writes have succeeded" in caplog.text
 
 
@@ -65,62 +61,49 @@ def test_writes_lost_at_the_end_are_reported(tmp_path, caplog):
     assert "1 writes are lost: not recorded anywhere" in caplog.text
 
 
-def test_no_write_starts_once_another_attempt_has_claimed_the_run(tmp_path):
+async def test_no_write_starts_once_another_attempt_has_claimed_the_run(tmp_path):
     done, is_fenced = [], threading.Event()
 
     def check():
         if is_fenced.is_set():
             raise Fenced("another attempt")
 
-    async def run():
-        file = RunFile(tmp_path / "f", lost="gone", check=check)
-        assert await file.do(lambda: done.append(1))
-        is_fenced.set()
-        file.soon(lambda: done.append(2))
-        with pytest.raises(Fenced):
-            await file.do(lambda: done.append(3))
-        is_fenced.clear()
-        with pytest.raises(Fenced):
-            file.finish(lambda: done.append(4))
-        file.close()
-
-    asyncio.run(run())
+    file = RunFile(tmp_path / "f", lost="gone", check=check)
+    assert await file.do(lambda: done.append(1))
+    is_fenced.set()
+    file.soon(lambda: done.append(2))
+    with pytest.raises(Fenced):
+        await file.do(lambda: done.append(3))
+    is_fenced.clear()
+    with pytest.raises(Fenced):
+        file.finish(lambda: done.append(4))
+    file.close()
     assert done == [1]
 
 
-def test_only_one_call_waits_for_a_write_that_hangs_and_later_writes_stay_in_order(
+async def test_only_one_call_waits_for_a_write_that_hangs_and_later_writes_stay_in_order(
     tmp_path, caplog
 ):
     answers, done = threading.Event(), []
-
-    async def run():
-        file = RunFile(tmp_path / "f", lost="gone", deadline_s=0.2)
-        started = time.monotonic()
-        assert not await file.do(lambda: answers.wait(20) and done.append(1))
-        for number in (2, 3, 4):
-            assert not await file.do(lambda number=number: done.append(number))
-        assert (
-            time.monotonic() - started < 2 and caplog.text.count("continues in the background") == 1
-        )
-        answers.set()
-        async with asyncio.timeout(20):
-            while not await file.do(lambda: None):
-                await asyncio.sleep(0.01)
-        assert await file.do(lambda: done.append(5))
-
-    asyncio.run(run())
+    file = RunFile(tmp_path / "f", lost="gone", deadline_s=0.2)
+    started = time.monotonic()
+    assert not await file.do(lambda: answers.wait(20) and done.append(1))
+    for number in (2, 3, 4):
+        assert not await file.do(lambda number=number: done.append(number))
+    assert time.monotonic() - started < 2 and caplog.text.count("continues in the background") == 1
+    answers.set()
+    async with asyncio.timeout(20):
+        while not await file.do(lambda: None):
+            await asyncio.sleep(0.01)
+    assert await file.do(lambda: done.append(5))
     assert done == [1, 2, 3, 4, 5]
 
 
-def test_a_bug_in_a_write_is_raised_and_stops_no_later_write(tmp_path):
+async def test_a_bug_in_a_write_is_raised_and_stops_no_later_write(tmp_path):
     file, done = RunFile(tmp_path / "f", lost="gone"), []
-
-    async def run():
-        with pytest.raises(ZeroDivisionError):
-            await file.do(lambda: 1 / 0)
-        assert await file.do(lambda: done.append(1))
-
-    asyncio.run(run())
+    with pytest.raises(ZeroDivisionError):
+        await file.do(lambda: 1 / 0)
+    assert await file.do(lambda: done.append(1))
     assert done == [1]
 
 

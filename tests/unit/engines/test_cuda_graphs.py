@@ -18,6 +18,7 @@ import pytest
 
 from rlpost.cli.check_settings import check
 from rlpost.config.load import load
+from rlpost.config.server_arg_values import server_arg_table
 from rlpost.engines import server
 from rlpost.engines.cuda_graphs import (
     PREFILL,
@@ -27,7 +28,6 @@ from rlpost.engines.cuda_graphs import (
     graph_problems,
     graph_settings,
 )
-from rlpost.engines.server_args import server_arg_names
 from rlpost.errors import ConfigError
 
 SAVER = {"enable_memory_saver": True}
@@ -245,7 +245,7 @@ def test_fact_prefill_is_breakable_on_cuda_by_default():
 
 @needs_sglang
 def test_fact_prefill_graphs_can_be_disabled_by_a_setting():
-    assert PREFILL in (server_arg_names() or ())
+    assert PREFILL in server_arg_table().args
     annotations = [
         ast.unparse(node.annotation)
         for node in ast.walk(source("arg_groups/fields/exec_.py"))

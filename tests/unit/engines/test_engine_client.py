@@ -36,16 +36,13 @@ def test_an_unreachable_engine_has_died() -> None:
         asyncio.run(EngineClient("http://127.0.0.1:9", KEY).flush_cache())
 
 
-def test_a_hanging_engine_has_died_and_the_deadline_is_named() -> None:
-    async def late() -> None:
+async def test_a_hanging_engine_has_died_and_the_deadline_is_named() -> None:
+    with pytest.raises(EngineDied, match="not answered after 0 s"):
         engine = FakeEngine(holds=asyncio.Event())
         async with serving(engine) as (url,):
             await EngineClient(url, KEY, timeout_s=0.2).request(
                 "POST", "/generate", {"input_ids": [1]}
             )
-
-    with pytest.raises(EngineDied, match="not answered after 0 s"):
-        asyncio.run(late())
 
 
 def test_an_engine_that_no_longer_listens_and_never_answers_has_died(
@@ -97,18 +94,14 @@ class Names(tuple):
         return super().__iter__()
 
 
-def test_a_bucket_is_serialised_once_for_all_engines() -> None:
+async def test_a_bucket_is_serialised_once_for_all_engines() -> None:
     """With many experts, a request names hundreds of weights, and 512 engines get the same one."""
     engines = [FakeEngine() for _ in range(4)]
     bucket = Bucket(Names(("a.weight", "b.weight")), ((8, 4), (2,)), ("bfloat16", "float32"))
     Names.times = 0
-
-    async def run() -> None:
-        async with serving(*engines) as urls:
-            for url in urls:
-                await EngineClient(url, KEY).update_weights(bucket, group_name="group", version=7)
-
-    asyncio.run(run())
+    async with serving(*engines) as urls:
+        for url in urls:
+            await EngineClient(url, KEY).update_weights(bucket, group_name="group", version=7)
     assert Names.times == 1
     bodies = [engine.bodies[-1] for engine in engines]
     assert bodies == [bodies[0]] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,24 +18,40 @@ from rlpost.engines.engine_processes import Guarded, authenticate_links
 SECRET = "k" * 64
 WAIT_MS = 60_000  # on a machine that is busy with other work
 
-# Another process of the engine, as SGLang spawns it: it unpickles its function, then opens sockets.
-# argv: a pickled function or "", address, "sends" or "receives"
-OTHER = """
-import pickle, sys, zmq
-function = pickle.loads(bytes.fromhex(sys.argv[1])) if sys.argv[1] else print
-context = zmq.Context()
-if sys.argv[3] == "sends":
-    socket = context.socket(zmq.PUSH)
-    socket.connect(sys.argv[2])
-    socket.send(b"from the other process")
-    context.destroy(linger=1000)
-else:
-    socket = context.socket(zmq.SUB)
-    socket.subscribe(b"")
-    socket.connect(sys.argv[2])
-    print(socket.recv() if socket.poll(1500) else "nothing")
-function()
+# Other processes of the engine, as SGLang spawns them: each unpickles its function, then opens
+# sockets. They are forks of one process, which imports SGLang once.
+# A line of stdin: a pickled function or "-", address, "sends" or "receives"
+OTHERS = """
+import os, pickle, sys, zmq, sglang.srt.managers.load_snapshot
+for line in sys.stdin:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    pickled, address, role = line.split()
+    function = print if pickled == "-" else pickle.loads(bytes.fromhex(pickled))
+    context = zmq.Context()
+    if role == "sends":
+        socket = context.socket(zmq.PUSH)
+        socket.connect(address)
+        socket.send(b"from the other process")
+        context.destroy(linger=1000)
+        print("sent")
+    else:
+        socket = context.socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(address)
+        print(socket.recv() if socket.poll(1500) else "nothing")
+    function("end", flush=True)
+    os._exit(0)
 """
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
 
 
 @pytest.fixture
@@ -53,37 +69,47 @@ def context() -> Iterator[zmq.Context[Any]]:
     handlers.update(before)
 
 
-def run_other(*, guard: str | None, address: str, role: str) -> str:
-    pickled = "" if guard is None else pickle.dumps(Guarded(print, guard)).hex()
-    command = [sys.executable, "-c", OTHER, pickled, address, role]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+def start_other(
+    others: subprocess.Popen[str], *, guard: str | None, address: str, role: str
+) -> Callable[[], str]:
+    """Return a function that waits for the process to end and returns what it printed."""
+    pickled = "-" if guard is None else pickle.dumps(Guarded(print, guard)).hex()
+    assert others.stdin and others.stdout
+    others.stdin.write(f"{pickled} {address} {role}\n")
+    others.stdin.flush()
+    lines = others.stdout
+
+    def printed() -> str:
+        line, end = lines.readline(), lines.readline()
+        assert end == "end\n"
+        return line.strip()
+
+    return printed
 
 
-def test_only_processes_with_the_key_send_messages(context: zmq.Context[Any]) -> None:
+def test_only_processes_with_the_key_send_messages(
+    context: zmq.Context[Any], others: subprocess.Popen[str]
+) -> None:
     socket = context.socket(zmq.PULL)
     address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     for stranger in (None, "another engine"):
-        run_other(guard=stranger, address=address, role="sends")
+        assert start_other(others, guard=stranger, address=address, role="sends")() == "sent"
         assert not socket.poll(300)
-    run_other(guard=SECRET, address=address, role="sends")
+    assert start_other(others, guard=SECRET, address=address, role="sends")() == "sent"
     assert socket.poll(WAIT_MS) and socket.recv() == b"from the other process"
 
 
-def test_only_processes_with_the_key_receive_messages(context: zmq.Context[Any]) -> None:
+def test_only_processes_with_the_key_receive_messages(
+    context: zmq.Context[Any], others: subprocess.Popen[str]
+) -> None:
     publisher = context.socket(zmq.XPUB)
     address = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
-    assert run_other(guard=None, address=address, role="receives").startswith("nothing")
+    assert start_other(others, guard=None, address=address, role="receives")() == "nothing"
     assert not publisher.poll(0), "nobody has subscribed"
-    with subprocess.Popen(
-        [
-            *[sys.executable, "-c", OTHER, pickle.dumps(Guarded(print, SECRET)).hex()],
-            *[address, "receives"],
-        ],
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert publisher.poll(WAIT_MS)
-        publisher.send(b"weights")
-        assert other.communicate()[0].startswith(b"b'weights'")
+    printed = start_other(others, guard=SECRET, address=address, role="receives")
+    assert publisher.poll(WAIT_MS)
+    publisher.send(b"weights")
+    assert printed() == "b'weights'"
 
 
 def test_files_as_sockets_need_no_keys(context: zmq.Context[Any], tmp_path: Any) -> None:

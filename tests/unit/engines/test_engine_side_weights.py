@@ -200,7 +200,9 @@ def test_each_engine_gets_the_handles_of_the_ranks_on_its_gpus() -> None:
         assert [body["weight_version"] for body in taken] == [None, "3"]
 
 
-def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_earlier() -> None:
+async def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_earlier() -> (
+    None
+):
     """It reuses the memory of the bucket before the last, which all engines have loaded by then."""
     happened: list[str] = []
 
@@ -215,14 +217,11 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_ea
         shared[index].set()
         return [str(index)]
 
-    async def move() -> None:
-        receiver = Receiver(
-            EngineAddress("http://engine"), Receiving("http://engine", KEY, timeout_s=5)
-        )
-        await SharingMover(BUCKETS * 2, share, ranks_of=((0,),)).move([receiver], 3)
-
     shared = [asyncio.Event() for _ in range(4)]
-    asyncio.run(move())
+    receiver = Receiver(
+        EngineAddress("http://engine"), Receiving("http://engine", KEY, timeout_s=5)
+    )
+    await SharingMover(BUCKETS * 2, share, ranks_of=((0,),)).move([receiver], 3)
     assert happened == [
         "gather 0",
         *("load 0", "gather 1", "loaded 0"),
@@ -233,7 +232,7 @@ def test_a_bucket_is_gathered_while_the_engines_load_the_previous_one_and_not_ea
 
 
 @pytest.mark.parametrize("error", [EngineDied("engine b is gone"), RolloutError("refused")])
-def test_an_engines_failure_is_raised_when_the_others_have_read_their_bucket(error) -> None:
+async def test_an_engines_failure_is_raised_when_the_others_have_read_their_bucket(error) -> None:
     """The trainer then frees the memory that they read."""
     happened: list[str] = []
     has_failed = asyncio.Event()
@@ -250,15 +249,12 @@ def test_an_engines_failure_is_raised_when_the_others_have_read_their_bucket(err
     async def share(index: int) -> list[str]:
         return ["of a", "of b"]
 
-    async def move() -> None:
+    with pytest.raises(SyncError, match=f"2 weights starting with a; {error}"):
         receivers = [
             Receiver(EngineAddress(url), Receiving(url, KEY, timeout_s=5))
             for url in ("http://a", "http://b")
         ]
         await SharingMover(BUCKETS, share, ranks_of=((0,), (1,))).move(receivers, 3)
-
-    with pytest.raises(SyncError, match=f"2 weights starting with a; {error}"):
-        asyncio.run(move())
     assert happened == ["loaded"]
 
 
@@ -284,21 +280,18 @@ def test_with_files_no_session_is_opened_and_the_version_is_sent() -> None:
     assert engine.bodies[1]["model_path"] == "/shared/version-5" and engine.version == "5"
 
 
-def test_requests_in_flight_may_wait_during_an_update() -> None:
+async def test_requests_in_flight_may_wait_during_an_update() -> None:
     """Retracted requests are recomputed with the new weights; ``ready`` runs before the resume."""
     order = []
 
     async def ready() -> None:
         order.append(list(engine.log))
 
-    async def move() -> None:
-        async with serving(engine) as urls:
-            whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
-            mover = BroadcastMover(BUCKETS, lambda index: asyncio.sleep(0), group_name="g")
-            await whole.update(1, mover, pause="retract", ready=ready)
-
     engine = FakeEngine()
-    asyncio.run(move())
+    async with serving(engine) as urls:
+        whole = WeightUpdate([EngineAddress(urls[0])], api_key=KEY)
+        mover = BroadcastMover(BUCKETS, lambda index: asyncio.sleep(0), group_name="g")
+        await whole.update(1, mover, pause="retract", ready=ready)
     assert engine.bodies[0] == {"mode": "retract"}
     assert order[0][-1] == "end_weight_update" and "continue_generation" not in order[0]
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.server_arg_values import typed_args
+from rlpost.config.server_arg_values import server_arg_table, typed_args
 from rlpost.engines import process, server
 from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
-from rlpost.engines.server_args import check_server_args, server_arg_names
+from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, EngineDied, RolloutError
 from tests.ports import free_port
 
@@ -40,7 +40,11 @@ def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
 
 
 def test_settings_of_sglang_are_known_without_importing_it() -> None:
-    assert {"mem_fraction_static", "attention_backend", *server.WITHOUT_CUDA} <= server_arg_names()
+    assert {
+        "mem_fraction_static",
+        "attention_backend",
+        *server.WITHOUT_CUDA,
+    } <= server_arg_table().args.keys()
     program = (
         "import sys; from rlpost.engines.server_args import check_server_args; "
         "check_server_args({'mem_fraction_static': 0.5}); assert not {'sglang', 'torch'} & set(sys.modules)"

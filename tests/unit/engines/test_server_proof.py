@@ -28,39 +28,30 @@ class Stranger(FakeEngine):
             return web.json_response(await answer.json())
 
 
-def test_an_engine_that_knows_the_key_is_accepted():
-    async def scenario():
-        engine = FakeEngine()
-        async with serving(engine):
-            await check_server(engine.url, KEY, timeout_s=5)
-        assert not engine.log
-
-    asyncio.run(scenario())
+async def test_an_engine_that_knows_the_key_is_accepted():
+    engine = FakeEngine()
+    async with serving(engine):
+        await check_server(engine.url, KEY, timeout_s=5)
+    assert not engine.log
 
 
 @pytest.mark.parametrize("forwards", [False, True])
-def test_another_users_server_on_the_port_does_not_get_the_key(forwards):
-    async def scenario():
-        engine, stranger = FakeEngine(), Stranger()
-        async with serving(engine, stranger):
-            stranger.real = engine if forwards else None
-            with pytest.raises(RolloutError, match="does not know the key"):
-                await check_server(stranger.url, KEY, timeout_s=5)
-        assert stranger.got and all(KEY not in str(headers) for headers in stranger.got)
-
-    asyncio.run(scenario())
+async def test_another_users_server_on_the_port_does_not_get_the_key(forwards):
+    engine, stranger = FakeEngine(), Stranger()
+    async with serving(engine, stranger):
+        stranger.real = engine if forwards else None
+        with pytest.raises(RolloutError, match="does not know the key"):
+            await check_server(stranger.url, KEY, timeout_s=5)
+    assert stranger.got and all(KEY not in str(headers) for headers in stranger.got)
 
 
-def test_a_server_with_another_key_and_an_unreachable_one_are_refused():
-    async def scenario():
-        engine = FakeEngine(knows="another key")
-        async with serving(engine):
-            with pytest.raises(RolloutError, match="does not know the key"):
-                await check_server(engine.url, KEY, timeout_s=5)
-        with pytest.raises(EngineDied):
+async def test_a_server_with_another_key_and_an_unreachable_one_are_refused():
+    engine = FakeEngine(knows="another key")
+    async with serving(engine):
+        with pytest.raises(RolloutError, match="does not know the key"):
             await check_server(engine.url, KEY, timeout_s=5)
-
-    asyncio.run(scenario())
+    with pytest.raises(EngineDied):
+        await check_server(engine.url, KEY, timeout_s=5)
 
 
 def asked(path, query):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective, sft_objective
 from rlpost.driver.batches import rollout_metrics, staleness_metrics
 from rlpost.observe.metric_names import METRICS, declared
@@ -16,6 +15,7 @@ from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.evaluate import pass_rates, summarise
 from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample
 from tests.metric_names import undeclared
+from tests.settings import loss_settings
 from tools.pages.metrics import metrics_page
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def test_names_that_are_put_together_are_declared():
     names |= rollout_metrics(groups).keys() | staleness_metrics(groups, 1).keys()
     one = torch.ones(2)
     tokens = Tokens(-one, one, -one, -one, -one, one, one, 2 * one, lambda value: 2 * value)
-    settings = LossSettings(use_tis=True, use_kl_loss=True)
+    settings = loss_settings(use_tis=True, use_kl_loss=True)
     names |= {
         f"train/{name}"
         for name in policy_objective(tokens, settings)[1] | sft_objective(tokens, settings)[1]

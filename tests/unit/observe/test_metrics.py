@@ -232,22 +232,19 @@ def test_a_file_that_a_person_removed_is_made_again(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_line_that_cannot_be_written_is_written_with_the_next_one(
+async def test_a_line_that_cannot_be_written_is_written_with_the_next_one(
     tmp_path, monkeypatch, caplog, number, call
 ):
-    async def run():
-        writer = MetricsWriter(tmp_path / "metrics.jsonl")
-        await writer.begin(0)
-        await writer.put(1, {"x": 1})
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, failing(getattr(os, call), number))
-            await writer.put(2, {"x": 2})
-            await writer.put(3, {"x": 3})
-        assert os.strerror(number) in caplog.text and "metrics.jsonl" in caplog.text
-        await writer.put(4, {"x": 4})
-        writer.close()
-
-    asyncio.run(run())
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    await writer.begin(0)
+    await writer.put(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(getattr(os, call), number))
+        await writer.put(2, {"x": 2})
+        await writer.put(3, {"x": 3})
+    assert os.strerror(number) in caplog.text and "metrics.jsonl" in caplog.text
+    await writer.put(4, {"x": 4})
+    writer.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": step, "x": step} for step in range(1, 5)
     ]
@@ -265,35 +262,34 @@ def failing(call, number):
     return fails
 
 
-def test_an_fsync_that_hangs_does_not_stop_the_event_loop(tmp_path, monkeypatch, caplog):
+async def test_an_fsync_that_hangs_does_not_stop_the_event_loop(tmp_path, monkeypatch, caplog):
     answers = threading.Event()
     monkeypatch.setattr("rlpost.durable.run_files.DEADLINE_S", 0.2)
     fsync = os.fsync
-
-    async def run():
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.01)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
-        writer = MetricsWriter(tmp_path / "metrics.jsonl")
-        await writer.begin(0)
-        monkeypatch.setattr(os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor))
-        started = time.monotonic()
-        for step in range(1, 5):
-            await writer.put(step, {"x": step})
-        assert time.monotonic() - started < 5 and ticks >= 5
-        assert "takes more than 0 s and continues in the background" in caplog.text
-        answers.set()
-        await asyncio.to_thread(writer.close)
-        ticking.cancel()
-
     try:
-        asyncio.run(asyncio.wait_for(run(), 30))
+        async with asyncio.timeout(30):
+            ticks = 0
+
+            async def tick():
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            writer = MetricsWriter(tmp_path / "metrics.jsonl")
+            await writer.begin(0)
+            monkeypatch.setattr(
+                os, "fsync", lambda descriptor: answers.wait(20) and fsync(descriptor)
+            )
+            started = time.monotonic()
+            for step in range(1, 5):
+                await writer.put(step, {"x": step})
+            assert time.monotonic() - started < 5 and ticks >= 5
+            assert "takes more than 0 s and continues in the background" in caplog.text
+            answers.set()
+            await asyncio.to_thread(writer.close)
+            ticking.cancel()
     finally:
         answers.set()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]

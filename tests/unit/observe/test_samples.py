@@ -53,7 +53,7 @@ def test_a_long_run_keeps_a_bounded_number_of_steps_and_a_resume_keeps_each_once
     )
 
 
-def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_once(tmp_path):
+async def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_once(tmp_path):
     has_started, may_write = threading.Event(), threading.Event()
 
     def hold_the_first_write():
@@ -66,16 +66,12 @@ def test_answers_of_evaluations_are_kept_by_set_and_a_resume_keeps_each_step_onc
         writer.write_evaluated(step, {"b": [group(0, (1.0,))], "a": [group(0, (0.5, 1.0))]})
     writer.write_evaluated(21, {})
     has_started.wait()
-
-    async def resume_while_the_write_is_held():
-        resumed = asyncio.create_task(writer.begin(19))
-        while not (tmp_path / FILE_NAME).exists():  # the other file is done
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        may_write.set()
-        await resumed
-
-    asyncio.run(resume_while_the_write_is_held())
+    resumed = asyncio.create_task(writer.begin(19))
+    while not (tmp_path / FILE_NAME).exists():  # the other file is done
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    may_write.set()
+    await resumed
     writer.write_evaluated(20, {"a": [group(0, (0.25,))]})
     writer.close()
     found = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,14 +90,11 @@ class LongTail(FakeEngine):
         return await super().handle(request)
 
 
+@asynccontextmanager
 async def collecting(
-    engine: FakeEngine,
-    work: Callable[[Collector, RolloutBuffer], Any],
-    rules: Rules,
-    backlog: Backlog = NOTHING,
-    **more: Any,
-) -> Any:
-    """Run ``work`` with a collector whose cursor is after the backlog."""
+    engine: FakeEngine, rules: Rules, backlog: Backlog = NOTHING, **more: Any
+) -> AsyncIterator[tuple[Collector, RolloutBuffer]]:
+    """A collector whose cursor is after the backlog."""
     n, stop = more.pop("n", 2), more.pop("stop_requested", lambda: False)
     async with (
         serving(engine),
@@ -114,14 +113,14 @@ async def collecting(
             stop_requested=stop,
         )
         async with asyncio.timeout(30):
-            return await work(collector, buffer)
+            yield collector, buffer
 
 
 def ids(groups: list[SampleGroup]) -> list[int]:
     return [group.prompt_id for group in groups]
 
 
-def test_unwanted_groups_are_replaced_until_the_batch_is_full() -> None:
+async def test_unwanted_groups_are_replaced_until_the_batch_is_full() -> None:
     """Only for odd ids is exactly one of the two samples right, so only these groups are kept."""
     turn = iter(range(10**6))
 
@@ -129,13 +128,14 @@ def test_unwanted_groups_are_replaced_until_the_batch_is_full() -> None:
         prompt_id = body["input_ids"][0]
         return generated([1], text=str(prompt_id) if next(turn) % 2 or prompt_id % 2 == 0 else "no")
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+    engine = FakeEngine(answer=answer)
+    async with collecting(engine, Rules(3, 3, 9), wanted=check_reward_nonzero_std) as (
+        collector,
+        _,
+    ):
         assert ids(await collector.batch()) == [1, 3, 5]
         counts = collector.counts()
         assert (counts["rollout/num_filtered"], counts["rollout/wasted_tokens"]) == (3, 6)
-
-    engine = FakeEngine(answer=answer)
-    asyncio.run(collecting(engine, work, Rules(3, 3, 9), wanted=check_reward_nonzero_std))
     assert engine.log.count("generate") == 12
 
 
@@ -147,37 +147,46 @@ class LosingGrader(InlineGrader):
         return [None if sample.index in is_lost else float(sample.index) for sample in samples]
 
 
+async def batch_with_journal(
+    folder: Path, grader: Any, *, size: int = 2
+) -> tuple[list[SampleGroup], Mapping[str, float], int]:
+    """The first batch of a run, its counts, and the number of requests to the engine."""
+    engine = FakeEngine(answer=lambda body: generated([1, 1], text="x"))
+    async with (
+        serving(engine),
+        Connection(RunEngines.of([engine.url], KEY, capacity=64)) as connection,
+    ):
+        journal = Journal.resume(folder, 0, step=0, settings="same")
+        writer = GroupWriter(connection, SAMPLING, n=3, grader=grader, journal=journal)
+        collector = Collector(
+            RolloutBuffer(Rules(size, size, 4), NOTHING, step=0),
+            Counter(1),
+            writer,
+            choices=Choices(counters=writer.counters, wanted=check_reward_nonzero_std),
+            stop_requested=lambda: False,
+            journal=journal,
+        )
+        try:
+            async with asyncio.timeout(30):
+                groups = await collector.batch()
+        finally:
+            await collector.stop()
+            journal.close()
+        return groups, collector.counts(), engine.log.count("generate")
+
+
 def test_a_prompt_whose_gradings_are_lost_is_replaced_even_after_a_crash(
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """Prompt 1 is given up; one answer of prompt 2 is left out.
 
     The journal replays the same batch and counts.
     """
 
-    async def batch(grader: Any) -> tuple[list[SampleGroup], Any, int]:
-        engine = FakeEngine(answer=lambda body: generated([1, 1], text="x"))
-        async with (
-            serving(engine),
-            Connection(RunEngines.of([engine.url], KEY, capacity=64)) as connection,
-        ):
-            writer = GroupWriter(connection, SAMPLING, n=3, grader=grader)
-            choices = Choices(counters=writer.counters, wanted=check_reward_nonzero_std)
-            journal = Journal.resume(tmp_path, 0, step=0, settings="same")
-            collector = Collector(
-                RolloutBuffer(Rules(2, 2, 4), NOTHING, step=0),
-                Counter(1),
-                writer,
-                choices=choices,
-                stop_requested=lambda: False,
-                journal=journal,
-            )
-            async with asyncio.timeout(30):
-                groups = await collector.batch()
-            journal.close()
-            return groups, collector.counts(), engine.log.count("generate")
+    def batch(grader: Any) -> Any:
+        return asyncio.run(batch_with_journal(tmp_path, grader))
 
-    groups, counts, num_requests = asyncio.run(batch(LosingGrader(lambda *_: 0.0)))
+    groups, counts, num_requests = batch(LosingGrader(lambda *_: 0.0))
     assert [(group.prompt_id, group.rewards) for group in groups] == [
         (2, (1.0, 2.0)),
         (3, (0.0, 1.0, 2.0)),
@@ -187,18 +196,43 @@ def test_a_prompt_whose_gradings_are_lost_is_replaced_even_after_a_crash(
         counts["rollout/num_regenerated"] == again and counts["rollout/wasted_tokens"] == again * 6
     )
     assert counts["rollout/num_filtered"] == 1 and num_requests == 3 * (again + 2)
-    assert asyncio.run(batch(None)) == (groups, counts, 0)
+    assert batch(None) == (groups, counts, 0)
 
 
-def test_a_filter_that_drops_nearly_everything_is_reported(
+class SlowGrader(InlineGrader):
+    """A grader that grades each answer singly; the driver dies with those of ``dies_at``."""
+
+    def __init__(self, dies_at: Collection[int] = ()) -> None:
+        super().__init__(lambda *_: 0.0)
+        self.dies_at, self.graded = dies_at, list[int]()
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        return True
+
+    async def grade(self, prompt: Prompt, samples: Any) -> list[float]:
+        (sample,) = samples
+        if sample.index in self.dies_at:
+            raise RolloutError("the driver dies here")
+        self.graded.append(sample.index)
+        return [0.5 * sample.index]
+
+
+def test_answers_that_were_graded_before_a_crash_are_not_graded_again(tmp_path: Path) -> None:
+    first, second = SlowGrader(dies_at={2}), SlowGrader()
+    with pytest.raises(RolloutError, match="the driver dies here"):
+        asyncio.run(batch_with_journal(tmp_path, first, size=1))
+    groups, _, num_requests = asyncio.run(batch_with_journal(tmp_path, second, size=1))
+    assert (first.graded, second.graded, num_requests) == ([0, 1], [2], 0)
+    assert [group.rewards for group in groups] == [(0.0, 0.5, 1.0)]
+
+
+async def test_a_filter_that_drops_nearly_everything_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+    async with collecting(
+        FakeEngine(), Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40
+    ) as (collector, _):
         assert ids(await collector.batch()) == [40]
-
-    asyncio.run(
-        collecting(FakeEngine(), work, Rules(1, 1, 9), wanted=lambda group: group.prompt_id == 40)
-    )
     said = [
         record.getMessage()
         for record in caplog.records
@@ -207,8 +241,9 @@ def test_a_filter_that_drops_nearly_everything_is_reported(
     assert [int(line.split(" groups")[0].split()[-1]) for line in said] == [8, 16, 32]
 
 
-def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() -> None:
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+async def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() -> None:
+    engine = FakeEngine()
+    async with collecting(engine, Rules(2, 8, 9)) as (collector, buffer):
         assert len(await collector.batch()) == 2
         collector.mark_trained()
         await collector.settle()
@@ -217,9 +252,6 @@ def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() 
         assert held >= 2
         await collector.batch()
         assert engine.log.count("generate") == sent
-
-    engine = FakeEngine()
-    asyncio.run(collecting(engine, work, Rules(2, 8, 9)))
 
 
 @pytest.mark.parametrize(
@@ -230,25 +262,30 @@ def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generation() 
     ],
     ids=["twice", "another"],
 )
-def test_a_buffer_filter_that_returns_groups_that_do_not_wait_is_named(choose: Any) -> None:
+async def test_a_buffer_filter_that_returns_groups_that_do_not_wait_is_named(choose: Any) -> None:
     held = Backlog(
         unfinished=tuple(Unfinished(p) for p in Counter().take(2)), num_fetched=2, newest_id=1
     )
-
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+    async with collecting(FakeEngine(), Rules(2, 2, 9), held, first=choose) as (collector, _):
         with pytest.raises(
             ConfigError, match=r"--buffer-filter-path: .*prompt_id=(0|99),.*each once"
         ):
             await collector.batch()
 
-    asyncio.run(collecting(FakeEngine(), work, Rules(2, 2, 9), held, first=choose))
-
 
 @pytest.mark.parametrize("keep_partial", [True, False])
-def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> None:
+async def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> None:
     """Prompt 0 is slow: aborted in step 0 after 3 tokens, resumed by version 1 up to 8 tokens."""
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
+    def finish(body: dict[str, Any]) -> dict[str, Any]:
+        before = len(body["input_ids"]) - 2
+        made = list(range(before, before + body["sampling_params"]["max_new_tokens"]))
+        return generated(
+            made, version=engine.version, text="".join(map(str, made)), reason="length"
+        )
+
+    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=finish)
+    async with collecting(engine, Rules(2, 3, 9, keep_partial=keep_partial)) as (collector, buffer):
         assert ids(await collector.batch()) == [1, 2]
         collector.mark_trained()
         (waiting,) = buffer.waiting
@@ -261,17 +298,7 @@ def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> No
         engine.slow = lambda prompt_id: prompt_id > 1000
         batch = await collector.batch()
         assert ids(batch)[0] == 0
-        return batch[0]
-
-    def finish(body: dict[str, Any]) -> dict[str, Any]:
-        before = len(body["input_ids"]) - 2
-        made = list(range(before, before + body["sampling_params"]["max_new_tokens"]))
-        return generated(
-            made, version=engine.version, text="".join(map(str, made)), reason="length"
-        )
-
-    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=finish)
-    group = asyncio.run(collecting(engine, work, Rules(2, 3, 9, keep_partial=keep_partial)))
+        group = batch[0]
     for scored in group.samples:
         sample = scored.sample
         assert sample.response_ids == tuple(range(8))
@@ -281,25 +308,23 @@ def test_an_aborted_answer_is_resumed_or_started_again(keep_partial: bool) -> No
         assert sample.rollout_logprobs[3:4] == ((-0.5,) if keep_partial else (-2.0,))
 
 
-def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
-    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
-        await collector.batch()
-        collector.mark_trained()
-        engine.version = "1"
-        collector.mark_synced(1)
-        engine.slow = lambda prompt_id: False
-        return (await collector.batch())[0]
-
+async def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     engine = LongTail(
         lambda prompt_id: prompt_id == 0,
         answer=lambda body: generated([9] * 2, version=engine.version),
     )
     rules = Rules(1, 2, 9, keep_partial=True)
-    group = asyncio.run(collecting(engine, work, rules, mask_older=True))
+    async with collecting(engine, rules, mask_older=True) as (collector, _):
+        await collector.batch()
+        collector.mark_trained()
+        engine.version = "1"
+        collector.mark_synced(1)
+        engine.slow = lambda prompt_id: False
+        group = (await collector.batch())[0]
     assert [scored.sample.mask for scored in group.samples] == [(0, 0, 0, 1, 1)] * 2
 
 
-def test_an_abort_by_an_engine_for_new_weights_does_not_end_an_answer() -> None:
+async def test_an_abort_by_an_engine_for_new_weights_does_not_end_an_answer() -> None:
     """An unexpected abort: the answer is resumed immediately and has one span per version."""
     first = {"at": True}
 
@@ -308,66 +333,57 @@ def test_an_abort_by_an_engine_for_new_weights_does_not_end_an_answer() -> None:
             return generated([5, 6], version="3", text="ab", reason="abort")
         return generated([7, 1], version="4", text="c")
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> SampleGroup:
-        return (await collector.batch())[0]
-
     engine = FakeEngine(answer=answer)
-    (scored,) = asyncio.run(collecting(engine, work, Rules(1, 1, 9), n=1)).samples
+    async with collecting(engine, Rules(1, 1, 9), n=1) as (collector, _):
+        result = (await collector.batch())[0]
+    (scored,) = result.samples
     assert engine.bodies[1]["input_ids"] == [0, 50, 5, 6]
     assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 6
     assert (scored.sample.text, scored.sample.response_ids) == ("abc", (5, 6, 7, 1))
     assert scored.sample.version_spans == ((3, 2), (4, 2))
 
 
-def test_a_stop_keeps_finished_groups_and_a_resume_continues_from_them() -> None:
+async def test_a_stop_keeps_finished_groups_and_a_resume_continues_from_them() -> None:
     stop = asyncio.Event()
-
-    async def preempted(collector: Collector, buffer: RolloutBuffer) -> Backlog:
+    engine = LongTail(lambda prompt_id: prompt_id == 1)
+    rules = Rules(3, 3, 9, keep_partial=True)
+    async with collecting(engine, rules, stop_requested=stop.is_set) as (collector, buffer):
         asking = asyncio.create_task(collector.batch())
         while buffer.num_finished < 2:
             await asyncio.sleep(0)
         stop.set()
         with pytest.raises(Preempted):
             await asking
-        return collector.pending()[1]
-
-    engine = LongTail(lambda prompt_id: prompt_id == 1)
-    rules = Rules(3, 3, 9, keep_partial=True)
-    backlog = asyncio.run(collecting(engine, preempted, rules, stop_requested=stop.is_set))
+        backlog = collector.pending()[1]
     assert sorted(group.prompt_id for group in backlog.finished) == [0, 2]
     assert [len(sample.response_ids) for sample in backlog.unfinished[0].samples] == [3, 3]
     assert engine.under_way == 0
 
-    async def resumed(collector: Collector, buffer: RolloutBuffer) -> list[SampleGroup]:
-        return await collector.batch()
-
     again = FakeEngine()
-    assert ids(asyncio.run(collecting(again, resumed, rules, backlog))) == [0, 1, 2]
+    async with collecting(again, rules, backlog) as (collector, _):
+        assert ids(await collector.batch()) == [0, 1, 2]
     assert again.log.count("generate") == 2
 
 
-def test_a_preempted_run_does_not_wait_for_a_hanging_engine(
+async def test_a_preempted_run_does_not_wait_for_a_hanging_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
     monkeypatch.setattr(connection, "ABORT_AGAIN_S", 0.05)
     stop = asyncio.Event()
-
-    async def work(collector: Collector, buffer: RolloutBuffer) -> Backlog:
+    engine = FakeEngine(holds=asyncio.Event())  # an abort changes nothing
+    async with collecting(engine, Rules(2, 2, 9), stop_requested=stop.is_set) as (collector, _):
         asking = asyncio.create_task(collector.batch())
         while not engine.under_way:
             await asyncio.sleep(0)
         stop.set()
         with pytest.raises(Preempted):
             await asking
-        return collector.pending()[1]
-
-    engine = FakeEngine(holds=asyncio.Event())  # an abort changes nothing
-    backlog = asyncio.run(collecting(engine, work, Rules(2, 2, 9), stop_requested=stop.is_set))
+        backlog = collector.pending()[1]
     assert sorted(entry.prompt.prompt_id for entry in backlog.unfinished) == [0, 1]
 
 
-def test_a_run_preempted_while_surplus_is_aborted_does_not_wait_for_a_hanging_engine(
+async def test_a_run_preempted_while_surplus_is_aborted_does_not_wait_for_a_hanging_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "LEAVE_S", 0.1)
@@ -381,40 +397,33 @@ def test_a_run_preempted_while_surplus_is_aborted_does_not_wait_for_a_hanging_en
                 await asyncio.Event().wait()
             return await super().generate(body)
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> Backlog:
+    engine = HangsFor0()
+    async with collecting(engine, Rules(2, 3, 9), stop_requested=stop.is_set) as (collector, _):
         asking = asyncio.create_task(collector.batch())
         while "abort_request" not in engine.log:
             await asyncio.sleep(0.01)
         stop.set()
         assert ids(await asking) == [1, 2]
-        return collector.pending()[1]
-
-    engine = HangsFor0()
-    backlog = asyncio.run(collecting(engine, work, Rules(2, 3, 9), stop_requested=stop.is_set))
+        backlog = collector.pending()[1]
     assert [entry.prompt.prompt_id for entry in backlog.unfinished] == [0]
 
 
-def test_a_resume_with_a_stricter_bound_replaces_groups_that_are_too_old() -> None:
-    async def surplus(collector: Collector, buffer: RolloutBuffer) -> Backlog:
+async def test_a_resume_with_a_stricter_bound_replaces_groups_that_are_too_old() -> None:
+    async with collecting(FakeEngine(), Rules(2, 8, 9)) as (collector, _):
         await collector.batch()
         collector.mark_trained()
-        return collector.pending()[1]
-
-    backlog = asyncio.run(collecting(FakeEngine(), surplus, Rules(2, 8, 9)))
+        backlog = collector.pending()[1]
     assert len(backlog.finished) >= 2
-
-    async def resumed(collector: Collector, buffer: RolloutBuffer) -> None:
+    stricter = Rules(2, 2, 9, max_staleness=1)
+    async with collecting(FakeEngine(version="5"), stricter, backlog, step=5) as (collector, _):
         assert min(ids(await collector.batch())) > max(
             group.prompt_id for group in backlog.finished
         )
         assert collector.counts()["rollout/num_filtered"] == len(backlog.finished)
         await collector.stop()
 
-    engine = FakeEngine(version="5")
-    asyncio.run(collecting(engine, resumed, Rules(2, 2, 9, max_staleness=1), backlog, step=5))
 
-
-def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
+async def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
     """An engine that hangs then would never finish its requests; health checks end it."""
     seen = []
 
@@ -422,16 +431,15 @@ def test_engines_are_health_checked_while_surplus_groups_are_aborted() -> None:
         await generating
         seen.append(engine.under_way)
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
-        assert ids(await collector.batch()) == [0, 1]
-
     engine = LongTail(lambda prompt_id: prompt_id == 2)
-    asyncio.run(collecting(engine, work, Rules(2, 3, 9), watched=watched))
+    async with collecting(engine, Rules(2, 3, 9), watched=watched) as (collector, _):
+        assert ids(await collector.batch()) == [0, 1]
     assert seen == [0]
 
 
-def test_in_asynchronous_mode_generation_continues_while_no_batch_is_awaited() -> None:
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+async def test_in_asynchronous_mode_generation_continues_while_no_batch_is_awaited() -> None:
+    engine = FakeEngine()
+    async with collecting(engine, Rules(2, 2, 9, max_staleness=2)) as (collector, buffer):
         assert len(await collector.batch()) == 2
         while buffer.num_finished < 4:  # training would run during this time
             await asyncio.sleep(0.001)
@@ -439,20 +447,15 @@ def test_in_asynchronous_mode_generation_continues_while_no_batch_is_awaited() -
         assert engine.log.count("generate") == 2 * 6
         await collector.stop()
 
-    engine = FakeEngine()
-    asyncio.run(collecting(engine, work, Rules(2, 2, 9, max_staleness=2)))
 
-
-def test_a_failure_ends_all_requests_and_is_raised_by_the_awaited_batch() -> None:
+async def test_a_failure_ends_all_requests_and_is_raised_by_the_awaited_batch() -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         return generated([1], version="bad" if body["input_ids"][0] == 1 else "0")
 
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=answer)
+    async with collecting(engine, Rules(2, 2, 9)) as (collector, _):
         with pytest.raises(RolloutError, match="version 'bad'"):
             await collector.batch()
-
-    engine = LongTail(lambda prompt_id: prompt_id == 0, answer=answer)
-    asyncio.run(collecting(engine, work, Rules(2, 2, 9)))
     assert engine.log[-1] == "abort_request" and engine.under_way == 0
 
 
@@ -469,27 +472,28 @@ OF_SLIME = SlimeFilter(
 
 @pytest.mark.parametrize("wanted", [check_reward_nonzero_std_with_fallback, OF_SLIME])
 @pytest.mark.parametrize(("start_size", "num_dropped"), [(3, 0), (5, 2)])
-def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
+async def test_a_filter_with_fallback_keeps_equal_rewards_rather_than_start_more_prompts(
     start_size: int, num_dropped: int, wanted: Callable[[SampleGroup], bool]
 ) -> None:
     """All groups have equal rewards; only surplus groups are dropped."""
-
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
+    async with collecting(FakeEngine(), Rules(3, start_size, 9), wanted=wanted) as (
+        collector,
+        buffer,
+    ):
         assert len(await collector.batch()) == 3
         assert buffer.newest_id == start_size - 1
         assert collector.counts()["rollout/num_filtered"] == num_dropped
 
-    asyncio.run(collecting(FakeEngine(), work, Rules(3, start_size, 9), wanted=wanted))
-
 
 def recorded(engine: FakeEngine, rules: Rules, template: str) -> None:
-    async def work(collector: Collector, buffer: RolloutBuffer) -> None:
-        for step in range(2):
-            write_groups(template, step, await collector.batch())
-            collector.mark_trained()
-            collector.mark_synced(step + 1)
+    async def work() -> None:
+        async with collecting(engine, rules) as (collector, _):
+            for step in range(2):
+                write_groups(template, step, await collector.batch())
+                collector.mark_trained()
+                collector.mark_synced(step + 1)
 
-    asyncio.run(collecting(engine, work, rules))
+    asyncio.run(work())
 
 
 def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any) -> None:

@@ -79,14 +79,11 @@ def test_no_more_requests_are_in_flight_than_allowed() -> None:
     assert 1 <= engine.most_under_way <= 5
 
 
-def test_a_stop_aborts_everything_and_is_preempted() -> None:
-    async def stopped() -> FakeEngine:
+async def test_a_stop_aborts_everything_and_is_preempted() -> None:
+    async with asyncio.timeout(20):
         engine = FakeEngine(holds=asyncio.Event())
         with pytest.raises(Preempted, match="0 of 2 groups"):
             await run(engine, prompts(1, 2), stop_requested=lambda: engine.under_way == 6)
-        return engine
-
-    engine = asyncio.run(asyncio.wait_for(stopped(), timeout=20))
     assert engine.log[-1] == "abort_request"
     assert engine.bodies[-1] == {"abort_all": True}
     assert engine.under_way == 0
@@ -202,21 +199,15 @@ def test_one_failure_aborts_the_others() -> None:
     assert engine.log.count("generate") < 50
 
 
-def test_no_unretrieved_exceptions_are_left_in_the_event_loop(
+async def test_no_unretrieved_exceptions_are_left_in_the_event_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Neither a stop nor several failures at once leave an unretrieved exception."""
-
-    async def stopped() -> None:
+    with pytest.raises(Preempted):
         engine = FakeEngine(holds=asyncio.Event())
         await run(engine, prompts(1, 2), stop_requested=lambda: engine.under_way == 6)
-
-    with pytest.raises(Preempted):
-        asyncio.run(stopped())
     with pytest.raises(RolloutError):
-        asyncio.run(
-            run(FakeEngine(answer=lambda body: generated([1], version="bad")), prompts(1, 2))
-        )
+        await run(FakeEngine(answer=lambda body: generated([1], version="bad")), prompts(1, 2))
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
@@ -261,6 +252,9 @@ class Losing:
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float | None]:
         turn, self.turn = self.turn, self.turn + 1
         return [None if self.lost(turn, sample) else 1.0 for sample in samples]
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        return False
 
     def counters(self) -> dict[str, float]:
         return {}
@@ -309,6 +303,49 @@ def test_a_prompt_whose_gradings_are_always_lost_is_given_up() -> None:
     """The server may fail on this prompt's metadata; the run continues with other prompts."""
     group, _, num_requests = written(lambda turn, sample: True, n=2)
     assert group == SampleGroup(7, ()) and num_requests == 2 * MAX_GENERATIONS
+
+
+class GradesSingly:
+    """A grader of slow rewards; index 0 is graded when ``may_end`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.log = list[str]()
+
+    def grades_singly(self, prompt: Prompt) -> bool:
+        return True
+
+    async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        (sample,) = samples
+        if sample.index == 0:
+            self.begun.set()
+            try:
+                await self.may_end.wait()
+            finally:
+                self.log.append("ended" if self.may_end.is_set() else "cancelled")
+        return [0.5 + sample.index]
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "abort"])
+async def test_an_answer_is_graded_while_others_are_generated(finish_reason: Any) -> None:
+    """If one of them is aborted, the group is left with what it has, without waiting for rewards."""
+    grader = GradesSingly()
+
+    async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
+        if builder.index == 0:
+            return Sample(prompt.prompt_id, 0, (1,), (2,), (-0.5,), "", "stop", 0)
+        await grader.begun.wait()  # the other answer is being graded
+        if finish_reason == "stop":
+            grader.may_end.set()
+        return Sample(prompt.prompt_id, 1, (1,), (2,), (-0.5,), "", finish_reason, 0)
+
+    writer = GroupWriter(NO_CONNECTION, SAMPLING, n=2, grader=grader, function=function)
+    group = await writer.write(Unfinished(prompts(7)[0]))
+    if finish_reason == "stop":
+        assert group.rewards == (0.5, 1.5) and grader.log == ["ended"]
+    else:
+        assert [sample.finish_reason for sample in group.samples] == ["stop", "abort"]
+        assert grader.log == ["cancelled"]
 
 
 def test_finish_adds_to_graded_answers_and_leaves_out_those_that_it_drops() -> None:
@@ -450,7 +487,7 @@ def test_pass_at_k_is_the_fraction_of_draws_with_a_right_answer() -> None:
         )
 
 
-def test_groups_that_start_together_do_not_block_the_event_loop() -> None:
+async def test_groups_that_start_together_do_not_block_the_event_loop() -> None:
     """1,024 groups of 8 used to start in one iteration of the event loop and blocked it for 4 s."""
     begun, most_in_a_turn = 0, 0
 
@@ -469,18 +506,15 @@ def test_groups_that_start_together_do_not_block_the_event_loop() -> None:
             await asyncio.sleep(0)
             most_in_a_turn, before = max(most_in_a_turn, begun - before), begun
 
-    async def whole() -> None:
-        writer = GroupWriter(
-            NO_CONNECTION, SAMPLING, n=2, grader=InlineGrader(score), function=function
-        )  # type: ignore
-        watching = asyncio.create_task(watch())
-        groups = await asyncio.gather(
-            *(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100)))
-        )
-        await watching
-        assert [group.prompt_id for group in groups if isinstance(group, SampleGroup)] == list(
-            range(100)
-        )
-
-    asyncio.run(whole())
+    writer = GroupWriter(
+        NO_CONNECTION, SAMPLING, n=2, grader=InlineGrader(score), function=function
+    )  # type: ignore
+    watching = asyncio.create_task(watch())
+    groups = await asyncio.gather(
+        *(writer.write(Unfinished(prompt)) for prompt in prompts(*range(100)))
+    )
+    await watching
+    assert [group.prompt_id for group in groups if isinstance(group, SampleGroup)] == list(
+        range(100)
+    )
     assert most_in_a_turn <= 2, "answers of one group alone"

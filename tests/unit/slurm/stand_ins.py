@@ -16,3 +16,10 @@ def commands(folder: Path, **texts: str) -> str:
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     return f"{folder}{os.pathsep}/usr/bin:/bin"
+
+
+def fleet_commands(folder: Path, asked: Path, queue: Path, sbatch: str) -> str:
+    """As ``commands``: squeue shows the file ``queue``, and scancel writes to ``asked``."""
+    scancel = f'echo "scancel $*" >>{asked}'
+    answers = {"scontrol": "exit 0", "squeue": f"cat {queue}"}
+    return commands(folder, sbatch=sbatch, scancel=scancel, **answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from slurm.executor import submit
 from slurm.local import _on_signal, local_environment
 from slurm.spec import JobSpec
 from tests.cluster.lab_host import wait_until
+from tests.processes import living
 
 STUB_HOME = Path(__file__).parents[2] / "fakes/cluster_home"
 
@@ -94,13 +96,12 @@ def test_a_request_to_stop_that_cannot_be_written_does_not_end_a_local_run(
 
 def processes_of(attempt: Path) -> list[psutil.Process]:
     """Processes whose command line contains the attempt's folder."""
-    found = psutil.process_iter(["cmdline", "status"])
-    return [
-        one
-        for one in found
-        if str(attempt) in (one.info["cmdline"] or ())
-        and one.info["status"] != psutil.STATUS_ZOMBIE
-    ]
+    found = []
+    for process in living():
+        with contextlib.suppress(psutil.Error):  # it ended after it was listed
+            if str(attempt) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def test_a_run_whose_process_is_killed_ends_and_is_listed_as_failed(

@@ -8,7 +8,7 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.trainer.kernels import kernel_fields
-from rlpost.trainer.settings import ActorSettings
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
 DENSE = SimpleNamespace(fields={}, rope={})
@@ -19,12 +19,12 @@ ASKED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 
 def chosen(description, caplog, **settings):
     with caplog.at_level(logging.WARNING):
-        fields = kernel_fields(description, ActorSettings("", **settings), implementation="local")
+        fields = kernel_fields(description, rank_config("", **settings), implementation="local")
     return fields, [record.getMessage() for record in caplog.records]
 
 
 def test_requested_kernels_of_experts_are_disabled_with_a_warning_each(caplog):
-    fields, said = chosen(EXPERTS, caplog, model_args=ASKED)
+    fields, said = chosen(EXPERTS, caplog, **ASKED)
     assert (fields["moe_grouped_gemm"], fields["moe_permute_fusion"]) == (False, False)
     assert len(said) == 2 and all("there is no CUDA here" in line for line in said)
     assert "--moe-grouped-gemm true" in said[0] and "--moe-permute-fusion true" in said[1]
@@ -32,7 +32,7 @@ def test_requested_kernels_of_experts_are_disabled_with_a_warning_each(caplog):
 
 def test_there_is_no_warning_without_a_request_or_without_experts(caplog):
     assert chosen(EXPERTS, caplog)[1] == []
-    fields, said = chosen(DENSE, caplog, model_args=ASKED)
+    fields, said = chosen(DENSE, caplog, **ASKED)
     assert said == [] and "moe_grouped_gemm" not in fields
 
 
@@ -44,7 +44,7 @@ def test_the_fused_rotation_that_lacks_the_factor_of_yarn_is_never_chosen(caplog
     """TransformerEngine's kernel for packed sequences takes angles alone."""
     monkeypatch.setattr("rlpost.trainer.kernels._check", lambda *_, **__: None)
     for description, is_fused in ((DENSE, True), (SCALED, False)):
-        fields = kernel_fields(description, ActorSettings(""), implementation="transformer_engine")
+        fields = kernel_fields(description, rank_config(""), implementation="transformer_engine")
         assert fields["apply_rope_fusion"] is is_fused
 
 

@@ -5,7 +5,6 @@ import pytest
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.trainer.megatron_fields import configured
-from rlpost.trainer.settings_of_actors import actor_settings
 
 # After rlpost.trainer, which prepares it for a CPU.
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
@@ -52,4 +51,4 @@ def test_a_value_of_the_wrong_type_is_reported_with_the_expected_one(options, wo
 
 def test_megatron_options_of_a_recipe_reach_the_actor():
     config = load([], {"megatron": {"deterministic_mode": True, "bucket_size": 7}}).config
-    assert actor_settings(config).megatron == {"deterministic_mode": True, "bucket_size": 7}
+    assert config.megatron.options == {"deterministic_mode": True, "bucket_size": 7}

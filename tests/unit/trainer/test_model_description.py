@@ -10,7 +10,7 @@ import pytest
 from rlpost.errors import ConfigError, WeightError
 from rlpost.models.names import Dimensions
 from rlpost.trainer.model_description import read_description
-from rlpost.trainer.settings import ActorSettings
+from tests.settings import rank_config
 from tests.unit.config.test_models import PUBLISHED
 
 CONFIG = {
@@ -101,7 +101,7 @@ def test_stages_of_a_single_chunk_are_not_interleaved(tmp_path, layers, chunks):
     """As Megatron-LM has it: its interleaved schedule takes a list of chunks only."""
     layout = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": layers}
     assert (
-        read_description(folder_with(tmp_path)).num_virtual_stages(ActorSettings("", **layout))
+        read_description(folder_with(tmp_path)).num_virtual_stages(rank_config("", **layout))
         == chunks
     )
 
@@ -151,14 +151,14 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_with_the_numbers(
     tmp_path, config, layout, said
 ):
     description = read_description(folder_with(tmp_path, **config))
-    description.check_layout(ActorSettings(""))
+    description.check_layout(rank_config(""))
     with pytest.raises(ConfigError, match=said):
-        description.check_layout(ActorSettings("", **layout))
+        description.check_layout(rank_config("", **layout))
 
 
 def test_experts_on_tensor_parallel_ranks_need_sequence_parallelism_only_for_training(tmp_path):
     description = read_description(folder_with(tmp_path, **MOE))
-    description.check_layout(ActorSettings("", tensor_model_parallel_size=2), trains=False)
+    description.check_layout(rank_config("", tensor_model_parallel_size=2), trains=False)
 
 
 def test_scaled_rotary_embeddings_are_found_in_each_format_of_config_json(tmp_path):
@@ -230,7 +230,7 @@ GPT_OSS = {
 def test_an_unsupported_layout_is_refused(tmp_path, model, layout, message):
     description = read_description(folder_with(tmp_path, **model))
     with pytest.raises(ConfigError, match=message):
-        description.check_layout(ActorSettings(str(tmp_path), sequence_parallel=True, **layout))
+        description.check_layout(rank_config(str(tmp_path), sequence_parallel=True, **layout))
 
 
 def test_linear_layers_follow_from_the_interval_of_older_configurations(tmp_path):

@@ -12,9 +12,9 @@ from rlpost.errors import SyncError
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.trainer.kept_weights import KeptWeights, host_copies
 from rlpost.trainer.old_policy import OldPolicy
-from rlpost.trainer.settings import ActorSettings
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.types import StepPlace
+from tests.settings import rank_config
 
 
 class Model:
@@ -46,7 +46,7 @@ def model() -> Model:
 
 
 def old_policy(model: Model, reference: object = None) -> OldPolicy:
-    settings = ActorSettings("model", keeps_old_policy=True)
+    settings = rank_config("model", keep_old_actor=True)
     found = OldPolicy(settings, model.inventory, prepare=nothing, reference=reference)
     found.start(0)
     return found
@@ -134,7 +134,7 @@ class Run:
         self.model.weight.fill_(saved.reference)
         reference.take()
         self.old = OldPolicy(
-            ActorSettings("model", keeps_old_policy=self.keeps_old),
+            rank_config("model", keep_old_actor=self.keeps_old),
             self.model.inventory,
             prepare=nothing,
             reference=reference,

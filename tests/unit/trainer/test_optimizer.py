@@ -1,23 +1,23 @@
 """Adam's settings: those of a run take precedence over a checkpoint's; what offload excludes."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError
 from rlpost.trainer import optimizer
 from rlpost.trainer.optimizer import apply_schedule
-from rlpost.trainer.settings import ActorSettings
+from tests.settings import rank_config
 
-NARROW = ActorSettings("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+NARROW = rank_config("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
 
 
 def test_before_each_step_the_hyperparameters_are_those_of_the_settings():
     loaded = {"lr": 9.0, "weight_decay": 9.0, "betas": (0.5, 0.5), "eps": 9.0}
     groups = [dict(loaded), loaded | {"wd_mult": 0.0}]
-    settings = ActorSettings(
+    settings = rank_config(
         "", lr=1e-3, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-6
     )
     assert apply_schedule(SimpleNamespace(param_groups=groups), settings, 0) == 1e-3
@@ -42,15 +42,15 @@ def test_before_each_step_the_hyperparameters_are_those_of_the_settings():
     ],
 )
 def test_settings_that_offload_of_the_optimizer_excludes_are_refused(changes, dtype, message):
-    offloaded = ActorSettings("", optimizer_cpu_offload=True)
+    offloaded = rank_config("", optimizer_cpu_offload=True)
     optimizer._check_hybrid(offloaded, torch.bfloat16)
     with pytest.raises(ConfigError, match=message):
-        optimizer._check_hybrid(dataclasses.replace(offloaded, **changes), dtype)
+        optimizer._check_hybrid(with_values(offloaded, **changes), dtype)
 
 
 def test_dtypes_of_the_state_need_cuda_and_transformer_engine(monkeypatch):
-    assert optimizer._precision(ActorSettings("")) == {}
-    wide = ActorSettings("", use_precision_aware_optimizer=True)
+    assert optimizer._precision(rank_config("")) == {}
+    wide = rank_config("", use_precision_aware_optimizer=True)
     monkeypatch.setattr(optimizer, "has_transformer_engine", lambda: False)
     assert optimizer._precision(wide) == {}
     with pytest.raises(ConfigError, match=r"--exp-avg-dtype bf16 needs CUDA .*use fp32"):

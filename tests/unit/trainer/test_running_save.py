@@ -12,11 +12,10 @@ import pytest
 from rlpost.trainer import saves
 from rlpost.trainer.critic_rank import CriticRank
 from rlpost.trainer.saves import RunningSave, Saves
+from tests.settings import rank_config
 from tests.unit.interleaved import run_interleaved
 
-SETTINGS: Any = SimpleNamespace(
-    save_deadline_s=1.0, save_buffer_bytes=0, no_save_optim=False, lora_rank=None
-)
+SETTINGS = rank_config("", save_deadline_s=1.0)
 
 
 def finished_part() -> SimpleNamespace:

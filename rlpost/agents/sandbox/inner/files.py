@@ -1,6 +1,6 @@
 """Files of a sandbox: read one, write one, copy a folder out and in.
 
-Each operation reads standard input and writes standard output (``inner.operations``). A snapshot is
+Each operation reads standard input and writes standard output (``inner.init.perform``). A snapshot is
 a stream of entries: length of a header (4 bytes, big-endian), the header as JSON, the content.
 """
 

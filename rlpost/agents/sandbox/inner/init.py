@@ -5,7 +5,7 @@ every orphan. When it ends, the kernel kills every process of the sandbox; it en
 side of its control socket is closed.
 
 A request is one packet of JSON with three descriptors: standard input, output and error. ``op`` is
-``run``, ``end``, or one of ``operations``. The answer is one packet of JSON.
+``run``, ``end``, or one of OPERATIONS. The answer is one packet of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 
-from rlpost.agents.sandbox.inner import files, kernel, operations, seccomp, usage
+from rlpost.agents.sandbox.inner import archive, files, kernel, seccomp, usage
 from rlpost.agents.sandbox.inner.filesystem import HOME, LimitValues
 
 TICK = 0.05  # s between two readings of the usage of running commands
@@ -133,7 +133,7 @@ class Init:
             if request["op"] == "run":
                 os.chdir(request["cwd"])
                 os.execvpe(request["argv"][0], request["argv"], ENVIRONMENT | request["env"])
-            code = operations.perform(request)
+            code = perform(request)
         except Exception as error:
             os.write(status, kind + str(error).encode("utf-8", "replace")[:4000])
         finally:
@@ -264,3 +264,31 @@ def lower(name: int, wanted: tuple[int, int]) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = (min(wanted[0], hard), min(wanted[1], hard))
     resource.setrlimit(name, wanted)
+
+
+OPERATIONS = {
+    "read": files.read,
+    "write": files.write,
+    "snapshot": files.snapshot,
+    "restore": files.restore,
+    "save": archive.save,
+    "unpack": archive.unpack,
+}
+
+
+def perform(request: files.Request) -> int:
+    """Perform ``request['op']`` on descriptors 0 and 1; return the exit code.
+
+    It is called in a process with the agent's permissions. An error is text on standard error and
+    exit code 1, a broken rule REFUSED.
+    """
+    try:
+        OPERATIONS[request["op"]](request)
+    except files.FileRefused as error:
+        os.write(2, str(error).encode("utf-8", "replace")[:4096])
+        return REFUSED
+    except OSError as error:
+        text = f"{request.get('path', '')}: {error.strerror}"
+        os.write(2, text.encode("utf-8", "replace")[:4096])
+        return 1
+    return 0

@@ -1,5 +1,5 @@
 "use strict";
-// Filters of the report; plots.js follows in the same script. The page is whole without it. What a filter and the
+// Filters of the report; plots.js follows in the same script. Without it the page lacks its plots alone. What a filter and the
 // plots are set to stands in the address (#answers=text&settings=text&all=1&axis=hours&log=1), so that a view can
 // be passed on.
 

@@ -1,10 +1,11 @@
-// Plots: tooltips, zoom, logarithmic scale, hours instead of steps. Python draws each plot once, over all steps;
-// this draws it again, from data-plot, when the view differs from that. A view applies to all plots of the page.
+// Plots, drawn from data-plot: tooltips, zoom, logarithmic scale, hours instead of steps. A view applies to all plots
+// of the page.
 
 const plots = $all("svg.plot");
 const shared = document.querySelector("[data-hours]");
 const hours = shared ? JSON.parse(shared.dataset.hours) : [];
 const view = { axis: "steps", log: false, from: null, to: null };
+const meanings = { saved: "checkpoints", resume: "later attempts resumed here" };
 const number = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
 
 function short(value) {
@@ -136,7 +137,8 @@ function draw(plot) {
   for (const [kind, steps] of Object.entries(marks)) {
     const places = near(steps.map((step) => place(step)).filter((at) => at >= low && at <= high).map(x), 3);
     const edges = kind === "saved" ? `${height - below}v-4` : places.length < 12 ? `${above}V${height - below}` : `${above}v7`;
-    if (places.length) parts.push(`<path class="${kind}" d="${places.map((at) => `M${at.toFixed(1)} ${edges}`).join("")}"/>`);
+    const path = places.map((at) => `M${at.toFixed(1)} ${edges}`).join("");
+    if (places.length) parts.push(`<path class="${kind}" d="${path}"><title>${meanings[kind]}</title></path>`);
   }
   // A nested svg cuts off what lies outside of its box: curves that leave the range.
   const size = `width="${width - left - right + 8}" height="${height}"`;
@@ -269,11 +271,10 @@ if (tools) {
   Object.assign(view, { axis: isHours ? "hours" : "steps", log: wanted.has("log"), from: limit(wanted.get("from")), to: limit(wanted.get("to")) });
   tools.hidden = false;
   showView();
-  if (isHours || view.log || view.from !== null || view.to !== null) redraw();
 }
 plots.forEach(interactive);
+redraw();
 for (const log of $all("pre.log")) log.scrollTop = log.scrollHeight;
-// The coarse drawing of a closed group is replaced by a fine one when it opens.
 for (const group of $all("details.group")) {
-  group.addEventListener("toggle", () => $all("svg.plot", group).forEach((plot) => { if (!plot.dataset.fine) { plot.dataset.fine = plot.dataset.stale = "1"; } refresh(plot); }));
+  group.addEventListener("toggle", () => $all("svg.plot", group).forEach(refresh));
 }

@@ -48,7 +48,7 @@ from rlpost.agents.sandbox.protocol import (
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import json, sys
-from rlpost.agents.sandbox.inner.operations import perform
+from rlpost.agents.sandbox.inner.init import perform
 sys.exit(perform(json.loads(sys.argv[1])))
 """
 FOLDERS = ("/work", "/tmp")

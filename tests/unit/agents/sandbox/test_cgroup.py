@@ -115,28 +115,22 @@ async def ended_sandbox(folder: Path, kills_before: int, kills_after: int) -> Lo
     return sandbox
 
 
-def test_a_sandbox_killed_for_its_own_memory_is_not_lost_and_has_no_snapshot(tmp_path, monkeypatch):
+async def test_a_sandbox_killed_for_its_own_memory_is_not_lost_and_has_no_snapshot(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(cgroup, "REMOVE_S", 0.0)
-
-    async def whole() -> None:
-        sandbox = await ended_sandbox(tmp_path, kills_before=1, kills_after=2)
-        assert (await sandbox.run("eat")).ended is Ended.MEMORY
-        assert (await sandbox.run("true")).exit_code == 137
-        with pytest.raises(SnapshotRefused, match="used up its memory"):
-            await sandbox.snapshot()  # which a verifier scores 0
-
-    asyncio.run(whole())
+    sandbox = await ended_sandbox(tmp_path, kills_before=1, kills_after=2)
+    assert (await sandbox.run("eat")).ended is Ended.MEMORY
+    assert (await sandbox.run("true")).exit_code == 137
+    with pytest.raises(SnapshotRefused, match="used up its memory"):
+        await sandbox.snapshot()  # which a verifier scores 0
 
 
-def test_a_sandbox_that_ends_without_a_memory_kill_is_lost(tmp_path, monkeypatch):
+async def test_a_sandbox_that_ends_without_a_memory_kill_is_lost(tmp_path, monkeypatch):
     """It is lost even if the kernel has killed one of its commands earlier."""
     monkeypatch.setattr(cgroup, "REMOVE_S", 0.0)
-
-    async def whole() -> None:
-        sandbox = await ended_sandbox(tmp_path, kills_before=2, kills_after=2)
-        with pytest.raises(SandboxLost):
-            await sandbox.run("sleep 60")
-        with pytest.raises(SandboxLost):
-            await sandbox.run("true")
-
-    asyncio.run(whole())
+    sandbox = await ended_sandbox(tmp_path, kills_before=2, kills_after=2)
+    with pytest.raises(SandboxLost):
+        await sandbox.run("sleep 60")
+    with pytest.raises(SandboxLost):
+        await sandbox.run("true")

@@ -187,45 +187,39 @@ def test_a_node_that_no_longer_renews_its_record_gets_no_sandbox(tmp_path):
     assert pool.choose(0.0) is None
 
 
-def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
-    async def whole() -> None:
-        pool = RemotePool(tmp_path, Limits(), wait_seconds=0.2)
-        pool.store_records([record("a", 1, 1)], 0.0)
-        order: list[int] = []
+async def test_waiting_callers_are_served_in_order_and_time_out_as_lost(tmp_path):
+    pool = RemotePool(tmp_path, Limits(), wait_seconds=0.2)
+    pool.store_records([record("a", 1, 1)], 0.0)
+    order: list[int] = []
 
-        async def wait(number: int) -> None:
-            await pool._place()
-            order.append(number)
+    async def wait(number: int) -> None:
+        await pool._place()
+        order.append(number)
 
-        waiting = [asyncio.ensure_future(wait(number)) for number in range(3)]
-        await asyncio.sleep(0)
-        for _ in range(2):
-            await asyncio.sleep(0.01)
-            pool.release("a")
-        await asyncio.gather(*waiting)
-        assert order == [0, 1, 2]
-        with pytest.raises(SandboxLost, match="no free sandbox"):
-            await pool._place()
-
-    asyncio.run(whole())
+    waiting = [asyncio.ensure_future(wait(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        pool.release("a")
+    await asyncio.gather(*waiting)
+    assert order == [0, 1, 2]
+    with pytest.raises(SandboxLost, match="no free sandbox"):
+        await pool._place()
 
 
-def test_callers_that_wait_for_a_pool_are_told_when_it_closes(tmp_path):
-    async def whole() -> None:
-        pool = RemotePool(tmp_path, Limits(), wait_seconds=600)
-        waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(2)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        await pool.close()
-        lost, cancelled = await asyncio.wait_for(
-            asyncio.gather(*waiting, return_exceptions=True), timeout=60
-        )
-        assert isinstance(lost, SandboxLost) and "closed" in str(lost)
-        assert isinstance(cancelled, asyncio.CancelledError)
-        with pytest.raises(SandboxLost, match="closed"):
-            await pool.acquire()
-
-    asyncio.run(whole())
+async def test_callers_that_wait_for_a_pool_are_told_when_it_closes(tmp_path):
+    pool = RemotePool(tmp_path, Limits(), wait_seconds=600)
+    waiting = [asyncio.ensure_future(pool.acquire()) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await pool.close()
+    lost, cancelled = await asyncio.wait_for(
+        asyncio.gather(*waiting, return_exceptions=True), timeout=60
+    )
+    assert isinstance(lost, SandboxLost) and "closed" in str(lost)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    with pytest.raises(SandboxLost, match="closed"):
+        await pool.acquire()
 
 
 def test_a_server_whose_record_cannot_be_written_still_serves(tmp_path, monkeypatch, caplog):
@@ -271,20 +265,17 @@ def test_a_server_answers_while_its_file_system_hangs(tmp_path, monkeypatch):
     assert all(waited)
 
 
-def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path):
-    async def whole() -> None:
-        pool = RemotePool(tmp_path, Limits())
-        caller = asyncio.ensure_future(pool._place())
-        await asyncio.sleep(0)
-        pool.store_records([record("a", 1, 1)], 0.0)
-        pool._serve_waiting()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        chosen = pool.choose(0.0)
-        assert chosen is not None and chosen.name == "a"
-
-    asyncio.run(whole())
+async def test_a_caller_cancelled_as_it_gets_a_place_returns_the_place(tmp_path):
+    pool = RemotePool(tmp_path, Limits())
+    caller = asyncio.ensure_future(pool._place())
+    await asyncio.sleep(0)
+    pool.store_records([record("a", 1, 1)], 0.0)
+    pool._serve_waiting()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    chosen = pool.choose(0.0)
+    assert chosen is not None and chosen.name == "a"
 
 
 class FakeSandbox:
@@ -302,55 +293,49 @@ class FakeSandbox:
         self.on_close()
 
 
-def test_a_node_is_avoided_after_a_failure_but_not_because_a_caller_gave_up(tmp_path):
-    async def whole() -> None:
-        pool = RemotePool(tmp_path, Limits())
-        connected = asyncio.Event()
+async def test_a_node_is_avoided_after_a_failure_but_not_because_a_caller_gave_up(tmp_path):
+    pool = RemotePool(tmp_path, Limits())
+    connected = asyncio.Event()
 
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connected.set()
-            await reader.read()
-            writer.close()
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await reader.read()
+        writer.close()
 
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        pool.store_records([NodeRecord("a", "127.0.0.1", port, 1, 1)], time.monotonic())
-        caller = asyncio.ensure_future(pool.acquire())
-        await connected.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert pool.choose(time.monotonic()) is not None
-        server.close()
-        await server.wait_closed()
-        with pytest.raises(SandboxLost):
-            await pool.acquire()
-        assert pool.choose(time.monotonic()) is None
-
-    asyncio.run(whole())
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool.store_records([NodeRecord("a", "127.0.0.1", port, 1, 1)], time.monotonic())
+    caller = asyncio.ensure_future(pool.acquire())
+    await connected.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert pool.choose(time.monotonic()) is not None
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(SandboxLost):
+        await pool.acquire()
+    assert pool.choose(time.monotonic()) is None
 
 
-def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_sandboxes():
+async def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_sandboxes():
     may_start = asyncio.Event()
 
     async def start(limits: Limits) -> FakeSandbox:
         await may_start.wait()
         return FakeSandbox()
 
-    async def whole() -> None:
+    may_start.set()
+    async with LocalPool(Limits(), size=2, warm=1, start=start) as pool:
+        await pool.acquire()  # the warm one; the pool begins to start another
+        may_start.clear()
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(pool.acquire(Limits(memory_mib=64)))
+        await asyncio.sleep(0)
         may_start.set()
-        async with LocalPool(Limits(), size=2, warm=1, start=start) as pool:
-            await pool.acquire()  # the warm one; the pool begins to start another
-            may_start.clear()
-            await asyncio.sleep(0)
-            second = asyncio.ensure_future(pool.acquire(Limits(memory_mib=64)))
-            await asyncio.sleep(0)
-            may_start.set()
-            await second
-            await asyncio.sleep(0)
-            assert len(FakeSandbox.existing) == 2
-
-    asyncio.run(whole())
+        await second
+        await asyncio.sleep(0)
+        assert len(FakeSandbox.existing) == 2
     assert not FakeSandbox.existing
 
 
@@ -426,16 +411,13 @@ def test_a_lost_sandbox_counts_as_a_lost_grading():
         Limits(memory_mib=0)
 
 
-def test_a_node_without_namespaces_is_a_clear_error_at_startup():
+async def test_a_node_without_namespaces_is_a_clear_error_at_startup():
     async def refused(limits: Limits) -> LocalSandbox:
         raise SandboxLost("unshare: Operation not permitted")
 
-    async def whole() -> None:
+    with pytest.raises(ConfigError, match="user namespaces"):
         async with LocalPool(Limits(), size=1, start=refused):
             pass
-
-    with pytest.raises(ConfigError, match="user namespaces"):
-        asyncio.run(whole())
 
 
 def test_settings_become_limits_and_a_pool(tmp_path):

@@ -87,41 +87,31 @@ async def adopted(server: Server, *, incarnation: int = 1, running: Any = None) 
     )
 
 
-def test_an_adopted_engine_is_idle_and_in_no_group_of_the_dead_driver():
-    async def run() -> None:
-        names = [f"{connection_name(0, 3)}-{stage}" for stage in range(2)]
-        async with Server(*names, f"{connection_name(1, 1)}-0") as server:
-            assert await adopted(server, incarnation=2)
-            assert not server.groups
-            assert server.asked == [
-                "health",
-                "pause_generation",
-                "end_weight_update",
-                "continue_generation",
-                "model_info",
-            ]
-
-    asyncio.run(run())
+async def test_an_adopted_engine_is_idle_and_in_no_group_of_the_dead_driver():
+    names = [f"{connection_name(0, 3)}-{stage}" for stage in range(2)]
+    async with Server(*names, f"{connection_name(1, 1)}-0") as server:
+        assert await adopted(server, incarnation=2)
+        assert not server.groups
+        assert server.asked == [
+            "health",
+            "pause_generation",
+            "end_weight_update",
+            "continue_generation",
+            "model_info",
+        ]
 
 
-def test_an_engine_that_does_not_answer_is_not_adopted():
+async def test_an_engine_that_does_not_answer_is_not_adopted():
     """With NCCL, it may be blocked in a broadcast of the dead trainer."""
-
-    async def run() -> None:
-        async with Server(hangs=True) as server:
-            assert not await adopted(server)
-        assert not await adopted(server), "it has ended"
-
-    asyncio.run(run())
+    async with Server(hangs=True) as server:
+        assert not await adopted(server)
+    assert not await adopted(server), "it has ended"
 
 
-def test_an_engine_whose_worker_does_not_answer_is_not_contacted():
-    async def run() -> None:
-        async with Server() as server:
-            assert not await adopted(server, running=[None])
-            assert server.asked == []
-
-    asyncio.run(run())
+async def test_an_engine_whose_worker_does_not_answer_is_not_contacted():
+    async with Server() as server:
+        assert not await adopted(server, running=[None])
+        assert server.asked == []
 
 
 class Group:
@@ -150,7 +140,7 @@ class Group:
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])
-def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
+async def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incarnation: int
 ):
     """Engine 0 serves, engine 1 has ended, and the worker of engine 2 is gone."""
@@ -159,18 +149,14 @@ def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
     (tmp_path / "secret").write_text("key")
     node = Node("n0", "127.0.0.1", "lo", 3)
     cluster = Cluster("", str(tmp_path), (node,), 20000, 100, incarnation=incarnation)
-
-    async def run() -> None:
-        async with Server() as first, Server() as second, Server() as third:
-            servers = (first, second, third)
-            left = {"engine-0": StandbyWorker(first.url), "engine-1": StandbyWorker("")}
-            monkeypatch.setattr(engines, "left_workers", lambda: left)
-            placement = Placement((), ((Slot("n0", "127.0.0.1", 1),),) * 3)
-            ports = Ports(tuple(one.port for one in servers), (1, 1, 1), 4, ())
-            fleet = Fleet(load([], {}).config, cluster, placement, ports)
-            await fleet.start(())
-
-    asyncio.run(run())
+    async with Server() as first, Server() as second, Server() as third:
+        servers = (first, second, third)
+        left = {"engine-0": StandbyWorker(first.url), "engine-1": StandbyWorker("")}
+        monkeypatch.setattr(engines, "left_workers", lambda: left)
+        placement = Placement((), ((Slot("n0", "127.0.0.1", 1),),) * 3)
+        ports = Ports(tuple(one.port for one in servers), (1, 1, 1), 4, ())
+        fleet = Fleet(load([], {}).config, cluster, placement, ports)
+        await fleet.start(())
     assert all(group.outlives for group in Group.made)
     calls = [(group.handle is not None, group.calls) for group in Group.made]
     if incarnation == 0:

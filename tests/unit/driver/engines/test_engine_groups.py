@@ -43,14 +43,13 @@ class Started(FakeGroup):
         pass
 
 
-def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated(
+async def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "WorkerGroup", Started)
     monkeypatch.setattr(FakeGroup, "made", [])
     events: list[tuple[str, object]] = []
-
-    async def run() -> None:
+    async with asyncio.timeout(30):
         runners = [await engine_on(0) for _ in range(2)]
         (tmp_path / "secret").write_text("key")
         node = Node("n0", "127.0.0.1", "lo", 2)
@@ -99,22 +98,20 @@ def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated
         await clients.close()
         for runner in runners:
             await runner.cleanup()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
     assert [group.num_starts for group in Started.made] == [1, 2]
     lost, recovered = events
     assert lost[0] == "engine_lost" and recovered[0] == "recovered"
     assert lost[1]["group"] == recovered[1]["group"] == "judge" and lost[1]["engines"] == [1]
 
 
-def test_the_death_of_a_fleet_engine_loses_no_answer_of_a_judge(
+async def test_the_death_of_a_fleet_engine_loses_no_answer_of_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests wait while none has joined; one in flight to a lost engine goes to the next."""
     monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
     settings = {"engines": {"judge": {"model": "/judge", "fleet": True, "engines": 0}}}
-
-    async def run() -> None:
+    monkeypatch.setattr(FakeGroup, "made", [])
+    async with asyncio.timeout(30):
         node = Node("n0", "127.0.0.1", "lo", 2)
         attempt = tmp_path / "run/attempts/0"
         attempt.mkdir(parents=True)
@@ -155,9 +152,6 @@ def test_the_death_of_a_fleet_engine_loses_no_answer_of_a_judge(
             await groups.close()
         await clients.close()
         assert folder.lease().state is LeaseState.ENDED
-
-    monkeypatch.setattr(FakeGroup, "made", [])
-    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def joined(name: str, engine: FakeEngine, settings: str) -> EngineRecord:

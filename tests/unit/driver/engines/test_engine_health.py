@@ -113,24 +113,25 @@ async def nothing():
     pass
 
 
+async def generation(fleet, *, sick=(), until):
+    """Generate until the log has an entry; these engines fail meanwhile."""
+    fleet.sick |= set(sick)
+    while until not in fleet.log:
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def updated(watch, version):
+    await watch.update(version, pause="abort", before=nothing, ready=nothing)
+
+
 REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
 
 
-def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weights():
+async def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weights():
     fleet = FakeFleet()
     watch = watch_over(fleet)
-
-    async def run():
-        await watch.update(4, pause="abort", before=nothing, ready=nothing)
-
-        async def generate():
-            fleet.sick = {1}
-            while "admit 1" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
-
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await updated(watch, 4)
+    await watch.over(generation(fleet, sick={1}, until="admit 1"))
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
 
 
@@ -140,7 +141,7 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
     watch = watch_over(fleet)
 
     async def run(generate):
-        await watch.update(4, pause="abort", before=nothing, ready=nothing)
+        await updated(watch, 4)
         await watch.over(generate())
 
     def num_restarts():
@@ -165,7 +166,7 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
     asyncio.run(asyncio.wait_for(run(hangs_five_times), timeout=20))
 
 
-def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():
+async def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():
     """Updates onload the weights themselves, before they begin."""
     fleet = FakeFleet()
 
@@ -176,47 +177,31 @@ def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():
         fleet.log.append("offload")
 
     watch = watch_over(fleet, weights_onloaded=weights_onloaded)
-
-    async def run():
-        await watch.update(4, pause="abort", before=nothing, ready=nothing)
-
-        async def generate():
-            fleet.sick = {1}
-            while "offload" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
-
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await updated(watch, 4)
+    await watch.over(generation(fleet, sick={1}, until="offload"))
     repair = [*REPAIR_OF_1, "update 4 retract", "admit 1"]
     assert fleet.log == ["update 4 abort", "onload", *repair, "offload"]
 
 
-def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
+async def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_version():
     """In one-step-off mode, groups are still pending then and must report the newer weights."""
     fleet = FakeFleet()
     watch = watch_over(fleet)
+    await updated(watch, 4)
+    watch.note_version(5)
 
-    async def run():
-        await watch.update(4, pause="abort", before=nothing, ready=nothing)
-        watch.note_version(5)
+    async def generate():
+        fleet.sick, fleet.pause_mode = {1}, "abort"
+        while "admit 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
 
-        async def generate():
-            fleet.sick, fleet.pause_mode = {1}, "abort"
-            while "admit 1" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
-
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await watch.over(generate())
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
-def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
+async def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
     fleet = FakeFleet(sick={1})
-    asyncio.run(
-        watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
-    )
+    await updated(watch_over(fleet, failures=1), 7)
     assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
 
 
@@ -238,30 +223,20 @@ class Ledger:
         return EngineEvents(self.record, clock=self.clock)
 
 
-def test_the_ledger_has_the_death_and_the_return_of_an_engine_once():
+async def test_the_ledger_has_the_death_and_the_return_of_an_engine_once():
     fleet, ledger = FakeFleet(), Ledger()
     watch = watch_over(fleet, events=ledger.events)
-
-    async def run():
-        await watch.update(4, pause="abort", before=nothing, ready=nothing)
-
-        async def generate():
-            fleet.sick = {1}
-            while "admit 1" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
-
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    await updated(watch, 4)
+    await watch.over(generation(fleet, sick={1}, until="admit 1"))
     why = {"engines": [1], "phase": "generate", "cause": NO_ANSWER}
     back = {"event": "recovered", "role": "engine", "seconds": 1.0, "version": 4}
     assert ledger.entries == [{"event": "engine_lost", **why}, back | why]
 
 
-def test_the_ledger_has_an_engine_that_a_weight_update_lost_with_the_error_of_the_update():
+async def test_the_ledger_has_an_engine_that_a_weight_update_lost_with_the_error_of_the_update():
     fleet, ledger = FakeFleet(sick={1}), Ledger()
     watch = watch_over(fleet, failures=1, events=ledger.events)
-    asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
+    await updated(watch, 7)
     assert [(one["event"], one["phase"], one["cause"]) for one in ledger.entries] == [
         ("engine_lost", "sync", "an engine did not take part"),
         ("recovered", "sync", "an engine did not take part"),
@@ -282,11 +257,11 @@ def test_engines_that_recover_together_have_one_event_per_loss():
     ]
 
 
-def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
+async def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
     """With NCCL a broadcast that lost a peer never ends, although the server still answers."""
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet, failures=1, are_stuck=True)
-    asyncio.run(watch.update(7, pause="abort", before=nothing, ready=nothing))
+    await updated(watch, 7)
     everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
     assert fleet.log == [
         "update 7 abort",
@@ -298,7 +273,7 @@ def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one()
     ]
 
 
-def test_engines_that_die_together_are_dismissed_and_admitted_together():
+async def test_engines_that_die_together_are_dismissed_and_admitted_together():
     """One by one, dismissing the 64 engines of a rack without power would take minutes."""
 
     class Slow(FakeFleet):
@@ -322,56 +297,48 @@ def test_engines_that_die_together_are_dismissed_and_admitted_together():
     fleet = Slow()
     watch = watch_over(fleet)
 
-    async def run():
-        async def generate():
-            while not fleet.admissions:
-                await asyncio.sleep(INTERVAL_S)
+    async def generate():
+        while not fleet.admissions:
+            await asyncio.sleep(INTERVAL_S)
 
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await watch.over(generate())
     assert fleet.begun == 3
     assert fleet.admissions == [[0, 1, 2]]
 
 
-def test_an_update_that_fails_although_all_engines_answer_is_an_error():
+async def test_an_update_that_fails_although_all_engines_answer_is_an_error():
     fleet = FakeFleet()
     with pytest.raises(SyncError):
-        asyncio.run(
-            watch_over(fleet, failures=1).update(7, pause="abort", before=nothing, ready=nothing)
-        )
+        await updated(watch_over(fleet, failures=1), 7)
     assert fleet.log == ["update 7 abort"]
 
 
-def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_the_next_update():
+async def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_the_next_update():
     fleet = FakeFleet()
     watch = watch_over(fleet, colocate=True)
 
-    async def run():
-        async def generate():
-            fleet.sick = {0}
-            while "dismiss 0" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
-            await asyncio.sleep(5 * INTERVAL_S)
+    async def generate():
+        fleet.sick = {0}
+        while "dismiss 0" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
+        await asyncio.sleep(5 * INTERVAL_S)
 
-        await watch.over(generate())
-        assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
-        await watch.update(2, pause="abort", before=nothing, ready=nothing)
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await watch.over(generate())
+    assert fleet.log == ["dismiss 0"], "once, and nothing else while the trainer is away"
+    await updated(watch, 2)
     assert fleet.log[-4:] == ["restart 0", "connect", "update 2 abort", "admit 0"]
 
 
-def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
+async def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
     fleet, ledger = FakeFleet(), Ledger()
     fleet.dismissed = {1}
     watch = watch_over(fleet, colocate=True, events=ledger.events)
-    asyncio.run(watch.update(3, pause="abort", before=nothing, ready=nothing))
+    await updated(watch, 3)
     assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
     assert [one["event"] for one in ledger.entries] == ["engine_lost", "recovered"]
 
 
-def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onloaded_to_send_again():
+async def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onloaded_to_send_again():
     """On shared GPUs the trainer is already offloaded when the engine fails to onload."""
     fleet = FakeFleet()
 
@@ -384,9 +351,7 @@ def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onl
             await fleet.dismiss(1)
             raise SyncError("engine 1 does not flush its cache")
 
-    asyncio.run(
-        watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready)
-    )
+    await watch_over(fleet, colocate=True).update(3, pause="abort", before=before, ready=ready)
     first = ["onload to send", "update 3 abort", "onload to generate", "dismiss 1"]
     again = [
         "restart 1",
@@ -399,25 +364,18 @@ def test_an_engine_that_dies_after_the_transfer_is_restarted_and_the_trainer_onl
     assert fleet.log == first + again
 
 
-def test_generation_fails_when_no_engine_can_be_restarted():
+async def test_generation_fails_when_no_engine_can_be_restarted():
     fleet = FakeFleet(sick={0, 1})
-
-    async def run():
-        async def generate():
-            await asyncio.Event().wait()
-
-        await watch_over(fleet, colocate=True).over(generate())
-
     with pytest.raises(EngineDied, match="no engine is left"):
-        asyncio.run(asyncio.wait_for(run(), timeout=20))
+        await watch_over(fleet, colocate=True).over(asyncio.Event().wait())
 
 
-def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
+async def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
     """A preemption may end engines first; generation then aborts and saves its requests."""
     fleet = FakeFleet(sick={0, 1})
     watch = watch_over(fleet, colocate=True, stop=StopRequest(tmp_path / "STOP"))
+    with pytest.raises(Preempted):
 
-    async def run():
         async def generate():
             (tmp_path / "STOP").write_text("now")
             await asyncio.sleep(10 * INTERVAL_S)
@@ -425,25 +383,13 @@ def test_engines_that_die_after_a_stop_request_do_not_fail_the_run(tmp_path):
 
         await watch.over(generate())
 
-    with pytest.raises(Preempted):
-        asyncio.run(asyncio.wait_for(run(), timeout=20))
 
-
-def test_a_cancelled_block_stays_cancelled():
-    async def run():
-        block = asyncio.create_task(hang())
-        await asyncio.sleep(INTERVAL_S)
-        block.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await block
-
-    async def hang():
-        async def generate():
-            await asyncio.Event().wait()
-
-        await watch_over(FakeFleet()).over(generate())
-
-    asyncio.run(run())
+async def test_a_cancelled_block_stays_cancelled():
+    block = asyncio.create_task(watch_over(FakeFleet()).over(asyncio.Event().wait()))
+    await asyncio.sleep(INTERVAL_S)
+    block.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await block
 
 
 class FailingRestart(FakeFleet):
@@ -455,14 +401,6 @@ class FailingRestart(FakeFleet):
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise EngineDied(f"engine {index} does not come back") from None
-
-
-async def generate_until_restart(fleet, watch):
-    async def generate():
-        while "restart 1" not in fleet.log:
-            await asyncio.sleep(INTERVAL_S)
-
-    await watch.over(generate())
 
 
 class SlowRestart(FakeFleet):
@@ -477,44 +415,31 @@ class SlowRestart(FakeFleet):
             raise EngineDied(f"engine {index} does not come back")
 
 
-def test_a_repair_in_progress_is_finished_when_generation_ends():
+async def test_a_repair_in_progress_is_finished_when_generation_ends():
     """A cancelled repair would leave an engine starting on the port of the next restart."""
     fleet = SlowRestart(sick={1})
-    asyncio.run(asyncio.wait_for(generate_until_restart(fleet, watch_over(fleet)), timeout=20))
+    await watch_over(fleet).over(generation(fleet, until="restart 1"))
     assert fleet.log[-1] == "admit 1"
 
 
-def test_a_repair_that_fails_when_generation_ends_is_raised_and_cancels_nothing_else():
+async def test_a_repair_that_fails_when_generation_ends_is_raised_and_cancels_nothing_else():
     fleet = SlowRestart(sick={1})
     fleet.fails = True
-
-    async def run():
-        block = asyncio.current_task()
-        with pytest.raises(EngineDied, match="engine 1 does not come back"):
-            await generate_until_restart(fleet, watch_over(fleet))
-        assert block.cancelling() == 0, "what follows the block is not cancelled"
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    block = asyncio.current_task()
+    with pytest.raises(EngineDied, match="engine 1 does not come back"):
+        await watch_over(fleet).over(generation(fleet, until="restart 1"))
+    assert block.cancelling() == 0, "what follows the block is not cancelled"
 
 
-def test_a_cancelled_caller_stays_cancelled_although_a_repair_fails():
+async def test_a_cancelled_caller_stays_cancelled_although_a_repair_fails():
     fleet = FailingRestart(sick={1})
 
-    async def run():
-        block = asyncio.create_task(generate_and_hang())
-        while "restart 1" not in fleet.log:
-            await asyncio.sleep(INTERVAL_S)
-        block.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await block
-
-    async def generate_and_hang():
-        async def generate():
-            await asyncio.Event().wait()
-
-        await watch_over(fleet).over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    block = asyncio.create_task(watch_over(fleet).over(asyncio.Event().wait()))
+    while "restart 1" not in fleet.log:
+        await asyncio.sleep(INTERVAL_S)
+    block.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await block
 
 
 class FakeActors:
@@ -530,98 +455,73 @@ class FakeActors:
 
 
 @pytest.mark.parametrize("phase", ["train", "send", "generate"])
-def test_each_phase_onloads_only_what_it_needs(phase):
+async def test_each_phase_onloads_only_what_it_needs(phase):
     trainer = {"train": {"weights", "grads", "optimizer"}, "send": {"weights"}, "generate": set()}
     engines_away = {
         "train": {"kv_cache", "cuda_graph", "weights"},
         "send": {"kv_cache", "cuda_graph"},
     }
-
-    async def run():
-        fleet = FakeFleet()
-        actors = FakeActors(fleet.log)
-        offload = Offload(
-            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
-        )
-        for each in ("generate", "train", "send", "generate", "train", "send")[
-            : 4 if phase == "generate" else 6
-        ]:
-            await getattr(offload, each)()
-            if each == phase:
-                assert actors.here == trainer[each]
-                assert phase == "generate" or fleet.released == engines_away[each]
-
-    asyncio.run(run())
+    fleet = FakeFleet()
+    actors = FakeActors(fleet.log)
+    offload = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+    for each in ("generate", "train", "send", "generate", "train", "send")[
+        : 4 if phase == "generate" else 6
+    ]:
+        await getattr(offload, each)()
+        if each == phase:
+            assert actors.here == trainer[each]
+            assert phase == "generate" or fleet.released == engines_away[each]
 
 
-def test_a_save_onloads_the_trainer_and_restores_the_state_before_it():
-    async def run():
-        fleet = FakeFleet()
-        actors = FakeActors(fleet.log)
-        offload = Offload(
-            load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet
-        )
-        await offload.generate()
-        async with offload.save():
-            assert actors.here == {"weights", "optimizer"} and fleet.released == {
-                "kv_cache",
-                "cuda_graph",
-            }
-        assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
-        async with offload.save(is_last=True):
-            pass
-        assert actors.here == {"weights", "optimizer"}, (
-            "a run that leaves has no time to bring the engines back"
-        )
-
-    asyncio.run(run())
+async def test_a_save_onloads_the_trainer_and_restores_the_state_before_it():
+    fleet = FakeFleet()
+    actors = FakeActors(fleet.log)
+    offload = Offload(load([], {"cluster": {"colocate": True}}).config, ActorGroup(actors), fleet)
+    await offload.generate()
+    async with offload.save():
+        assert actors.here == {"weights", "optimizer"} and fleet.released == {
+            "kv_cache",
+            "cuda_graph",
+        }
+    assert actors.here == set() and fleet.released == set() and fleet.log[-1] == "resume"
+    async with offload.save(is_last=True):
+        pass
+    assert actors.here == {"weights", "optimizer"}, (
+        "a run that leaves has no time to bring the engines back"
+    )
 
 
-def test_on_exclusive_gpus_nothing_is_offloaded():
-    async def run():
-        fleet = FakeFleet()
-        offload = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
-        for turn in (offload.train, offload.send, offload.generate):
-            await turn()
-        async with offload.save():
-            pass
-        assert fleet.log == []
-
-    asyncio.run(run())
+async def test_on_exclusive_gpus_nothing_is_offloaded():
+    fleet = FakeFleet()
+    offload = Offload(load([], {}).config, ActorGroup(FakeActors(fleet.log)), fleet)
+    for turn in (offload.train, offload.send, offload.generate):
+        await turn()
+    async with offload.save():
+        pass
+    assert fleet.log == []
 
 
-def test_a_run_without_its_own_engines_checks_those_of_the_fleet():
+async def test_a_run_without_its_own_engines_checks_those_of_the_fleet():
     fleet, seen = FakeFleet(), []
     fleet.addresses = ()
     watch = watch_over(fleet, check_others=seen.append)
+    await updated(watch, 1)
 
-    async def run():
-        await watch.update(1, pause="abort", before=nothing, ready=nothing)
+    async def generate():
+        while len(seen) < 2:
+            await asyncio.sleep(INTERVAL_S)
 
-        async def generate():
-            while len(seen) < 2:
-                await asyncio.sleep(INTERVAL_S)
-
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await watch.over(generate())
     assert set(seen) == {0} and fleet.log == ["update 1 abort"]
 
 
-def test_a_wait_for_fleet_engines_that_takes_too_long_ends_generation():
+async def test_a_wait_for_fleet_engines_that_takes_too_long_ends_generation():
     def refuse(number):
         raise RolloutError("no engine")
 
     watch = watch_over(FakeFleet(), check_others=refuse)
-
-    async def run():
-        async def generate():
-            await asyncio.sleep(10)
-
-        await watch.over(generate())
-
     with pytest.raises(RolloutError, match="no engine"):
-        asyncio.run(asyncio.wait_for(run(), timeout=20))
+        await watch.over(asyncio.sleep(10))
 
 
 def reconnected(fleet, *, are_stuck=False):
@@ -646,18 +546,15 @@ def test_engines_blocked_in_a_broadcast_of_dead_ranks_are_left_to_the_repeated_u
     assert fleet.log == ["dismiss 0", "dismiss 1"], "the update restarts what is dismissed"
 
 
-def test_engines_are_not_repaired_while_ranks_are_restarted():
+async def test_engines_are_not_repaired_while_ranks_are_restarted():
     fleet = FakeFleet(sick={1})
     watch = watch_over(fleet)
 
-    async def run():
-        async def generate():
-            async with watch.paused():
-                await asyncio.sleep(10 * INTERVAL_S)
-                assert fleet.log == []
-            while "admit 1" not in fleet.log:
-                await asyncio.sleep(INTERVAL_S)
+    async def generate():
+        async with watch.paused():
+            await asyncio.sleep(10 * INTERVAL_S)
+            assert fleet.log == []
+        while "admit 1" not in fleet.log:
+            await asyncio.sleep(INTERVAL_S)
 
-        await watch.over(generate())
-
-    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    await watch.over(generate())

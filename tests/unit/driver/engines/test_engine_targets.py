@@ -63,53 +63,46 @@ async def becomes(path: Path, wanted: dict[str, str]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_file_follows_restarts_moves_and_the_fleet(tmp_path: Path) -> None:
+async def test_the_file_follows_restarts_moves_and_the_fleet(tmp_path: Path) -> None:
     fleet = fleet_of("http://10.0.0.1:30000", "http://[fd00::2]:30001")
     path, moved = tmp_path / ENGINE_TARGETS, EngineAddress(url="http://10.0.0.9:30000", num_gpus=1)
-
-    async def scenario() -> None:
-        targets = EngineTargets(
-            tmp_path, lambda: engine_targets([fleet], "a"), check=lambda: None, poll_s=0.01
-        )
-        await targets.begin()
-        assert served(path) == {"10.0.0.1:30000": "0", "[fd00::2]:30001": "1"}
-        fleet.dismissed.add(0)
-        await becomes(path, {"[fd00::2]:30001": "1"})
-        fleet.addresses = (moved, fleet.addresses[1])
-        fleet.dismissed.clear()
-        await becomes(path, {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1"})
-        fleet.serving.places.set_fleet([Place("http://10.0.1.1:5", "key", 1, is_own=False)])
-        joined = {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1", "10.0.1.1:5": "fleet"}
-        await becomes(path, joined)
-        path.write_text("[]")  # as `rlpost status` does when it has read an outdated state
-        await becomes(path, joined)
-        await targets.close()
-        assert path.read_text() == "[]"
-
-    asyncio.run(scenario())
+    targets = EngineTargets(
+        tmp_path, lambda: engine_targets([fleet], "a"), check=lambda: None, poll_s=0.01
+    )
+    await targets.begin()
+    assert served(path) == {"10.0.0.1:30000": "0", "[fd00::2]:30001": "1"}
+    fleet.dismissed.add(0)
+    await becomes(path, {"[fd00::2]:30001": "1"})
+    fleet.addresses = (moved, fleet.addresses[1])
+    fleet.dismissed.clear()
+    await becomes(path, {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1"})
+    fleet.serving.places.set_fleet([Place("http://10.0.1.1:5", "key", 1, is_own=False)])
+    joined = {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1", "10.0.1.1:5": "fleet"}
+    await becomes(path, joined)
+    path.write_text("[]")  # as `rlpost status` does when it has read an outdated state
+    await becomes(path, joined)
+    await targets.close()
+    assert path.read_text() == "[]"
     assert sorted(one.name for one in tmp_path.iterdir()) == [ENGINE_TARGETS]
 
 
-def test_an_older_attempt_does_not_overwrite_the_file_of_a_newer_one(tmp_path: Path) -> None:
+async def test_an_older_attempt_does_not_overwrite_the_file_of_a_newer_one(tmp_path: Path) -> None:
     path, owners = tmp_path / ENGINE_TARGETS, ["this"]
 
     def check() -> None:
         if owners[-1] != "this":
             raise Fenced("a newer attempt owns the run")
 
-    async def scenario() -> None:
-        targets = EngineTargets(tmp_path, lambda: '["old"]', check=check, poll_s=0.01)
-        await targets.begin()
-        owners.append("another")
-        path.write_text('["new"]')
-        await asyncio.sleep(0.05)
-        await targets.close()
-
-    asyncio.run(scenario())
+    targets = EngineTargets(tmp_path, lambda: '["old"]', check=check, poll_s=0.01)
+    await targets.begin()
+    owners.append("another")
+    path.write_text('["new"]')
+    await asyncio.sleep(0.05)
+    await targets.close()
     assert path.read_text() == '["new"]'
 
 
-def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path) -> None:
+async def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path) -> None:
     path, texts = tmp_path / ENGINE_TARGETS, ["[1]", "[2]"]
     delayed, may_write = threading.Event(), threading.Event()
     others = set(threading.enumerate())  # threads of earlier tests
@@ -119,55 +112,44 @@ def test_a_write_that_storage_delays_past_the_end_names_no_engine(tmp_path: Path
             delayed.set()
             assert may_write.wait(10)
 
-    async def scenario() -> None:
-        targets = EngineTargets(tmp_path, lambda: texts[0], check=check, poll_s=0.01)
-        await targets.begin()
-        texts.pop(0)
-        async with asyncio.timeout(10):
-            while not delayed.is_set():
-                await asyncio.sleep(0.01)
-        closing = asyncio.create_task(targets.close())
-        await asyncio.sleep(0.1)  # if writes were not ordered, the write of close() would end first
-        may_write.set()
-        await closing
-        async with asyncio.timeout(10):
-            while any(one.daemon for one in set(threading.enumerate()) - others):
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    targets = EngineTargets(tmp_path, lambda: texts[0], check=check, poll_s=0.01)
+    await targets.begin()
+    texts.pop(0)
+    async with asyncio.timeout(10):
+        while not delayed.is_set():
+            await asyncio.sleep(0.01)
+    closing = asyncio.create_task(targets.close())
+    await asyncio.sleep(0.1)  # if writes were not ordered, the write of close() would end first
+    may_write.set()
+    await closing
+    async with asyncio.timeout(10):
+        while any(one.daemon for one in set(threading.enumerate()) - others):
+            await asyncio.sleep(0.01)
     assert path.read_text() == "[]"
 
 
-def test_a_file_that_is_not_text_is_replaced(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_text_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / ENGINE_TARGETS
     path.write_bytes(b"\xff\xfe")
-
-    async def scenario() -> None:
-        targets = EngineTargets(tmp_path, lambda: "[1]", check=lambda: None)
-        await targets.begin()
-        assert path.read_text() == "[1]"
-        await targets.close()
-
-    asyncio.run(scenario())
+    targets = EngineTargets(tmp_path, lambda: "[1]", check=lambda: None)
+    await targets.begin()
+    assert path.read_text() == "[1]"
+    await targets.close()
 
 
-def test_failing_storage_causes_one_warning_and_does_not_end_the_run(
+async def test_failing_storage_causes_one_warning_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "gone" / ENGINE_TARGETS
-
-    async def scenario() -> None:
-        targets = EngineTargets(path.parent, lambda: "[1]", check=lambda: None, poll_s=0.01)
-        await targets.begin()
-        await asyncio.sleep(0.05)
-        assert len(caplog.records) == 1 and str(path) in caplog.text
-        path.parent.mkdir()
-        async with asyncio.timeout(10):
-            while not path.exists():
-                await asyncio.sleep(0.01)
-        await targets.close()
-
-    asyncio.run(scenario())
+    targets = EngineTargets(path.parent, lambda: "[1]", check=lambda: None, poll_s=0.01)
+    await targets.begin()
+    await asyncio.sleep(0.05)
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    path.parent.mkdir()
+    async with asyncio.timeout(10):
+        while not path.exists():
+            await asyncio.sleep(0.01)
+    await targets.close()
     assert path.read_text() == "[]"
 
 

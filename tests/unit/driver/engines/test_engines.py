@@ -179,31 +179,27 @@ class Busy:
 
 
 @pytest.mark.parametrize("ask", ["health", "abort", "versions"])
-def test_a_bounded_number_of_engines_is_asked_at_a_time(ask, tmp_path):
+async def test_a_bounded_number_of_engines_is_asked_at_a_time(ask, tmp_path):
     """Each request needs a socket, so asking all engines at once would open hundreds of them."""
     busy, num_engines = Busy(), 3 * MAX_AT_ONCE + 5
-
-    async def run():
-        app = web.Application()
-        app.router.add_route("*", "/{path}", busy.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fleet = await fleet_of([runner], tmp_path)
-        busy.total = 0  # requests of its start
-        url = fleet.addresses[0].url
-        fleet.addresses *= num_engines
-        try:
-            if ask == "health":
-                assert await fleet.unhealthy(generating=True) == []
-            elif ask == "abort":
-                await RunEngines.of([url] * num_engines, "key", capacity=1).abort_all()
-            else:
-                await fleet._check_versions()
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(run())
+    app = web.Application()
+    app.router.add_route("*", "/{path}", busy.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    fleet = await fleet_of([runner], tmp_path)
+    busy.total = 0  # requests of its start
+    url = fleet.addresses[0].url
+    fleet.addresses *= num_engines
+    try:
+        if ask == "health":
+            assert await fleet.unhealthy(generating=True) == []
+        elif ask == "abort":
+            await RunEngines.of([url] * num_engines, "key", capacity=1).abort_all()
+        else:
+            await fleet._check_versions()
+    finally:
+        await runner.cleanup()
     assert busy.total == num_engines * (2 if ask == "health" else 1)
     assert 2 < busy.most <= MAX_AT_ONCE
 
@@ -277,35 +273,32 @@ def test_engines_are_started_with_routes_enabled_if_routes_are_replayed(
     assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay
 
 
-def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they_are_back(tmp_path):
-    async def run():
-        runners = [await engine([]) for _ in range(3)]
-        fleet = await fleet_of(runners, tmp_path)
-        urls = [address.url for address in fleet.addresses]
-        assert fleet.lend(5) == [2, 1], "one engine generates"
-        assert fleet.lend(1) == []
-        assert serving(fleet) == {urls[0]} and fleet.receivers == fleet.addresses[:1]
-        fleet.give_back([1], are_current=True)
-        assert serving(fleet) == {urls[0], urls[1]}
-        fleet.give_back([2], are_current=False)
-        assert serving(fleet) == {urls[0], urls[1]} and fleet.receivers == fleet.addresses
-        assert fleet.serves == [0, 1] and fleet.lend(1) == [2], "no update may follow"
-        fleet.give_back([2], are_current=False)
-        fleet.catch_up()
-        assert serving(fleet) == {*urls}
-        assert fleet.lend(1) == [2]
-        await runners[2].cleanup()
-        assert 2 not in await fleet.unhealthy(generating=False), "paused, while it reads weights"
-        fleet.check_lent([1, 2])
-        assert fleet.lent == {2: True}, "1 is not lent"
-        assert 2 in await fleet.unhealthy(generating=False)
-        await fleet.dismiss(2)
-        assert not fleet.lent, "it is restarted as an engine of the policy"
-        fleet.give_back([2], are_current=False)
-        await fleet.restart(2)
-        await fleet.admit([2])
-        assert serving(fleet) == {*urls}
-        for runner in runners:
-            await runner.cleanup()
-
-    asyncio.run(run())
+async def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they_are_back(tmp_path):
+    runners = [await engine([]) for _ in range(3)]
+    fleet = await fleet_of(runners, tmp_path)
+    urls = [address.url for address in fleet.addresses]
+    assert fleet.lend(5) == [2, 1], "one engine generates"
+    assert fleet.lend(1) == []
+    assert serving(fleet) == {urls[0]} and fleet.receivers == fleet.addresses[:1]
+    fleet.give_back([1], are_current=True)
+    assert serving(fleet) == {urls[0], urls[1]}
+    fleet.give_back([2], are_current=False)
+    assert serving(fleet) == {urls[0], urls[1]} and fleet.receivers == fleet.addresses
+    assert fleet.serves == [0, 1] and fleet.lend(1) == [2], "no update may follow"
+    fleet.give_back([2], are_current=False)
+    fleet.catch_up()
+    assert serving(fleet) == {*urls}
+    assert fleet.lend(1) == [2]
+    await runners[2].cleanup()
+    assert 2 not in await fleet.unhealthy(generating=False), "paused, while it reads weights"
+    fleet.check_lent([1, 2])
+    assert fleet.lent == {2: True}, "1 is not lent"
+    assert 2 in await fleet.unhealthy(generating=False)
+    await fleet.dismiss(2)
+    assert not fleet.lent, "it is restarted as an engine of the policy"
+    fleet.give_back([2], are_current=False)
+    await fleet.restart(2)
+    await fleet.admit([2])
+    assert serving(fleet) == {*urls}
+    for runner in runners:
+        await runner.cleanup()

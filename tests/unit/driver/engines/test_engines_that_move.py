@@ -55,65 +55,53 @@ def run(act):
     asyncio.run(asyncio.wait_for(act(), 10))
 
 
-def test_engines_of_a_lost_node_get_no_requests_and_those_in_flight_are_given_up(scene):
-    async def act():
-        places = scene.fleet.serving.places
-        ends = []
+async def test_engines_of_a_lost_node_get_no_requests_and_those_in_flight_are_given_up(scene):
+    places = scene.fleet.serving.places
+    ends = []
 
-        async def one(conversation):
-            try:
-                async with places.take(Request(conversation=conversation)) as place:
-                    await asyncio.sleep(10)
-            except GivenUp:
-                ends.append(place.url)
+    async def one(conversation):
+        try:
+            async with places.take(Request(conversation=conversation)) as place:
+                await asyncio.sleep(10)
+        except GivenUp:
+            ends.append(place.url)
 
-        asking = [asyncio.create_task(one(number)) for number in range(3)]
-        await asyncio.sleep(0)
-        await scene.fleet.lose([1, 2])
-        await scene.fleet.lose([1, 2])
-        await asyncio.sleep(0.05)
-        assert sorted(ends) == ["http://10.0.0.1:2", "http://10.0.0.2:1"]
-        assert [place.url for place in places.all()] == ["http://10.0.0.1:1"]
-        assert scene.fleet.dismissed == {1, 2} and not asking[0].done()
-
-    run(act)
+    asking = [asyncio.create_task(one(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    await scene.fleet.lose([1, 2])
+    await scene.fleet.lose([1, 2])
+    await asyncio.sleep(0.05)
+    assert sorted(ends) == ["http://10.0.0.1:2", "http://10.0.0.2:1"]
+    assert [place.url for place in places.all()] == ["http://10.0.0.1:1"]
+    assert scene.fleet.dismissed == {1, 2} and not asking[0].done()
 
 
-def test_only_engines_with_other_slots_get_new_workers_and_addresses(scene):
-    async def act():
-        await scene.fleet.move(MOVED)
-        assert scene.log == ["abandon 1, left: []", "abandon 2, left: [0]"]
-        urls = ["http://10.0.0.1:1", "http://10.0.0.3:1", "http://10.0.0.1:2"]
-        assert [address.url for address in scene.fleet.addresses] == urls
-        await scene.fleet.move(MOVED)
-        assert len(scene.log) == 2
-
-    run(act)
+async def test_only_engines_with_other_slots_get_new_workers_and_addresses(scene):
+    await scene.fleet.move(MOVED)
+    assert scene.log == ["abandon 1, left: []", "abandon 2, left: [0]"]
+    urls = ["http://10.0.0.1:1", "http://10.0.0.3:1", "http://10.0.0.1:2"]
+    assert [address.url for address in scene.fleet.addresses] == urls
+    await scene.fleet.move(MOVED)
+    assert len(scene.log) == 2
 
 
-def test_a_restart_in_progress_is_awaited_and_not_repeated(scene):
-    async def act():
-        await scene.fleet.move(MOVED)
-        scene.log.clear()
-        scene.fleet.begin_restart(1)
-        scene.fleet.begin_restart(1)
-        restarting = asyncio.create_task(scene.fleet.restart(1))
-        await asyncio.sleep(0.05)
-        assert scene.log == ["start 1 at http://10.0.0.3:1"] and not restarting.done()
-        scene.may_start.set()
-        await restarting
-        await scene.fleet.restart(1)  # a later restart starts the engine again
-        assert len(scene.log) == 2
-
-    run(act)
+async def test_a_restart_in_progress_is_awaited_and_not_repeated(scene):
+    await scene.fleet.move(MOVED)
+    scene.log.clear()
+    scene.fleet.begin_restart(1)
+    scene.fleet.begin_restart(1)
+    restarting = asyncio.create_task(scene.fleet.restart(1))
+    await asyncio.sleep(0.05)
+    assert scene.log == ["start 1 at http://10.0.0.3:1"] and not restarting.done()
+    scene.may_start.set()
+    await restarting
+    await scene.fleet.restart(1)  # a later restart starts the engine again
+    assert len(scene.log) == 2
 
 
-def test_a_failed_restart_in_progress_is_an_error_of_the_repair(scene):
-    async def act():
-        scene.fails = True
-        scene.may_start.set()
-        scene.fleet.begin_restart(1)
-        with pytest.raises(RuntimeError, match="its image is broken"):
-            await scene.fleet.restart(1)
-
-    run(act)
+async def test_a_failed_restart_in_progress_is_an_error_of_the_repair(scene):
+    scene.fails = True
+    scene.may_start.set()
+    scene.fleet.begin_restart(1)
+    with pytest.raises(RuntimeError, match="its image is broken"):
+        await scene.fleet.restart(1)

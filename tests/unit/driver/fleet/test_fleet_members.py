@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,33 +93,26 @@ class World:
         await self.members.close(has_ended=True)
 
 
-def scenario(tmp_path, count, play, monkeypatch, *, deadlines=DEADLINES, limits=LIMITS, **more):
+@asynccontextmanager
+async def scenario(tmp_path, count, monkeypatch, *, deadlines=DEADLINES, limits=LIMITS, **more):
     monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
-
-    async def run():
-        engines = [Engine() for _ in range(count)]
-        async with serving(*engines):
-            world = World(tmp_path, *engines, deadlines=deadlines, limits=limits, **more)
-            await world.members.start()
-            try:
-                async with asyncio.timeout(60):
-                    await play(world)
-            finally:
-                await world.close()
-        return world
-
-    return asyncio.run(run())
+    engines = [Engine() for _ in range(count)]
+    async with serving(*engines):
+        world = World(tmp_path, *engines, deadlines=deadlines, limits=limits, **more)
+        await world.members.start()
+        try:
+            yield world
+        finally:
+            await world.close()
 
 
-def test_engines_get_weights_before_requests(tmp_path, monkeypatch):
-    async def play(world):
+async def test_engines_get_weights_before_requests(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await asyncio.sleep(0.2)
         assert not world.urls and not world.engines[0].log
         await world.members.publish(5, Path("/w/5"))
         await world.until("7_0", "7_1")
         assert sorted(world.urls) == sorted(engine.url for engine in world.engines)
-
-    world = scenario(tmp_path, 2, play, monkeypatch)
     for engine in world.engines:
         assert engine.told == [
             *("pause_generation", "update_weights_from_disk", "flush_cache", "model_info"),
@@ -128,14 +122,12 @@ def test_engines_get_weights_before_requests(tmp_path, monkeypatch):
     assert world.folder.lease().state is LeaseState.ENDED
 
 
-def test_engines_replace_the_adapter_of_the_previous_version(tmp_path, monkeypatch):
-    async def play(world):
+async def test_engines_replace_the_adapter_of_the_previous_version(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 1, monkeypatch, load_adapters=True) as world:
         for version in (5, 6):
             await world.members.hold()
             await world.members.publish(version, Path(f"/w/{version}"))
             await world.until("7_0")
-
-    world = scenario(tmp_path, 1, play, monkeypatch, load_adapters=True)
     (engine,) = world.engines
     assert (engine.adapters, engine.version) == (["version-6"], "6")
     loads = zip(engine.log, engine.bodies, strict=True)
@@ -144,8 +136,8 @@ def test_engines_replace_the_adapter_of_the_previous_version(tmp_path, monkeypat
     assert "update_weights_from_disk" not in engine.log
 
 
-def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
-    async def play(world):
+async def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await world.members.publish(1, Path("/w/1"))
         await world.until("7_0", "7_1")
         await world.members.hold()
@@ -153,13 +145,11 @@ def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):
         assert all(engine.told[-1] == "pause_generation" for engine in world.engines)
         await world.members.publish(2, Path("/w/2"))
         await world.until("7_0", "7_1")
-
-    world = scenario(tmp_path, 2, play, monkeypatch)
     assert {engine.version for engine in world.engines} == {"2"}
 
 
-def test_an_engine_that_drains_is_dismissed_and_removed_from_the_lease(tmp_path, monkeypatch):
-    async def play(world):
+async def test_an_engine_that_drains_is_dismissed_and_removed_from_the_lease(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.records["7_0"] = replace(world.records["7_0"], state=EngineState.DRAINING)
@@ -170,11 +160,9 @@ def test_an_engine_that_drains_is_dismissed_and_removed_from_the_lease(tmp_path,
             await asyncio.sleep(0.01)
         assert world.members.usage()["7_0"].engine_s > 0
 
-    scenario(tmp_path, 2, play, monkeypatch)
 
-
-def test_an_engine_whose_record_is_not_renewed_is_dismissed(tmp_path, monkeypatch):
-    async def play(world):
+async def test_an_engine_whose_record_is_not_renewed_is_dismissed(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.silent.add("7_1")
@@ -182,61 +170,52 @@ def test_an_engine_whose_record_is_not_renewed_is_dismissed(tmp_path, monkeypatc
         assert world.urls == [world.engines[0].url]
         world.silent.clear()
         await world.until("7_0", "7_1")  # it is admitted again with new weights
-
-    world = scenario(tmp_path, 2, play, monkeypatch)
     assert world.engines[1].log.count("update_weights_from_disk") == 2
 
 
-def test_an_engine_with_another_version_is_not_admitted(tmp_path, monkeypatch, caplog):
-    async def play(world):
+async def test_an_engine_with_another_version_is_not_admitted(tmp_path, monkeypatch, caplog):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         world.engines[0].ignores_version = True
         await world.members.publish(4, Path("/w"))
         await world.until("7_1")
         await asyncio.sleep(0.1)
         assert world.urls == [world.engines[1].url]
-
-    scenario(tmp_path, 2, play, monkeypatch)
     assert "has version '0' instead of 4" in caplog.text
 
 
-def test_a_step_waits_for_enough_engines_and_logs_a_warning(tmp_path, monkeypatch, caplog):
-    async def play(world):
-        waiting = asyncio.create_task(world.members.enough(1))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await world.members.publish(1, Path("/w"))
-        async with asyncio.timeout(5):
-            await waiting
-
+async def test_a_step_waits_for_enough_engines_and_logs_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "SAY_FIRST_S", 0.05)
     with caplog.at_level(logging.WARNING):
-        scenario(tmp_path, 1, play, monkeypatch)
+        async with scenario(tmp_path, 1, monkeypatch) as world:
+            waiting = asyncio.create_task(world.members.enough(1))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await world.members.publish(1, Path("/w"))
+            async with asyncio.timeout(5):
+                await waiting
     assert "--min-engines is 1" in caplog.text
 
 
-def test_an_order_of_the_user_is_followed_without_the_agent(tmp_path, monkeypatch):
-    async def play(world):
+async def test_an_order_of_the_user_is_followed_without_the_agent(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 1, monkeypatch) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0")
         await asyncio.to_thread(world.folder.order, drain=["7_0"])
         await world.until()
 
-    scenario(tmp_path, 1, play, monkeypatch)
-
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_the_lease_tells_engine_jobs_whether_to_wait(tmp_path, monkeypatch, has_ended):
-    async def play(world):
+async def test_the_lease_tells_engine_jobs_whether_to_wait(tmp_path, monkeypatch, has_ended):
+    async with scenario(tmp_path, 0, monkeypatch) as world:
         await world.members.close(has_ended=has_ended)
         state = world.folder.lease().state
         assert state is (LeaseState.ENDED if has_ended else LeaseState.RUNNING)
 
-    scenario(tmp_path, 0, play, monkeypatch)
-
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_unhealthy_engine_leaves_although_its_agent_is_alive(tmp_path, monkeypatch, hangs):
-    async def play(world):
+async def test_an_unhealthy_engine_leaves_although_its_agent_is_alive(tmp_path, monkeypatch, hangs):
+    deadlines = replace(DEADLINES, health_s=0.3, health_every_s=0.1)
+    async with scenario(tmp_path, 2, monkeypatch, deadlines=deadlines) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.engines[0].hangs, world.engines[0].health_status = hangs, 503
@@ -247,16 +226,13 @@ def test_an_unhealthy_engine_leaves_although_its_agent_is_alive(tmp_path, monkey
         assert set(world.lost) == {world.engines[0].url}
         world.engines[0].hangs, world.engines[0].health_status = False, 200
         await world.until("7_0", "7_1")
-
-    deadlines = replace(DEADLINES, health_s=0.3, health_every_s=0.1)
-    world = scenario(tmp_path, 2, play, monkeypatch, deadlines=deadlines)
     assert world.engines[0].told.count("update_weights_from_disk") >= 2
 
 
-def test_an_engine_that_fails_requests_is_checked_at_once_and_leaves_after_three(
+async def test_an_engine_that_fails_requests_is_checked_at_once_and_leaves_after_three(
     tmp_path, monkeypatch
 ):
-    async def play(world):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         for _ in range(2):
@@ -268,13 +244,11 @@ def test_an_engine_that_fails_requests_is_checked_at_once_and_leaves_after_three
         await world.until("7_1")
         await world.until("7_0", "7_1")  # it loads the weights and is admitted again
 
-    scenario(tmp_path, 2, play, monkeypatch)
 
-
-def test_requests_of_a_lost_engine_are_aborted_and_those_of_a_draining_one_are_not(
+async def test_requests_of_a_lost_engine_are_aborted_and_those_of_a_draining_one_are_not(
     tmp_path, monkeypatch
 ):
-    async def play(world):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         await world.members.publish(1, Path("/w"))
         await world.until("7_0", "7_1")
         world.records["7_0"] = replace(world.records["7_0"], state=EngineState.DRAINING)
@@ -286,30 +260,27 @@ def test_requests_of_a_lost_engine_are_aborted_and_those_of_a_draining_one_are_n
         await asyncio.sleep(0.1)
         assert world.lost == [world.engines[1].url]
 
-    scenario(tmp_path, 2, play, monkeypatch)
 
-
-def test_a_server_that_does_not_prove_the_key_gets_neither_key_nor_weights(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_server_that_does_not_prove_the_key_gets_neither_key_nor_weights(
+    tmp_path, monkeypatch
+):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         world.engines[0].knows = "another key"
         await world.members.publish(1, Path("/w"))
         await world.until("7_1")
         await asyncio.sleep(0.1)
-
-    world = scenario(tmp_path, 2, play, monkeypatch)
     assert world.engines[0].log == []
 
 
-def test_a_wait_for_engines_ends_with_an_error(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_wait_for_engines_ends_with_an_error(tmp_path, monkeypatch):
+    async with scenario(tmp_path, 0, monkeypatch) as world:
         with pytest.raises(RolloutError, match=r"--min-engines is 2.*--engine-wait-s"):
             await world.members.enough(2, 1, wait_s=0.1)
 
-    scenario(tmp_path, 0, play, monkeypatch)
 
-
-def test_many_changes_are_written_in_few_leases_the_newest_last(tmp_path, monkeypatch):
-    async def play(world):
+async def test_many_changes_are_written_in_few_leases_the_newest_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEASE_S", 60.0)
+    async with scenario(tmp_path, 12, monkeypatch, limits=FleetLimits(pulls_at_once=12)) as world:
         written = []
         write = FleetFolder.write_lease
 
@@ -327,14 +298,11 @@ def test_many_changes_are_written_in_few_leases_the_newest_last(tmp_path, monkey
         assert world.folder.lease().state is LeaseState.ENDED
         assert world.folder.lease().beat == written[-1]
 
-    monkeypatch.setattr(module, "LEASE_S", 60.0)
-    scenario(tmp_path, 12, play, monkeypatch, limits=FleetLimits(pulls_at_once=12))
 
-
-def test_files_of_engines_that_ended_long_ago_are_removed(tmp_path, monkeypatch):
+async def test_files_of_engines_that_ended_long_ago_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RECORD_KEPT_S", 0.2)
-
-    async def play(world):
+    async with scenario(tmp_path, 2, monkeypatch) as world:
+        world.records.pop("7_1")
         gone = EngineRecord("6_0", "i", EngineState.GONE, 50, alive_s=7.0)
         world.folder.write_engine(gone)
         await world.members.publish(1, Path("/w"))
@@ -348,9 +316,3 @@ def test_files_of_engines_that_ended_long_ago_are_removed(tmp_path, monkeypatch)
         )
         world.records["6_0"] = world.folder.engine("6_0")
         await world.until("6_0", "7_0")  # the job was requeued, so its count starts again
-
-    async def run(world):
-        world.records.pop("7_1")
-        await play(world)
-
-    scenario(tmp_path, 2, run, monkeypatch)

@@ -1,6 +1,7 @@
 """The fleet's part of a weight update: hold, write, publish; a fleet may be created at any time."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,34 +61,28 @@ class World:
                 await asyncio.sleep(0.02)
 
 
-def scenario(tmp_path, monkeypatch, play, group="policy", **rules):
+@asynccontextmanager
+async def scenario(tmp_path, monkeypatch, group="policy", **rules):
     monkeypatch.setattr(FleetFolder, "secret", lambda _: KEY)
-
-    async def run():
-        engine = FakeEngine()
-        async with serving(engine):
-            world = World(tmp_path, engine, rules, group)
-            try:
-                await play(world)
-            finally:
-                await world.sync.close()
-        return world
-
-    return asyncio.run(run())
+    engine = FakeEngine()
+    async with serving(engine):
+        world = World(tmp_path, engine, rules, group)
+        try:
+            yield world
+        finally:
+            await world.sync.close()
 
 
-def test_a_run_without_a_fleet_writes_no_weights(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_run_without_a_fleet_writes_no_weights(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         await world.update(0)
         await world.update(1)
         await world.sync.enough(others=2)
-
-    world = scenario(tmp_path, monkeypatch, play)
     assert not world.exported and not world.folder.exists() and world.ledger == []
 
 
-def test_a_fleet_created_later_joins_at_the_next_update(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_fleet_created_later_joins_at_the_next_update(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         await world.update(0)
         world.ask_for_a_fleet()
         await world.update(1)
@@ -97,61 +92,53 @@ def test_a_fleet_created_later_joins_at_the_next_update(tmp_path, monkeypatch):
         await world.update(2)
         await world.update(3)
         await world.until(world.engine.url)
-
-    world = scenario(tmp_path, monkeypatch, play)
     assert world.exported == ["2-0000001", "2-0000002", "2-0000003"]
     assert world.engine.version == "3"
     assert sorted(path.name for path in world.folder.weights.iterdir()) == world.exported[1:]
     assert world.folder.lease().state is LeaseState.RUNNING  # the next attempt finds the engine
 
 
-def test_weights_of_an_earlier_attempt_are_never_served(tmp_path, monkeypatch):
-    async def play(world):
+async def test_weights_of_an_earlier_attempt_are_never_served(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         (world.folder.weights / "1-0000005").mkdir()
         world.engine.version = "5"
         await world.update(5)
         await world.until(world.engine.url)
-
-    world = scenario(tmp_path, monkeypatch, play)
     assert world.exported == ["2-0000005"]
     read = [body["model_path"] for body in world.engine.bodies if "model_path" in body]
     assert [Path(path).name for path in read] == ["2-0000005"]
     assert [path.name for path in world.folder.weights.iterdir()] == ["2-0000005"]
 
 
-def test_a_repeated_update_writes_weights_once(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_repeated_update_writes_weights_once(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         await world.sync.before()
         await world.sync.write(1)
         await world.sync.write(1)
+    assert world.exported == ["2-0000001"]
 
-    assert scenario(tmp_path, monkeypatch, play).exported == ["2-0000001"]
 
-
-def test_at_the_end_of_the_run_engine_jobs_leave(tmp_path, monkeypatch):
-    async def play(world):
+async def test_at_the_end_of_the_run_engine_jobs_leave(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         await world.update(1)
         world.sync.end()
-
-    world = scenario(tmp_path, monkeypatch, play)
     assert world.folder.lease().state is LeaseState.ENDED
 
 
-def test_a_fenced_attempt_writes_no_lease(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_fenced_attempt_writes_no_lease(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         world.owner = False
         with pytest.raises(Fenced):
             await world.sync.before()
+    assert world.folder.lease() is None
 
-    assert scenario(tmp_path, monkeypatch, play).folder.lease() is None
 
-
-def test_with_separate_gpus_the_trainer_writes_while_engines_generate(tmp_path, monkeypatch):
-    async def play(world):
+async def test_with_separate_gpus_the_trainer_writes_while_engines_generate(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         release = asyncio.Event()
         export = world.export
@@ -174,16 +161,14 @@ def test_with_separate_gpus_the_trainer_writes_while_engines_generate(tmp_path, 
         assert not world.places.fleet
         world.sync.in_background(2)
         await world.until(world.engine.url)
-
-    world = scenario(tmp_path, monkeypatch, play)
     assert world.exported == ["2-0000001", "2-0000002"] and world.engine.version == "2"
 
 
 @pytest.mark.parametrize("needs_fleet", [False, True])
-def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
+async def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
     tmp_path, monkeypatch, caplog, needs_fleet
 ):
-    async def play(world):
+    async with scenario(tmp_path, monkeypatch, min_engines=int(needs_fleet)) as world:
         world.ask_for_a_fleet()
 
         async def full(folder, version):
@@ -203,11 +188,9 @@ def test_weights_that_cannot_be_written_end_a_run_only_if_it_needs_its_fleet(
             world.sync.in_background(2)
             await world.until(world.engine.url)
 
-    scenario(tmp_path, monkeypatch, play, min_engines=int(needs_fleet))
 
-
-def test_a_run_that_needs_its_fleet_waits_for_the_first_engine(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_run_that_needs_its_fleet_waits_for_the_first_engine(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch, min_engines=1, is_wanted=True) as world:
         await world.sync.before()  # creates the folder, which does not exist yet
         world.sync.in_background(1)
         waiting = asyncio.create_task(world.sync.enough(others=0))
@@ -218,11 +201,9 @@ def test_a_run_that_needs_its_fleet_waits_for_the_first_engine(tmp_path, monkeyp
             await waiting
         assert [place.url for place in world.places.fleet] == [world.engine.url]
 
-    scenario(tmp_path, monkeypatch, play, min_engines=1, is_wanted=True)
 
-
-def test_a_wait_without_any_engine_ends_with_an_error(tmp_path, monkeypatch, caplog):
-    async def play(world):
+async def test_a_wait_without_any_engine_ends_with_an_error(tmp_path, monkeypatch, caplog):
+    async with scenario(tmp_path, monkeypatch, min_engines=1, is_wanted=True, wait_s=0.05) as world:
         await world.sync.before()
         world.sync.check_any(others=1)
         world.sync.check_any(others=0)
@@ -234,33 +215,26 @@ def test_a_wait_without_any_engine_ends_with_an_error(tmp_path, monkeypatch, cap
         with pytest.raises(RolloutError, match="--engine-wait-s"):
             world.sync.check_any(others=0)
 
-    scenario(tmp_path, monkeypatch, play, min_engines=1, is_wanted=True, wait_s=0.05)
 
-
-def test_a_model_that_a_fleet_cannot_serve_is_refused_once_with_the_reason(
+async def test_a_model_that_a_fleet_cannot_serve_is_refused_once_with_the_reason(
     tmp_path, monkeypatch, caplog
 ):
-    async def play(world):
+    async with scenario(tmp_path, monkeypatch, refusal="fp8 weights") as world:
         world.ask_for_a_fleet()
         await world.update(1)
         await world.update(2)
-
-    world = scenario(tmp_path, monkeypatch, play, refusal="fp8 weights")
     assert not world.exported and caplog.text.count("cannot join: fp8 weights") == 1
 
 
-def test_a_run_that_waits_for_engines_that_cannot_join_ends(tmp_path, monkeypatch):
-    async def play(world):
+async def test_a_run_that_waits_for_engines_that_cannot_join_ends(tmp_path, monkeypatch):
+    async with scenario(tmp_path, monkeypatch, refusal="fp8 weights", is_wanted=True) as world:
         with pytest.raises(ConfigError, match="cannot join: fp8 weights"):
             await world.sync.before()
 
-    scenario(tmp_path, monkeypatch, play, refusal="fp8 weights", is_wanted=True)
 
-
-def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatch):
+async def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ACCOUNT_S", 0.1)
-
-    async def play(world):
+    async with scenario(tmp_path, monkeypatch) as world:
         world.ask_for_a_fleet()
         record = world.folder.engine("7_0").next(alive_s=120.0, num_gpus=4)
         world.folder.write_engine(record)
@@ -269,8 +243,6 @@ def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatc
         async with asyncio.timeout(8):
             while not (world.ledger and world.ledger[-1]["used"].get("7_0")):
                 await asyncio.sleep(0.02)
-
-    world = scenario(tmp_path, monkeypatch, play)
     last = world.ledger[-1]
     assert (last["event"], last["attempt"], last["allocated"]) == ("fleet", "2", {"7_0": 480.0})
     assert last["used"]["7_0"] > 0
@@ -279,26 +251,24 @@ def test_the_ledger_gets_allocated_and_used_time_of_engines(tmp_path, monkeypatc
 JUDGE = {"is_wanted": True, "min_engines": 1, "waits": "[engines.judge] needs {}: requests wait"}
 
 
-def test_engines_of_a_group_serve_the_weights_of_their_model(tmp_path, monkeypatch, caplog):
-    async def play(world):
+async def test_engines_of_a_group_serve_the_weights_of_their_model(tmp_path, monkeypatch, caplog):
+    async with scenario(tmp_path, monkeypatch, "judge", **JUDGE) as world:
         await world.sync.serve(0)
         world.sync.check_any(others=0)
         assert "0 engines serve, but [engines.judge] needs 1: requests wait; of the" in caplog.text
         world.ask_for_a_fleet()
         await world.until(world.engine.url)
         world.sync.check_any(others=0)
-
-    world = scenario(tmp_path, monkeypatch, play, "judge", **JUDGE)
     assert world.folder.root.name == "fleet-judge" and not world.exported
     assert "update_weights_from_disk" not in world.engine.log and world.engine.version == "0"
     last = world.ledger[-1]
     assert (last["event"], last["group"]) == ("fleet", "judge") and "7_0" in last["used"]
 
 
-def test_engines_that_evaluate_read_a_folder_and_no_longer_once_it_may_be_removed(
+async def test_engines_that_evaluate_read_a_folder_and_no_longer_once_it_may_be_removed(
     tmp_path, monkeypatch
 ):
-    async def play(world):
+    async with scenario(tmp_path, monkeypatch, "evaluator", **JUDGE, wait_s=0.2) as world:
         world.ask_for_a_fleet()
         for version in (4, 9):
             world.sync.check_any(others=0)  # it has served since the check before
@@ -308,7 +278,5 @@ def test_engines_that_evaluate_read_a_folder_and_no_longer_once_it_may_be_remove
             await world.sync.before()
             assert not world.places.fleet
             await asyncio.sleep(0.3)
-
-    world = scenario(tmp_path, monkeypatch, play, "evaluator", **JUDGE, wait_s=0.2)
     read = [Path(body["model_path"]).name for body in world.engine.bodies if "model_path" in body]
     assert read == ["step-4", "step-9"]

@@ -174,7 +174,7 @@ def _write_ledger(
         for step in range(saved + 1, last + 1):
             clock += timedelta(seconds=STEP_S)
             if step % 20 == 0 or step == last:
-                say(0, "committed", step=step, checkpoint=f"iter_{step:07d}")
+                say(0, "committed", step=step, checkpoint=f"iter_{step:07d}", blocking_s=1.5)
                 saved = step
         if last in lost_at:
             cause = "n02 is gone: no heartbeat for 30 s"

@@ -256,11 +256,10 @@ def test_an_old_ledger_has_the_nodes_of_run_json_and_the_saves_of_the_metrics():
         (0, "attempt", {"attempt": 0, "nodes": "n[01-03]"}),
         (10, "started", {"attempt": "0", "step": 0, "nodes": ["n01", "n02"]}),
         (100, "ready", {"attempt": "0"}),
-        (380, "committed", {"step": 2, "seconds": 60.0}),
+        (380, "committed", {"step": 2, "blocking_s": 30.0}),
         (600, "done", {}),
     )
-    lines = [*steps(1, 2, 100.0), {"step": 3, "time/step_s": 100.0, "checkpoint/blocking_s": 30.0}]
-    found = measured(events, lines, layout=layout)
+    found = measured(events, steps(1, 3, 100.0), layout=layout)
     assert found.gpu_hours == pytest.approx(12 * 600 / 3600)
     assert found.gpu_hours_by_use["saving"] == pytest.approx(12 * 30 / 3600)
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from rlpost.compat.slime.arguments import Arguments
+from rlpost.compat.slime.filters import SlimeFilter, SlimeGrader
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
@@ -288,7 +290,7 @@ def test_a_judge_that_never_gives_a_verdict_ends_the_run(file: Path, monkeypatch
         graded(file, lambda question: "Good.", "a", "b", "c")
 
 
-def test_settings_of_a_judge_are_checked_before_the_run(file: Path, tmp_path: Path) -> None:
+async def test_settings_of_a_judge_are_checked_before_the_run(file: Path, tmp_path: Path) -> None:
     url = "http://h:1/v1"
     (tmp_path / "bare.toml").write_text("[verdict]\nscale = [1, 5]")
     for given, message in (
@@ -306,16 +308,38 @@ def test_settings_of_a_judge_are_checked_before_the_run(file: Path, tmp_path: Pa
     assert load([], {"rollout": {"judge": "j.toml"}}).config.rollout.judge == str(
         Path("j.toml").absolute()
     )
-
-    async def named() -> None:
+    with pytest.raises(DataError, match="judge needs --judge, and --judge-url or --judge-engines"):
         made = make_grader(Config())
         try:
             await made.grade(prompt(rm_type="judge"), samples("a"))
         finally:
             await made.close()
 
-    with pytest.raises(DataError, match="judge needs --judge, and --judge-url or --judge-engines"):
-        asyncio.run(named())
+
+@pytest.mark.parametrize(
+    ("given", "singly"),
+    [
+        ({"judge": GRADE}, True),
+        ({"judge": PAIR + '[pair]\nagainst = "label"'}, True),
+        ({"judge": PAIR}, False),
+        ({"rm_type": "remote_rm", "rm_url": "http://h:1"}, True),
+        ({"custom_rm_path": "tests.unit.tasks.reward.user_rewards.ranks"}, True),
+        ({"custom_rm_path": "tests.unit.tasks.reward.user_rewards.ranks", "group_rm": True}, False),
+        ({"rm_type": "math"}, False),
+    ],
+)
+async def test_slow_rewards_that_need_no_other_answer_are_graded_singly(
+    tmp_path: Path, given: dict[str, Any], singly: bool
+) -> None:
+    if "judge" in given:
+        (tmp_path / "judge.toml").write_text(given["judge"])
+        given = {"judge": str(tmp_path / "judge.toml"), "judge_url": "http://h:1/v1"}
+    grader = make_grader(settings(**given))
+    of_slime = SlimeFilter(lambda *_: True, Arguments({}))
+    for wanted, expected in ((None, singly), (of_slime, False)):
+        adapted = SlimeGrader(grader, wanted=wanted, takes_given=True, reward_key=None)
+        assert adapted.grades_singly(prompt()) is expected
+    await grader.close()
 
 
 def test_agreement_leaves_out_rows_without_a_verdict_and_counts_them() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 from safetensors.torch import save_file
 
 from rlpost.trainer.weights.quantise import BlockFp8
-from tests.contract.conftest import ROOT
 from tests.contract.families import (
     FAMILIES,
     LATENT_MTP,
@@ -27,6 +24,8 @@ from tests.contract.families import (
     load_folder,
     make_family,
 )
+from tests.contract.forked.engine_parameters import all_unfilled
+from tests.contract.forked.forked_sglang import ForkedSglang
 
 pytestmark = pytest.mark.timeout(300)
 ALL = (*FAMILIES, *VARIANTS, *SERVED, MTP, LATENT_MTP)
@@ -71,8 +70,10 @@ def to_fp8(source: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
-    """Return what stays unfilled, by family; one process, because its import takes the time."""
+def unfilled(
+    forked: ForkedSglang, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[str]]]:
+    """Return what stays unfilled, by family."""
     base = tmp_path_factory.mktemp("families")
     folders: dict[str, Path] = {}
     for name in ALL:
@@ -82,18 +83,8 @@ def unfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
     for name in (*IN_FP8, WITHOUT_SCALES):
         folders[f"{name} in FP8"] = base / f"{name}-fp8"
         to_fp8(folders[name], folders[f"{name} in FP8"])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.engine_parameters"],
-        input="".join(f"{folder}\n" for folder in folders.values()),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [
-        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
-    ]
-    yield dict(zip(folders, answers, strict=True))
+    names = forked.call(all_unfilled, list(folders.values()))
+    yield dict(zip(folders, names, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - WITHOUT_INTERVAL - {DENSE_LAYER}))

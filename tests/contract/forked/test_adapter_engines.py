@@ -20,14 +20,14 @@ from rlpost.config.tree import Config
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import AdapterMover, WeightUpdate
 from rlpost.errors import RolloutError
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import EngineAddress
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
-from tests.contract.forked_engines import ForkedEngines
+from tests.contract.forked.forked_sglang import ForkedSglang
+from tests.contract.forked.test_served_families import KEY, difference, scores
 from tests.contract.lora_ranks import versions_of_adapters
 from tests.contract.samples import STEPS
-from tests.contract.test_served_families import KEY, difference, scores
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8.0
@@ -59,7 +59,7 @@ def trained_versions(folder: Path, name: str, targets: tuple[str, ...]) -> list[
     Returns the trainer's log-probs of each version, the base first.
     """
     make_family(folder / "base", name)
-    settings = ActorSettings(
+    settings = rank_config(
         str(folder / "base"),
         lr=3e-2,
         distributed_timeout_minutes=5,
@@ -90,14 +90,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
 
 @contextmanager
 def started(
-    engines: ForkedEngines, folder: Path, targets: tuple[str, ...], **more: object
+    forked: ForkedSglang, folder: Path, targets: tuple[str, ...], **more: object
 ) -> Iterator[EngineAddress]:
     """Run an engine of ``folder/base``; ``more``: further fields of SGLang's ServerArgs."""
     server_args = {**adapter_args(config_of(targets)), **more}
     try:
-        yield engines.start(folder / "base", KEY, folder / "engine.log", **server_args)
+        yield forked.start(folder / "base", KEY, folder / "engine.log", **server_args)
     finally:
-        engines.stop()
+        forked.stop()
 
 
 def check_versions(address: EngineAddress, folder: Path, expected: list[list[list[float]]]) -> None:
@@ -115,16 +115,16 @@ def check_versions(address: EngineAddress, folder: Path, expected: list[list[lis
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_engine_of_each_family_has_the_log_probs_of_the_trainer(
-    engines: ForkedEngines, tmp_path: Path, name: str
+    forked: ForkedSglang, tmp_path: Path, name: str
 ) -> None:
     expected = trained_versions(tmp_path, name, FAMILIES[name])
-    with started(engines, tmp_path, FAMILIES[name]) as address:
+    with started(forked, tmp_path, FAMILIES[name]) as address:
         check_versions(address, tmp_path, expected)
 
 
-def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(engines, qwen3) -> None:
+def test_an_engine_of_two_ranks_has_the_log_probs_of_the_trainer(forked, qwen3) -> None:
     folder, expected = qwen3
-    with started(engines, folder, TARGETS, tp_size=2) as address:
+    with started(forked, folder, TARGETS, tp_size=2) as address:
         check_versions(address, folder, expected)
 
 
@@ -178,11 +178,11 @@ async def replaced_amid_requests(address: EngineAddress, folder: Path) -> list[A
 
 
 def test_an_adapter_is_replaced_while_its_requests_run_queue_disconnect_and_fail(
-    engines, qwen3
+    forked, qwen3
 ) -> None:
     """Without rlpost SGLang would wait forever for requests that were aborted in its queue."""
     folder, expected = qwen3
-    with started(engines, folder, TARGETS, max_running_requests=RUNNING) as address:
+    with started(forked, folder, TARGETS, max_running_requests=RUNNING) as address:
         answers = asyncio.run(replaced_amid_requests(address, folder))
         after = asyncio.run(scores(address, STEPS[0]))
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlpost.agents.answer_parsing import parse_answer, split_reasoning
-from tests.contract.sglang_process import with_sglang
+from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.unit.agents.harness import TOOLS, Writer
 
 UNCLOSED = "<think>\nHm"
@@ -49,9 +49,10 @@ def parsed_by_sglang(answers: dict[str, list[str]]) -> dict[str, list[Parsed]]:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict[str, list[Parsed]]:
+def theirs(forked: ForkedSglang) -> dict[str, list[Parsed]]:
     """What SGLang reads in the unclosed thought, and in the well-formed answers of each kind."""
-    return with_sglang(parsed_by_sglang, {kind: [UNCLOSED, *well_formed(kind)] for kind in KINDS})
+    answers = {kind: [UNCLOSED, *well_formed(kind)] for kind in KINDS}
+    return forked.call(parsed_by_sglang, answers)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,25 +1,34 @@
-"""Run engines of several models, one after the other, from one process that imported SGLang.
+"""Run engines and functions in forks of one process that imported SGLang.
 
 The import takes most of the processor time of an engine's start. ``python -m
-tests.contract.forked_engines`` imports once. Each line of its standard input describes an engine to
-start, as JSON, or is ``null`` to stop the current one. It forks a process that runs
-``rlpost.engines.server.run_engine``, and answers ``true`` when the engine accepts requests, or
-``false`` if it ends before that. The answer to ``null`` is ``true``.
+tests.contract.forked.forked_sglang`` imports once. Each line of its standard input is JSON:
+
+- an object that describes an engine. The process forks another that runs
+  ``rlpost.engines.server.run_engine``, and answers ``true`` when the engine accepts requests, or
+  ``false`` if it ends before that. One engine runs at a time.
+- ``null`` stops the current engine. The answer is ``true``.
+- a string with a pickled call. The answer is a string with its pickled result, or an object with
+  the traceback of what it raised.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import pickle
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rlpost.engines import server
 from rlpost.engines.process import ENVIRONMENT, NOT_INHERITED
@@ -28,16 +37,18 @@ from tests.contract.conftest import ROOT, START_DEADLINE_S
 from tests.engines_on_cpu import use_plugins
 from tests.ports import free_ports
 
+Result = TypeVar("Result")
 
-class ForkedEngines:
-    """Starts and stops engines in a child process, which ends with the context."""
+
+class ForkedSglang:
+    """Starts engines and calls functions in forks of a process that ends with the context."""
 
     def __init__(self, log: Path) -> None:
         self.scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.contract.forked_engines"],
+                [sys.executable, "-m", "tests.contract.forked.forked_sglang"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -47,7 +58,7 @@ class ForkedEngines:
                 bufsize=1,
             )
 
-    def __enter__(self) -> ForkedEngines:
+    def __enter__(self) -> ForkedSglang:
         return self
 
     def __exit__(
@@ -81,7 +92,17 @@ class ForkedEngines:
         """Stop the engine, if one is running."""
         self._ask(None)
 
-    def _ask(self, document: dict[str, Any] | None) -> Any:
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Return ``function(*arguments)``, called in a new process.
+
+        The function must be one of a module, and its arguments and result picklable.
+        """
+        answer = self._ask(pickle.dumps((function, arguments)).hex())
+        assert isinstance(answer, str), answer["traceback"]
+        result: Result = pickle.loads(bytes.fromhex(answer))
+        return result
+
+    def _ask(self, document: dict[str, Any] | str | None) -> Any:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(json.dumps(document) + "\n")
@@ -127,6 +148,21 @@ class Forked:
         os.close(self.stdin)
 
 
+def called(call: str) -> str:
+    """Call a pickled function with its arguments; return the pickled result."""
+    function, arguments = pickle.loads(bytes.fromhex(call))
+    return pickle.dumps(function(*arguments)).hex()
+
+
+def in_fork(call: str) -> str | dict[str, str]:
+    """Make a pickled call in a forked process, and return what it answers."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        try:
+            return process.submit(called, call).result(START_DEADLINE_S)
+        except Exception:
+            return {"traceback": traceback.format_exc()}
+
+
 def main() -> None:
     """Answer each line of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -142,6 +178,9 @@ def main() -> None:
     running: Forked | None = None
     for line in sys.stdin:
         document = json.loads(line)
+        if isinstance(document, str):
+            answers.write(json.dumps(in_fork(document)) + "\n")
+            continue
         if running is not None:
             running.stop()
         running = None if document is None else Forked(document)

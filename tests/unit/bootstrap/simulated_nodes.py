@@ -2,7 +2,7 @@
 
 Input: the address of a head, the attempt's folder and secret. Output: messages to the head until it
 ends each node. Instead of starting Ray, a simulated node sends one line to the head of
-``bootstrap.simulated.ray_stub``.
+``tests/fakes/ray_stub``.
 """
 
 from __future__ import annotations

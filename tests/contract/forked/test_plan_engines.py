@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +22,11 @@ from rlpost.config.plan.shape import Shape
 from rlpost.config.plan.weight_update import RECEIVED_BUFFERS
 from rlpost.config.tree import Config
 from tests.contract.cuda.library_source import Source
+from tests.contract.forked.engine_modules import built
+from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
 ON_CUDA = {"disable_shared_experts_fusion": True}
 """What SGLang chooses by itself on CUDA with expert parallelism."""
@@ -79,9 +76,9 @@ def plan(name: str) -> PlannedEngine:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict[str, dict[str, Any]]:
-    """SGLang's answers by case, from one process: its import dominates the time."""
-    lines = ""
+def theirs(forked: ForkedSglang) -> dict[str, dict[str, Any]]:
+    """SGLang's answers by case."""
+    cases = []
     for config, model, gpu_bytes in CASES.values():
         args = {"tp_size": config.cluster.rollout_num_gpus_per_engine, **config.sglang.server_args}
         # rlpost switches the graphs of prefill off where engines are offloaded
@@ -90,19 +87,8 @@ def theirs() -> dict[str, dict[str, Any]]:
             args["cuda_graph_backend_prefill"] = backend
         free = gpu_bytes - held(config) - engine_context(config, attention_gpus(config))
         case = {"hf": PUBLISHED[model], "server_args": args | ON_CUDA, "free": free}
-        lines += json.dumps(case | {"gpu_mib": gpu_bytes / MIB}) + "\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.engine_modules"],
-        input=lines,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [
-        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
-    ]
-    return dict(zip(CASES, answers, strict=True))
+        cases.append(case | {"gpu_mib": gpu_bytes / MIB})
+    return dict(zip(CASES, forked.call(built, cases), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from common.jit_caches import BASE, cache_variables
-from tests.contract.sglang_process import with_sglang
 
 
 def folders_of_libraries(base: str, triton_folder: str) -> tuple[dict[str, str], str, str]:
@@ -22,9 +21,9 @@ def folders_of_libraries(base: str, triton_folder: str) -> tuple[dict[str, str],
     return defaults, envs.SGLANG_DG_CACHE_DIR.get(), triton.knobs.cache.dir
 
 
-def test_the_folders_are_those_that_sglang_chooses():
+def test_the_folders_are_those_that_sglang_chooses(forked):
     ours = cache_variables({}, Path("/disk"))
-    theirs, of_deep_gemm, of_triton = with_sglang(
+    theirs, of_deep_gemm, of_triton = forked.call(
         folders_of_libraries, ours[BASE], ours["TRITON_CACHE_DIR"]
     )
     assert ours.keys() - theirs.keys() == {BASE, "TVM_FFI_CACHE_DIR"}

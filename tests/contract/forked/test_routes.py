@@ -7,7 +7,6 @@ layers. Two versions of its weights choose differently, so a token shows which o
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,16 @@ from rlpost.columns import RouteColumn
 from rlpost.driver.batches import train_samples
 from rlpost.engines.answer_routes import AnswerRoutes
 from rlpost.engines.connection import Connection, RunEngines
-from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import DiskMover, PauseMode, WeightUpdate
 from rlpost.engines.routes import RouteFormat
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import EngineAddress, Prompt, Sample, SampleGroup, ScoredSample
 from tests.contract.actor_ranks import run_ranks, train
-from tests.contract.conftest import START_DEADLINE_S
 from tests.contract.families import make_family
-from tests.engines_on_cpu import with_plugins
-from tests.ports import free_ports
+from tests.contract.forked.forked_sglang import ForkedSglang
+from tests.settings import rank_config
 
 KEY = "routes-key-17"
 FORM = RouteFormat(layers=(1, 2, 3), num_layers=4, num_experts=8, topk=2)
@@ -54,23 +50,15 @@ class Mixture:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+def mixture(forked: ForkedSglang, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     folder = tmp_path_factory.mktemp("mixture")
     first, second = folder / "first", folder / "second"
     make_family(first, "glm4.5-moe")
     change_weights(first, second)
-    (port,) = free_ports(1)
-    server_args = {"enable_return_routed_experts": True, "skip_tokenizer_init": True}
-    engine = Engine(
-        model_path=str(first), api_key=KEY, server_args=server_args, log_path=folder / "engine.log"
-    )
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", with_plugins(os.environ.get("PYTHONPATH")))
-            address = engine.start("127.0.0.1", port, deadline_s=START_DEADLINE_S)
-        yield Mixture(RunEngines.of([address.url], KEY, capacity=64), address, (first, second))
-    finally:
-        engine.stop()
+    log = folder / "engine.log"
+    address = forked.start(first, KEY, log, enable_return_routed_experts=True)
+    yield Mixture(RunEngines.of([address.url], KEY, capacity=64), address, (first, second))
+    forked.stop()
 
 
 def load(folder: Path) -> Any:
@@ -224,7 +212,7 @@ def test_with_replay_a_trainer_with_other_routers_has_the_log_probs_of_the_engin
     to_train = train_samples(group, [1.0] * len(samples))
 
     def metrics_of(replays: bool) -> dict[str, float]:
-        settings = ActorSettings(str(tmp_path / "trainer"), use_rollout_routing_replay=replays)
+        settings = rank_config(str(tmp_path / "trainer"), use_rollout_routing_replay=replays)
         (found,) = run_ranks(train, 1, settings, steps=[to_train])
         return found["metrics"][0]
 

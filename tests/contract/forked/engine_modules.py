@@ -1,25 +1,17 @@
 """Build SGLang's models on the meta device as one rank of an engine, to compare the planner with.
 
-Input: one JSON object a line: config.json, arguments of SGLang's server, MiB of a GPU. Output: one
-line for each, ``RESULT`` and a JSON object. A separate script: SGLang is configured once in a
-process, and its import takes most of the time.
+Input: for each case config.json, arguments of SGLang's server, free bytes and MiB of a GPU. Output:
+a dictionary for each. It runs in a separate process, because it configures SGLang.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 import warnings
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from rlpost.engines import server
-from rlpost.engines.process import ENVIRONMENT
-from tests.engines_on_cpu import use_plugins
 
 MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -140,16 +132,7 @@ def token_bytes(args: Any, config: Any) -> int:
     return pool._compute_cell_size(owner, config.num_hidden_layers)
 
 
-if __name__ == "__main__":
+def built(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answer to each case."""
     warnings.simplefilter("ignore")
-    os.environ |= ENVIRONMENT
-    server.use_stand_ins()
-    use_plugins()
-    with redirect_stdout(sys.stderr):
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
-    for line in sys.stdin:
-        with redirect_stdout(sys.stderr):
-            made = answer(json.loads(line))
-        print("RESULT " + json.dumps(made), flush=True)
+    return [answer(case) for case in cases]

@@ -20,13 +20,13 @@ from rlpost.engines.engine_side_weights import WeightUpdate
 from rlpost.engines.group_client import GroupClient
 from rlpost.engines.places import Place, Places
 from rlpost.rollout.teacher import TeacherServer
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
 from tests.contract.engines.test_sglang import Sender, buckets_of
 from tests.contract.families import load_folder, make_family
-from tests.contract.forked_engines import ForkedEngines
+from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.contract.samples import STEPS
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(900)
 KEY, NEW_TOKENS = "families-key", 6
@@ -107,23 +107,23 @@ def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_an_updated_engine_has_the_log_probs_of_the_trainer(
-    engines: ForkedEngines, tmp_path: Path, name: str
+    forked: ForkedSglang, tmp_path: Path, name: str
 ) -> None:
     old, new, samples = tmp_path / "old", tmp_path / "new", STEPS[0]
     make_family(old, name)
-    settings = ActorSettings(str(old), lr=3e-2, distributed_timeout_minutes=5)
+    settings = rank_config(str(old), lr=3e-2, distributed_timeout_minutes=5)
     (trained,) = run_ranks(
         step_and_score, 1, settings, samples=samples, export=str(new), bucket_bytes=BUCKET_BYTES
     )
     try:
-        address = engines.start(old, KEY, tmp_path / "engine.log", load_format="dummy")
+        address = forked.start(old, KEY, tmp_path / "engine.log", load_format="dummy")
         before = asyncio.run(scores(address, samples))
         asyncio.run(update(address, new, trained["buckets"]))
         after = asyncio.run(scores(address, samples))
         prompt = [5, 6, 7]
         response, logprobs = asyncio.run(generated(address, prompt))
     finally:
-        engines.stop()
+        forked.stop()
     assert difference(before, after) > 0.1
     assert difference(trained["logprobs"], after) < 1e-4
     assert difference([transformers_logprobs(new, prompt, response)], [logprobs]) < 1e-4

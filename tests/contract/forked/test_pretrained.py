@@ -18,15 +18,16 @@ import torch
 from safetensors import safe_open
 
 from rlpost.cli.arithmetic_data import problems
+from rlpost.config.tree import Config
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import DiskMover, WeightUpdate
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
-from rlpost.trainer.settings import ActorSettings
 from rlpost.types import EngineAddress, TrainSample
 from tests.contract.actor_ranks import run_ranks
-from tests.contract.forked_engines import ForkedEngines
+from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.contract.layouts import tp
 from tests.contract.pretrained_ranks import imported_logits, logits_and_export
+from tests.settings import rank_config
 
 pytestmark = pytest.mark.timeout(900)
 KEY, MAX_NEW = "pretrained-key", 12
@@ -89,15 +90,15 @@ def ours(pretrained: Path, samples: list[TrainSample], exported: Path) -> dict[s
 
 @pytest.fixture(scope="module")
 def engine(
-    engines: ForkedEngines, pretrained: Path, tmp_path_factory: pytest.TempPathFactory
+    forked: ForkedSglang, pretrained: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineAddress]:
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    yield engines.start(pretrained, KEY, log, max_total_tokens=4096, context_length=256)
-    engines.stop()
+    yield forked.start(pretrained, KEY, log, max_total_tokens=4096, context_length=256)
+    forked.stop()
 
 
-def settings(folder: Path, **more: Any) -> ActorSettings:
-    return ActorSettings(str(folder), **{"lr": 1e-4, "distributed_timeout_minutes": 2, **more})
+def settings(folder: Path, **more: Any) -> Config:
+    return rank_config(str(folder), **{"lr": 1e-4, "distributed_timeout_minutes": 2, **more})
 
 
 def load(folder: Path) -> Any:
@@ -214,19 +215,3 @@ def test_an_export_after_training_is_the_actor_in_transformers_and_in_an_engine(
     (end,) = eos_token_ids(pretrained)
     expected = answers_of_transformers(model, prompts[:5], end)
     assert_same_answers(answers_of_engine(engine, prompts[:5], end), expected)
-
-
-def test_peft_loads_an_exported_adapter_with_equal_logits(
-    pretrained, theirs, samples, tmp_path, recwarn
-):
-    """No key is dropped: PEFT only warns about those. This test changes ``theirs``: it is last."""
-    peft = pytest.importorskip("peft")
-    targets = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    given = settings(pretrained, lr=1e-3, lora_rank=4, lora_alpha=8.0, lora_targets=targets)
-    (found,) = run_ranks(
-        logits_and_export, 1, given, samples=samples, num_steps=STEPS, export=str(tmp_path)
-    )
-    assert np.abs(found["after"] - found["before"]).max() > 0.1
-    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path)
-    assert not [one for one in recwarn if "adapter keys" in str(one.message)]
-    assert_equal(found["after"], logits_of(adapted, samples))

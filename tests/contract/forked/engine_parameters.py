@@ -1,27 +1,20 @@
 """Find parameters and buffers of SGLang's models that no update fills, on a CPU.
 
-Input: one Hugging Face folder of a tiny model a line. Output: one line for each, ``RESULT`` and a
-list of names. All parameters and stored buffers are set to NaN before the folder's tensors are
-loaded, as an update loads them; the listed ones have NaN after it. A separate script, because the
-stand-ins for a CPU change SGLang for the whole process.
+Input: Hugging Face folders of tiny models. Output: a list of names for each. All parameters and
+stored buffers are set to NaN before the folder's tensors are loaded, as an update loads them; the
+listed ones have NaN after it. It runs in a separate process, because it configures SGLang.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from rlpost.engines import server
-from rlpost.engines.process import ENVIRONMENT
 from tests.contract.families import load_folder
-from tests.engines_on_cpu import use_plugins
 
 
 def group() -> SimpleNamespace:
@@ -66,16 +59,7 @@ def unfilled(folder: Path) -> list[str]:
     return [name for name, one in stored.items() if one.float().isnan().any()]
 
 
-if __name__ == "__main__":
+def all_unfilled(folders: list[Path]) -> list[list[str]]:
+    """Return the names of each folder's model."""
     warnings.simplefilter("ignore")
-    os.environ |= ENVIRONMENT
-    server.use_stand_ins()
-    use_plugins()
-    with redirect_stdout(sys.stderr):
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
-    for line in sys.stdin:
-        with redirect_stdout(sys.stderr):
-            made = unfilled(Path(line.strip()))
-        print("RESULT " + json.dumps(made), flush=True)
+    return [unfilled(folder) for folder in folders]
