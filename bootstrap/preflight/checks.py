@@ -50,6 +50,7 @@ def check_host(
         _gpu_health(facts),
         _gpu_mode(facts, requirements),
         _compiler(facts),
+        _preload(facts, requirements),
         _nvlink(facts),
         _hcas(facts),
         _gpu_direct(facts),
@@ -230,6 +231,16 @@ def _compiler(facts: HostFacts) -> Check:
         said += f"may not fit; set CUDA_HOME to a toolkit of CUDA {_major(built)}"
         return Check("compiler", "WARN", said)
     return Check("compiler", "OK", f"nvcc {facts.nvcc}")
+
+
+def _preload(facts: HostFacts, requirements: Requirements) -> Check:
+    """The library with which engines release their memory, loaded in a bare process."""
+    if not facts.preload:
+        known = "not needed, or not known" if facts.preload is None else "loads"
+        return Check("preload", "OK", known)
+    said = f"engines that release their memory end at their start: {facts.preload}; "
+    said += "put the folder of libcudart into LD_LIBRARY_PATH, or load the CUDA toolkit of torch"
+    return Check("preload", "FATAL_CONFIG" if requirements.share_gpus else "WARN", said)
 
 
 def _major(version: str) -> int:

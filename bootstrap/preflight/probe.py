@@ -28,6 +28,7 @@ from bootstrap.network.host import read_rdma_devices
 from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
+from common.cuda_runtime import preload_problem
 from common.delegated_cgroup import delegated_cgroup
 from common.files import text_or_empty, write_atomic
 from common.jit_caches import mount_of
@@ -80,14 +81,15 @@ def read_host(
     ``sandboxes``: also try what sandboxes need.
     """
     mounts = text_or_empty(Path("/proc/self/mounts"))
-    reading = read_gpus(environ)
+    reading, torch_cuda = read_gpus(environ), read_torch_cuda()
     canary, rename_ms, folder_error = _write_canary(attempt_dir)
     folder_lacks = None if canary is None else _lacks(attempt_dir / CANARY_DIR)
     return HostFacts(
         gpu_reading=reading,
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
-        torch_cuda=read_torch_cuda(),
+        torch_cuda=torch_cuda,
         nvcc=read_nvcc(environ) if reading.gpus else None,
+        preload=preload_problem(environ, torch_cuda) if reading.gpus and torch_cuda else None,
         hcas=tuple(
             Hca(
                 row["name"],

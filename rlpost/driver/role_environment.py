@@ -14,6 +14,7 @@ from rlpost.engines.cuda_graphs import REGISTER, VARIABLE, graph_settings
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CUMEM, MNNVL = "NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"
+DEEP_EP = "RLPOST_DEEP_EP"
 MNNVL_AUTO = "2"  # NCCL's default
 
 
@@ -39,6 +40,12 @@ def role_variables(config: Config, environment: Mapping[str, str]) -> tuple[Role
             "1",
             None,
             "overlapped tensor-parallel collectives rely on one queue; SGLang sets 8",
+        ),
+        RoleVariable(
+            DEEP_EP,
+            "1" if config.model.moe_token_dispatcher_type == "flex" else None,
+            None,
+            "ranks import DeepEP only where they dispatch with it (rlpost/trainer/deep_ep.py)",
         ),
         RoleVariable(
             CUMEM,

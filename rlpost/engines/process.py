@@ -21,6 +21,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.cuda_runtime import with_runtime
 from common.files import tail_text
 from rlpost.config.keys import without_keys
 from rlpost.errors import EngineDied, RolloutError
@@ -80,6 +81,7 @@ class ServerProcess:
             if key not in NOT_INHERITED
         }
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
+        environment = with_runtime(environment)
         self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
         environment["TMPDIR"] = self._scratch
         self._ready_fd, theirs = os.pipe()

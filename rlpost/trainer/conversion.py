@@ -61,6 +61,8 @@ class Converter:
         description = self.description = read_description(
             config.checkpoint.hf_checkpoint, config.model.given
         )
+        # No rows are routed, so no package of a dispatcher is needed.
+        config = with_values(config, moe_token_dispatcher_type="alltoall", moe_enable_deepep=False)
         description.check_layout(config, trains=False)
         self.buffer_bytes = config.checkpoint.save_buffer_bytes
         device.prepare(config)

@@ -5,7 +5,7 @@ A rank sees one GPU (its launcher sets CUDA_VISIBLE_DEVICES), so CUDA means devi
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import os
 import random
@@ -23,6 +23,8 @@ from rlpost.observe.memory import GB, machine, process_gb
 from rlpost.trainer.attention_backends import Gpu
 
 logger = logging.getLogger(__name__)
+
+_ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -65,8 +67,21 @@ def gpu() -> Gpu | None:
     """Return what the choice of attention kernels depends on; None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
-    return Gpu(torch.cuda.get_device_capability(), has_flash_attention)
+    return Gpu(torch.cuda.get_device_capability(), has_flash_attention())
+
+
+def has_flash_attention() -> bool:
+    """Return whether TransformerEngine has found a flash-attn that it can use.
+
+    It looks up versions of the distributions flash-attn and flash-attn-3. The module ``flash_attn``
+    says nothing: flash-attn-4, which TransformerEngine 2.11 does not know, has a part of it.
+    """
+    try:
+        importlib.import_module(f"{_ENGINE_ATTENTION}.backends")  # looks for them
+        versions = importlib.import_module(f"{_ENGINE_ATTENTION}.utils").FlashAttentionUtils
+    except (ImportError, AttributeError):
+        return False  # no TransformerEngine, or one that has another structure
+    return bool(versions.is_installed or versions.v3_is_installed)
 
 
 def prepare(config: Config) -> None:

@@ -9,7 +9,9 @@ chunk per virtual pipeline stage, with uninitialised weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -25,7 +27,7 @@ from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.models.rope import rope_type
 from rlpost.trainer import device, mtp, parallel
-from rlpost.trainer.attention_backends import Choice
+from rlpost.trainer.attention_backends import FLASH, FUSED, UNFUSED, Choice
 from rlpost.trainer.frozen import freeze_by_name, keep_graph
 from rlpost.trainer.kernels import chosen_attention, kernel_fields
 from rlpost.trainer.layer_specs import (
@@ -59,6 +61,15 @@ Megatron compares them by identity: of its two ``quick_gelu``, TransformerConfig
 that of ``fusions``.
 """
 
+ENGINE_VARIABLES = {
+    FLASH: "NVTE_FLASH_ATTN",
+    FUSED: "NVTE_FUSED_ATTN",
+    UNFUSED: "NVTE_UNFUSED_ATTN",
+}
+"""TransformerEngine's variables that allow a backend of attention; it reads them in each pass."""
+_allowed_backends: set[str] = set()
+"""Those of all models of this process."""
+
 
 def build_model(description: ModelDescription, config: Config) -> list[GPTModel]:
     """Build this rank's chunks of the model, on the current device. Needs parallel state.
@@ -88,7 +99,8 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
             stage=stage,
             adapt=None if config.lora.lora_rank is None else partial(adapt_layers, config=config),
         )
-        chunks.append(_chunk(transformer, description, spec, stage))
+        with _restrict_engine(attention):
+            chunks.append(_chunk(transformer, description, spec, stage))
         if config.grpo.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
         _settle(chunks[-1], transformer.params_dtype)
@@ -100,6 +112,22 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
             keep_graph(chunks[-1])
     freeze_by_name(chunks, config, tied=description.tied)
     return chunks
+
+
+@contextmanager
+def _restrict_engine(attention: Choice) -> Iterator[None]:
+    """Allow TransformerEngine the backends that were chosen, after Megatron has built a model.
+
+    By default Megatron allows all three, and expects that while it builds the next model. Where
+    the other two refuse a pass, TransformerEngine would take its unfused attention in silence,
+    whose scores take memory of the square of the longest sequence.
+    """
+    for variable in ENGINE_VARIABLES.values() if _allowed_backends else ():
+        os.environ.pop(variable, None)
+    yield
+    _allowed_backends.update(attention.backends)
+    for backend, variable in ENGINE_VARIABLES.items() if _allowed_backends else ():
+        os.environ[variable] = str(int(backend in _allowed_backends))
 
 
 def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:

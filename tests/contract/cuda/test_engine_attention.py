@@ -20,6 +20,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from rlpost.trainer import model
 from rlpost.trainer.attention_backends import (
     ALL_GATHER,
     FLASH,
@@ -27,15 +28,18 @@ from rlpost.trainer.attention_backends import (
     OF_ENGINE,
     UNFUSED,
     Attention,
+    Choice,
     Gpu,
     backends,
 )
+from rlpost.trainer.model import ENGINE_VARIABLES
 from tests.contract import families
 from tests.contract.cuda.conftest import run
 from tests.contract.cuda.engine_source import engine_source
 from tests.contract.cuda.library_source import Source
 
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
+BACKENDS = f"{FOLDER}/backends.py"
 UTILS, CONTEXT = f"{FOLDER}/utils.py", f"{FOLDER}/context_parallel.py"
 GPUS = [
     Gpu(capability, has_flash_attention=has)
@@ -280,3 +284,34 @@ def test_sequences_that_share_rows_reach_the_engine_with_separate_bounds(shared)
 def test_the_engine_selects_a_backend_for_sequences_that_share_rows(source, gpu, expected):
     asked = replace(cases()[0], key_width=128, value_width=128, is_16_bit=True, shares_rows=True)
     assert available(choice_on(source, gpu), asked, "p2p") - {UNFUSED} == expected
+
+
+def test_the_engine_looks_for_flash_attention_by_distribution_and_keeps_it(source):
+    """``device.has_flash_attention`` reads what these lines leave."""
+    text, names = source.text(BACKENDS), source.text(UTILS)
+    assert 'get_pkg_version("flash-attn")' in text and 'get_pkg_version("flash-attn-3")' in text
+    assert "FlashAttentionUtils as fa_utils" in text and "fa_utils.is_installed = True" in text
+    assert "is_installed = False" in names and "v3_is_installed = False" in names
+
+
+def test_the_variables_that_allow_a_backend_are_read_in_each_choice(source):
+    chosen = source.text(UTILS).partition("def get_attention_backend")[2]
+    for variable in ENGINE_VARIABLES.values():
+        assert f'os.getenv("{variable}", "1")' in chosen
+
+
+def test_the_engine_may_use_the_chosen_backends_alone_while_megatron_finds_none_set(monkeypatch):
+    """Also with a second model, or a second stage, in the process."""
+    monkeypatch.setattr(model, "_allowed_backends", set())
+    for variable in ENGINE_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    allowed = []
+    for chosen in ((), (FUSED,), (FUSED,), (FLASH,)):
+        with model._restrict_engine(Choice(frozenset(chosen))):
+            assert not os.environ.keys() & set(ENGINE_VARIABLES.values())
+            os.environ |= dict.fromkeys(ENGINE_VARIABLES.values(), "1")  # Megatron's "auto"
+        allowed.append([os.environ[variable] for variable in ENGINE_VARIABLES.values()])
+        if not chosen:  # a model without the engine's attention changes nothing
+            for variable in ENGINE_VARIABLES.values():
+                monkeypatch.delenv(variable)
+    assert allowed == [["1"] * 3, ["0", "1", "0"], ["0", "1", "0"], ["1", "1", "0"]]

@@ -343,7 +343,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 20
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 21
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 
@@ -441,4 +441,21 @@ def test_engines_compile_with_a_compiler_of_torch_s_cuda(
 ) -> None:
     facts = replace(FIT, **cuda("580.95.05", "13.0", torch), nvcc=nvcc)  # type: ignore[arg-type]
     (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "compiler"]
+    assert check.level == level and words in check.found
+
+
+@pytest.mark.parametrize(
+    ("preload", "share_gpus", "level", "words"),
+    [
+        (None, True, "OK", "not needed"),
+        ("", True, "OK", "loads"),
+        ("libcudart.so.13: cannot open", True, "FATAL_CONFIG", "cannot open; put the folder"),
+        ("libcudart.so.13: cannot open", False, "WARN", "LD_LIBRARY_PATH"),
+    ],
+)
+def test_the_library_that_engines_preload_has_loaded_on_the_node(
+    preload: str | None, share_gpus: bool, level: str, words: str
+) -> None:
+    facts, asked = replace(FIT, preload=preload), replace(WANTED, share_gpus=share_gpus)
+    (check,) = [each for each in check_host(facts, asked, SEEN) if each.name == "preload"]
     assert check.level == level and words in check.found
