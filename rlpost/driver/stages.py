@@ -7,6 +7,7 @@ concurrently under one deadline.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import time
@@ -67,17 +68,11 @@ class ClusterStages(RunStages):
         await startup.within_deadline(self.create_ranks(placement))
         self._actors = self.ranks.actors
         self._offload = Offload(config, self._actors, self._fleet, critics=self.ranks.critics)
-        if config.cluster.colocate:  # engines measure free memory, so the actors start first
-            await startup.within_deadline(
-                self.start_trainer(placement, ports, checkpoint), self.groups.start()
-            )
-            await startup.within_deadline(self._start_engines(num_ranks))
-        else:
-            await startup.within_deadline(
-                self.start_trainer(placement, ports, checkpoint),
-                self._start_engines(num_ranks),
-                self.groups.start(),
-            )
+        # Other groups may load for many minutes on nodes of their own.
+        await asyncio.gather(
+            self._start_policy(placement, ports, checkpoint),
+            startup.within_deadline(self.groups.start()),
+        )
         await self.stop.unless_requested(self.generation.connect(self._fleet.serving))
         weights = WeightCoordinator(
             config,
@@ -121,6 +116,18 @@ class ClusterStages(RunStages):
         await self.observation.attach(self._actors, self._fleet, weights)
         await self.follow_engines(self._fleet)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
+
+    async def _start_policy(
+        self, placement: Placement, ports: Ports, checkpoint: Path | None
+    ) -> None:
+        """Start the trainer and the policy's engines, within the deadline."""
+        startup, num_ranks = self.startup, len(placement.actors)
+        trainer = self.start_trainer(placement, ports, checkpoint)
+        if self.config.cluster.colocate:  # engines measure free memory, so the ranks start first
+            await startup.within_deadline(trainer)
+            await startup.within_deadline(self._start_engines(num_ranks))
+        else:
+            await startup.within_deadline(trainer, self._start_engines(num_ranks))
 
     async def _begin_recovery(
         self, placement: Placement, ports: Ports, weights: WeightCoordinator
