@@ -34,12 +34,11 @@ from rlpost.algorithm.shared_prefix import (
 )
 from rlpost.algorithm.turns import group_turn_advantages
 from rlpost.columns import RunColumn
-from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
-from rlpost.models.model_types import HfConfig
+from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 from rlpost.rollout.episode_metrics import episode_metrics
 from rlpost.rollout.episode_results import is_episode
 from rlpost.rollout.evaluate import summarise

@@ -22,7 +22,10 @@ from rlpost.types import EngineAddress
 logger = logging.getLogger(__name__)
 
 CALL_S = 10.0  # timeout of one request to the server
-LONGEST_GENERATION_S = 4 * 3600  # timeout of one request
+LONGEST_GENERATION_S = 24 * 3600
+"""Timeout of one request. An engine that hangs is found by its health; answers of 128k tokens on
+few GPUs take hours, because SGLang retracts and queues some of them.
+"""
 INITIAL_VERSION = "0"  # an engine's version of the weights of its model folder
 
 

@@ -47,6 +47,9 @@ ENVIRONMENT = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
+    # DeepGEMM (FP8) compiles kernels for every number of tokens at the first start, 16,000 or more in
+    # 10 to 20 minutes; with this 3,000 of them, the small numbers all.
+    "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",
     # otherwise /health generates, and fails while paused
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }

@@ -37,6 +37,7 @@ from common.local_gpus import hidden_gpu_problem
 from common.log_format import configure_logging
 from rlpost.config.server_arg_values import typed_args
 from rlpost.engines.asgi import App, Receive, Scope, Send, answer_json
+from rlpost.engines.blackwell import updatable_kernels
 from rlpost.engines.cpu_memory import memory_fraction
 from rlpost.engines.cuda_graphs import graph_settings
 from rlpost.engines.engine_activity import EngineActivity
@@ -46,6 +47,10 @@ from rlpost.errors import ConfigError
 from rlpost.observe.spans import SPANS, clock_and_spans
 
 LISTEN_POLL_S = 0.02
+PAUSED_NICENESS = 10
+"""Of engines that are paused while a trainer rank computes on the same CPUs: SGLang 0.5.21 polls
+without a pause then, and ranks with an optimizer on the host need the cores.
+"""
 STAND_INS = Path(__file__).with_name("sglang_on_cpu")
 WITHOUT_CUDA: Mapping[str, object] = {
     "device": "cpu",
@@ -270,6 +275,10 @@ def run_engine(
             graphs = graph_settings(settings, os.environ)
             os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
             settings |= graphs.server_args
+            if settings.get("enable_memory_saver"):
+                os.nice(PAUSED_NICENESS)
+            capability = torch.cuda.get_device_capability()
+            settings |= updatable_kernels(settings, _hf_config(settings["model_path"]), capability)
         elif (folder := Path(str(settings["model_path"]))).is_dir():
             free = psutil.virtual_memory().available
             fraction = memory_fraction(folder, {**WITHOUT_CUDA, **settings}, free)
@@ -299,6 +308,12 @@ def run_engine(
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _hf_config(folder: object) -> dict[str, Any]:
+    """Return config.json of a folder; empty for a name on the hub, which SGLang looks up itself."""
+    file = Path(str(folder)) / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def prepared_processes(secret: str) -> dict[str, Any]:

@@ -18,10 +18,8 @@ from rlpost.config.engine_nodes import nodes_for, num_that_fit
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
-from rlpost.models.model_types import HfConfig
+from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 
-EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Keys of the number of experts in config.json, by model family."""
 TENSOR, PIPELINE, CONTEXT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

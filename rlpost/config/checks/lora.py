@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.engine_args import MODULES, adapter_args
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.models.families import family_of
-from rlpost.models.model_types import HfConfig
+from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 
 ATTENTION = ("linear_qkv", "linear_proj")
 """Targets that are projections of attention."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.config.checks.layout import EXPERT_KEYS
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled, value_text
+from rlpost.models.model_types import EXPERT_KEYS
 
 REPLAY = ("use_rollout_routing_replay", "use_routing_replay")
 

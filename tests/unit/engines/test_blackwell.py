@@ -1,0 +1,31 @@
+"""Which engines get kernels that keep the layout of the checkpoint."""
+
+import pytest
+
+from rlpost.engines.blackwell import DENSE, EXPERTS, TRITON, updatable_kernels
+
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+MIXTURE, DENSE_MODEL = {"num_experts": 8}, {"num_experts": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DENSE_MODEL, {}),
+        (MIXTURE, {EXPERTS: TRITON}),
+        ({"text_config": MIXTURE}, {EXPERTS: TRITON}),
+        (DENSE_MODEL | FP8, {DENSE: TRITON}),
+        (MIXTURE | FP8, {EXPERTS: TRITON, DENSE: TRITON}),
+        (MIXTURE | MXFP4, {}),
+    ],
+)
+def test_kernels_by_model(config, expected):
+    assert updatable_kernels({}, config, (10, 0)) == expected
+    assert updatable_kernels({}, config, (12, 0)) == expected
+    assert updatable_kernels({}, config, (9, 0)) == {}
+
+
+def test_the_user_s_choice_counts():
+    given = {EXPERTS: "flashinfer_trtllm_routed", DENSE: "auto"}
+    assert updatable_kernels(given, MIXTURE | FP8, (10, 3)) == {DENSE: TRITON}
