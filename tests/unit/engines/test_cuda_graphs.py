@@ -67,12 +67,16 @@ def started_with(
     module("sglang.srt.server_args", ServerArgs=partial(SimpleNamespace, **DEFAULTS))
     module("sglang.srt.utils", kill_process_tree=lambda pid, include_parent: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(os, "nice", lambda by: seen.update(niceness=by))
     monkeypatch.setattr(server, "typed_args", dict)
     monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
     always = {**server.LOGGING, **server.ON_CUDA}
     assert {name: seen["server_args"].pop(name) for name in always} == always
+    is_paused = bool(arguments.get("enable_memory_saver"))
+    assert seen.get("niceness") == (server.PAUSED_NICENESS if is_paused else None)
     return seen["environment"], seen["server_args"]
 
 
