@@ -11,7 +11,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install clients system assets quickstart test test-fast test-gpu test-slurm mutants lint format hooks lock jobs docs docs-site clean
+.PHONY: help install clients system assets quickstart test test-fast test-gpu test-gpu-packages test-slurm mutants lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -43,6 +43,9 @@ test-slurm: install system  ## the tests of batch script, preemption, requeue an
 test-gpu: install  ## every check that needs a GPU, and an answer for each
 	$(BIN)/python -m tools.gpu_check $(GPU_ARGS)
 
+test-gpu-packages:  ## the packages of the GPU lock, without a GPU: 9 GB, 10 minutes
+	@tools/gpu_packages.sh
+
 mutants: install assets  ## mutation testing of six modules, half an hour on two idle cores
 	@tools/mutants.sh $(VENV)
 
@@ -71,4 +74,4 @@ hooks: install  ## style and types before each commit
 	$(BIN)/pre-commit install
 
 clean:  ## forget the environment and what was made (runs/ stays)
-	rm -rf $(VENV) .venv-clients .venv-mutants mutants assets build dist *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-mutants .venv-gpu-packages mutants assets build dist *.egg-info

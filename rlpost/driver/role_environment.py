@@ -45,7 +45,7 @@ def role_variables(config: Config, environment: Mapping[str, str]) -> tuple[Role
             DEEP_EP,
             "1" if config.model.moe_token_dispatcher_type == "flex" else None,
             None,
-            "ranks import DeepEP only where they dispatch with it (rlpost/trainer/deep_ep.py)",
+            "ranks import DeepEP only where they dispatch with it (rlpost/trainer/optional_packages.py)",
         ),
         RoleVariable(
             CUMEM,

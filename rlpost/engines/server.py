@@ -278,7 +278,9 @@ def run_engine(
             if settings.get("enable_memory_saver"):
                 os.nice(PAUSED_NICENESS)
             capability = torch.cuda.get_device_capability()
-            settings |= updatable_kernels(settings, _hf_config(settings.get("model_path")), capability)
+            settings |= updatable_kernels(
+                settings, _hf_config(settings.get("model_path")), capability
+            )
         elif (folder := Path(str(settings["model_path"]))).is_dir():
             free = psutil.virtual_memory().available
             fraction = memory_fraction(folder, {**WITHOUT_CUDA, **settings}, free)

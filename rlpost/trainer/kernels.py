@@ -18,7 +18,7 @@ from rlpost.config.transformer_engine import RULED_OUT, Need, needs
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.models.rope import attention_factor
-from rlpost.trainer import deep_ep, device
+from rlpost.trainer import device, optional_packages
 from rlpost.trainer.attention_backends import Choice, Options, choose
 from rlpost.trainer.layer_specs import LOCAL, has_transformer_engine
 from rlpost.trainer.model_description import ModelDescription
@@ -139,7 +139,9 @@ def _clamps_before_bias(description: ModelDescription) -> bool:
 
 def _packages_missing(config: Config) -> list[str]:
     problems = []
-    if config.model.moe_token_dispatcher_type == "flex" and (problem := deep_ep.problem()):
+    if config.model.moe_token_dispatcher_type == "flex" and (
+        problem := optional_packages.deep_ep_problem()
+    ):
         problems.append(f"--moe-token-dispatcher-type flex: {problem}; or choose alltoall")
     fuses = config.megatron.options.get("gradient_accumulation_fusion")
     if fuses and not _is_installed(APEX_KERNEL):

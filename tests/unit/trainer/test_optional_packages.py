@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.trainer import deep_ep
+from rlpost.trainer import optional_packages as packages
 
 CLASSES = "class Buffer: ...\nclass EventHandle: ...\nclass EventOverlap: ...\n"
 UTILS_OF_2 = "from deep_ep import EventHandle\n"
@@ -26,9 +26,9 @@ def has_deep_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for name in ("deep_ep", "deep_ep.utils"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setenv(deep_ep.VARIABLE, str(int(is_asked)))
-        monkeypatch.setattr(deep_ep, "_problems", [])
-        deep_ep.prepare()
+        monkeypatch.setenv(packages.VARIABLE, str(int(is_asked)))
+        monkeypatch.setattr(packages, "_problems", [])
+        packages.prepare()
         # Megatron's own statements, again
         spec = importlib.util.spec_from_file_location("fused_a2a_again", fused_a2a.__file__)
         assert spec is not None and spec.loader is not None
@@ -45,12 +45,12 @@ def has_deep_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_megatron_has_deep_ep_two_where_it_is_asked_for(has_deep_ep):
     assert has_deep_ep(True)
-    assert deep_ep.problem() is None
+    assert packages.deep_ep_problem() is None
 
 
 def test_native_code_of_other_ranks_is_not_run(has_deep_ep):
     assert not has_deep_ep(False, code="raise AssertionError")
-    assert "is not imported in this process" in deep_ep.problem()
+    assert "is not imported in this process" in packages.deep_ep_problem()
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,13 @@ def test_native_code_of_other_ranks_is_not_run(has_deep_ep):
 )
 def test_an_import_that_fails_is_named_with_its_reason(has_deep_ep, code, words):
     assert not has_deep_ep(True, code=code)
-    assert words in deep_ep.problem()
+    assert words in packages.deep_ep_problem()
+
+
+def test_a_package_that_takes_seconds_to_import_is_hidden(monkeypatch):
+    for name in packages.UNUSED:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    packages.prepare()
+    for name in packages.UNUSED:
+        with pytest.raises(ImportError):
+            importlib.import_module(name)

@@ -1,13 +1,13 @@
-"""DeepEP, which Megatron-core imports in every rank. No torch.
+"""Packages of SGLang that Megatron-core imports in every rank, where they are not used. No torch.
 
 Megatron's ``fused_a2a`` imports ``deep_ep`` wherever it is installed, also for dense models. On a
 machine with a GPU that import runs native code and asserts that a CUDA toolkit and a single NCCL
-are there; Megatron catches ImportError alone, so a rank would end with a bare AssertionError.
-SGLang's requirements install DeepEP everywhere, so it is hidden from ranks whose dispatcher is
-another one.
+are there; Megatron catches ImportError alone, so a rank would end with a bare AssertionError. Its
+contexts for inference import ``flashinfer``, which takes seconds. SGLang's requirements install
+both everywhere, so they are hidden from ranks that do not use them.
 
 Input: ``VARIABLE``, which the driver sets for ranks that dispatch with DeepEP. Output: ``deep_ep``
-as Megatron-core 0.16 expects it, or as if it were not installed; ``problem`` says why.
+as Megatron-core 0.16 expects it, or as if it were not installed; ``deep_ep_problem`` says why.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ import sys
 VARIABLE = "RLPOST_DEEP_EP"
 """1 in ranks with ``--moe-token-dispatcher-type flex``."""
 
+UNUSED = ("flashinfer",)
+"""Hidden from every process that imports the trainer."""
 _problems: list[str] = []
 
 
 def prepare() -> None:
-    """Import ``deep_ep`` if ``VARIABLE`` is 1, else hide it; call it before Megatron's import.
+    """Hide the packages that are not used; call it before Megatron's import.
+
+    ``deep_ep`` is imported if ``VARIABLE`` is 1.
 
     Megatron-core 0.16.1 imports ``EventOverlap`` from ``deep_ep.utils``, where DeepEP 2 no longer
     has it.
     """
+    for name in UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     if "deep_ep" in sys.modules:
         return
     if os.environ.get(VARIABLE) != "1":
@@ -44,7 +50,7 @@ def prepare() -> None:
         utils.EventOverlap = package.EventOverlap  # type: ignore[attr-defined]
 
 
-def problem() -> str | None:
+def deep_ep_problem() -> str | None:
     """Return why Megatron has no DeepEP in this process; None if it has."""
     from megatron.core.transformer.moe import fused_a2a
 
