@@ -188,6 +188,9 @@ class SupervisedTokenizer(PromptTokenizer):
                 if start <= begin < stop or begin < start < end
             ]
             ends = [index for index in in_span if ids[index] in end_ids]
+            # Phi-3: an end token after that of the turn
+            while len(ends) > 1 and not self._written(ids[ends[-2] + 1 : ends[-1]]).strip():
+                ends.pop()
             for index in in_span:
                 mask[index] = int(not ends or index <= ends[-1])
             trained = [ids[index] for index in in_span if mask[index] and ids[index] not in end_ids]
@@ -244,7 +247,16 @@ class SupervisedTokenizer(PromptTokenizer):
                 continue
             before = self._render(messages[:number], generation_prompt=True)
             after = self._render(messages[: number + 1], generation_prompt=False)
-            if not (text.startswith(after) and after.startswith(before)):
+            if not after.startswith(before):
+                same = next(
+                    at for at in range(len(before), -1, -1) if after.startswith(before[:at])
+                )
+                raise DataError(
+                    f"message {number + 1} (role 'assistant'): the chat template begins a new answer with "
+                    f"{before[same:]!r:.80}, and writes this one without it; give the prompt and the response as text "
+                    "(--label-key), or other arguments (--apply-chat-template-kwargs)"
+                )
+            if not text.startswith(after):
                 raise DataError(
                     f"message {number + 1} of a conversation is rendered differently when others follow: the chat "
                     "template rewrites earlier turns; give each turn as a separate line of the data"

@@ -162,6 +162,11 @@ def published(folder, name, special, ends):
             ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
             ["<|end_of_text|>", "<|eot_id|>"],
         ),
+        (
+            "phi3",
+            ["<s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"],
+            ["<|endoftext|>", "<|end|>"],
+        ),
         ("qwen2_5", ["<|endoftext|>", "<|im_end|>", "<|im_start|>"], ["<|im_end|>", "<|endoftext|>"]),
     ],
 )  # fmt: skip

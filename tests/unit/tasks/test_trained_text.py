@@ -211,6 +211,14 @@ def test_ids_of_responses_are_compared_with_the_models_vocabulary(tokenizers, tm
         prompts.all()
 
 
+def test_the_tag_that_messages_are_written_without_is_named(tokenizers, tmp_path) -> None:
+    words = "begins a new answer with '<think>.n', and writes this one without it; give the prompt"
+    with pytest.raises(DataError, match=words):
+        trained_texts(
+            tokenizers["opens"], {"input": chat("q", "hm</think>2")}, tmp_path / "p.jsonl"
+        )
+
+
 def test_a_template_that_opens_the_thought_may_have_it_in_the_message(tmp_path) -> None:
     folder = tmp_path / "opening"
     template = PLAIN.replace(
