@@ -136,10 +136,9 @@ class SupervisedTokenizer(PromptTokenizer):
             )
         if not has_channels:  # those of the channels are special
             self._check_special(label, "the label")
-        ids = self.encode(label)
-        if not self.decode(ids).strip():
+        if not any(_parts({"content": label})):
             raise DataError("the label has no text to train on; give it, or remove the row")
-        return [*ids, self._end() if end is None else end]
+        return [*self.encode(label), self._end() if end is None else end]
 
     def _split_end(self, text: str) -> tuple[str, int | None]:
         """Return a response without the end tokens that it ends with, and the id of the first."""
@@ -180,7 +179,7 @@ class SupervisedTokenizer(PromptTokenizer):
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         mask = [0] * len(ids)
         end_ids = self._end_ids
-        for number, (start, stop) in spans.items():
+        for start, stop in spans:
             # also a token that begins before the message and holds its first characters
             in_span = [
                 index
@@ -193,12 +192,6 @@ class SupervisedTokenizer(PromptTokenizer):
                 ends.pop()
             for index in in_span:
                 mask[index] = int(not ends or index <= ends[-1])
-            trained = [ids[index] for index in in_span if mask[index] and ids[index] not in end_ids]
-            if not self._written(trained).strip():
-                raise DataError(
-                    f"message {number + 1} (role 'assistant') has no text to train on, as the chat template writes it; "
-                    "give its text, or remove the message"
-                )
             if ends:
                 continue
             # GLM-4.5: the token of the next role ends an answer, and nothing follows the last one
@@ -236,12 +229,12 @@ class SupervisedTokenizer(PromptTokenizer):
                 return following[0]
         return self._end()
 
-    def _assistant_spans(self, messages: Messages, text: str) -> dict[int, tuple[int, int]]:
+    def _assistant_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return start and end of each assistant message in ``text``, the rendered conversation.
 
-        By the message's position. Raises DataError if the message is not rendered as it is.
+        Raises DataError if one is not rendered as it is.
         """
-        spans = {}
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -265,7 +258,7 @@ class SupervisedTokenizer(PromptTokenizer):
             self._check_special(_text_of(message), what)
             opened = _OPEN_THOUGHT.search(before)
             _check_trained(message, (opened[0] if opened else "") + after[len(before) :], what)
-            spans[number] = (len(before), len(after))
+            spans.append((len(before), len(after)))
         return spans
 
     def _render(self, messages: Messages, *, generation_prompt: bool) -> str:
@@ -280,10 +273,13 @@ def _check_trained(message: Mapping[str, object], rendered: str, what: str) -> N
     Templates silently leave out thoughts or tool calls, or repeat a tag that the prompt has.
 
     Raises:
-        DataError: a part is missing, or a thought begins twice.
+        DataError: there is no text, a part is missing, or a thought begins twice.
     """
+    parts, calls = list(_parts(message)), list(_calls(message))
+    if not parts and not calls:
+        raise DataError(f"{what} has no text to train on; give its text, or remove the message")
     plain, at = " ".join(rendered.split()), 0
-    for part in _parts(message):
+    for part in parts:
         position = plain.find(part, at)
         if position < 0:
             raise DataError(
@@ -291,7 +287,7 @@ def _check_trained(message: Mapping[str, object], rendered: str, what: str) -> N
                 "writes it, or give the prompt and the response as text (--label-key)"
             )
         at = position + len(part)
-    for call in _calls(message):
+    for call in calls:
         if call not in rendered:
             raise DataError(
                 f"the chat template does not write the tool call {call!r:.80} of {what}; use a template that "

@@ -63,7 +63,7 @@ def test_a_prompt_without_a_response_and_a_template_that_rewrites_turns_are_refu
     with pytest.raises(DataError, match="prompt 7 has no response to train on; set --label-key"):
         sample_of(tokenize, [{"role": "user", "content": "ab"}])
     with pytest.raises(DataError, match="needs a message before"):
-        tokenize([{"role": "assistant", "content": ""}])
+        tokenize([{"role": "assistant", "content": "ab"}])
     rewriting = tokenizer(tmp_path, REWRITING)
     turns = [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")]
     with pytest.raises(DataError, match=r"message 2 .* template rewrites earlier turns"):
