@@ -295,7 +295,7 @@ _SHORT_FLOATS = {"halffloat": ("e", range(3, 6)), "float": ("f", range(6, 10))}
 
 def _has_short_floats(kind: Any) -> bool:
     """Whether values of an Arrow type hold floats of 16 or 32 bits, at any depth."""
-    return any(f"{name}" in re.findall(r"\w+", str(kind)) for name in _SHORT_FLOATS)
+    return not _SHORT_FLOATS.keys().isdisjoint(re.findall(r"\w+", str(kind)))
 
 
 def _shortest(value: Any, kind: Any) -> Any:
@@ -330,8 +330,9 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as source:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
-            repeated = [name for name, count in Counter(names).items() if count > 1]
-            if repeated and (kept is None or repeated[0] in kept):
+            counts = Counter(name for name in names if kept is None or name in kept)
+            repeated = [name for name, count in counts.items() if count > 1]
+            if repeated:
                 raise DataError(
                     f"{path}: two columns are called {repeated[0]!r}; rename one, or name the columns to read "
                     "(--metadata-key)"
