@@ -216,7 +216,10 @@ class Rows:
             with self.path.open("rb") as file:
                 new_version = _version(file)
                 digest = hashlib.file_digest(file, hashlib.blake2b).digest()
-                if digest != self._digest or _version(file) != new_version:
+                is_same_size = new_version[0] == self._offsets[-1]
+                if is_same_size and _version(file) != new_version:
+                    return  # written while it was read; the caller compares again
+                if digest != self._digest:
                     raise FileChanged(
                         f"{self.path}: the file changed while the run reads it, so its rows are no longer those of "
                         "the prompts' order; restore its content, or start a new run with the new file"
