@@ -6,7 +6,7 @@ import struct
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpost.tasks.number_text import number_text, plain_text
@@ -51,6 +51,7 @@ def test_other_values_are_their_own_text() -> None:
         number_text(math.nan)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=4))
 def test_floats_of_32_bits_have_their_own_shortest_digits(tmp_path_factory, values) -> None:
     import pyarrow
