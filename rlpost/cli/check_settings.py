@@ -469,11 +469,11 @@ def _prompt_problems(config: Config) -> list[str]:
         return [
             "--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"
         ]
-    problems = []
+    problems, read = [], partial(check_prompts, has_environment=bool(config.env.env))
     if is_there(rollout.prompt_data):
-        problems += _of_file(
-            "--prompt-data", _collect(lambda: check_prompts(rollout.prompt_data, rollout))
-        )
+        trains = config.grpo.is_supervised
+        new_problems = _collect(partial(read, rollout.prompt_data, rollout, trains_label=trains))
+        problems += _of_file("--prompt-data", new_problems)
     try:
         sets = eval_sets(config.eval)
     except ConfigError:  # reported by another check
@@ -481,7 +481,7 @@ def _prompt_problems(config: Config) -> list[str]:
     for one in sets:
         settings = set_settings(one, config.eval, rollout)
         if is_there([one.path]):
-            new_problems = _collect(partial(check_prompts, [one.path], settings))
+            new_problems = _collect(partial(read, [one.path], settings))
             problems += _of_file(f"--eval-prompt-data {one.name}", new_problems)
         if any(getattr(one, key) is not None for key in REWARD_KEYS):
             new_problems = _collect(partial(check_reward, settings))

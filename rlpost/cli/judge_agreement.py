@@ -27,6 +27,7 @@ from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.tasks.judge.judge import ChatClient, Comparison, Judge
 from rlpost.tasks.judge.judge_file import JudgeFile, prompt_values, read_judge
 from rlpost.tasks.judge.verdicts import Agreement, NoVerdict, Verdict, agreement, parse_verdict
+from rlpost.tasks.number_text import plain_text
 from rlpost.tasks.rows import Rows
 
 SHOWN = 3  # rows that differ
@@ -118,8 +119,8 @@ def read_rows(source: str, file: JudgeFile, *, human_key: str = "human") -> list
                 raise DataError(f"{where}: no key {key!r}; it has {', '.join(row)}")
         rest = {key: value for key, value in row.items() if key not in (*answers, human_key)}
         label, prompt = rest.pop("label", None), str(rest.pop("prompt"))
-        values = prompt_values(prompt, None if label is None else str(label), rest)
-        human = parse_verdict(f"{file.grammar.marker} {row[human_key]}", file.grammar)
+        values = prompt_values(prompt, None if label is None else plain_text(label), rest)
+        human = parse_verdict(f"{file.grammar.marker} {plain_text(row[human_key])}", file.grammar)
         if isinstance(human, NoVerdict):
             raise DataError(f"{where}: {human_key!r} is {row[human_key]!r}; {human.why}")
         texts = tuple(str(row[key]) for key in answers)

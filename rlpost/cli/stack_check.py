@@ -14,35 +14,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from rlpost.cli.resolved_model import differences, engine_model, model_context, trainer_model
+from rlpost.cli.row_check import check_rows
 from rlpost.config.checks.context_length import engine_context
-from rlpost.config.eval_sets import eval_sets, set_settings
-from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.config.eval_sets import eval_sets
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.errors import ConfigError, RlpostError
 from rlpost.models.families import FAMILIES
 from rlpost.tasks.passed_checks import PassedCheck, model_files
-from rlpost.tasks.prompt_settings import prompt_fields
-from rlpost.tasks.prompts import PromptSet
-from rlpost.tasks.rows import Rows, split_source
-from rlpost.tasks.supervised import SupervisedTokenizer
-from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.tasks.rows import split_source
+from rlpost.tasks.tokenizer import eos_token_ids
 from rlpost.trainer.model_description import read_description
 
 PROJECT = Path(__file__).parents[2]
 OVERRIDES = "--sglang-json-model-override-args"
-RENDERED = 64
-"""Rows of a file that are rendered: the first, and others at equal distances."""
-SEARCHED = 2048
-"""First rows of a file in which each new sequence of roles is rendered as well, up to RENDERED."""
 DEADLINE_S = 120.0
 NOT_INSTALLED = (
     "transformers is not installed here: the model's configuration and its chat template are checked "
@@ -206,90 +198,6 @@ def _generation_eos(folder: Path) -> Any:
     return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
 
 
-def prompt_problems(config: Config) -> list[str]:
-    """Return the first problem of each prompt file whose sample of rows is tokenized as in a run."""
-    applies = {"apply_chat_template": config.applies_chat_template}
-    run, folder = config.rollout.model_copy(update=applies), config.checkpoint.hf_checkpoint
-    kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
-    sources: list[tuple[str, Sequence[str], RolloutConfig, type[PromptTokenizer]]] = [
-        ("--prompt-data", run.prompt_data, run, kind)
-    ]
-    for one in eval_sets(config.eval):
-        settings = set_settings(one, config.eval, run)
-        sources.append((f"--eval-prompt-data {one.name}", [one.path], settings, PromptTokenizer))
-    vocab_size = json.loads((Path(folder) / "config.json").read_text()).get("vocab_size")
-    problems = []
-    for flag, files, settings, make in sources:
-        try:
-            tokenizer = make(
-                folder,
-                apply_chat_template=settings.apply_chat_template,
-                template_kwargs=settings.apply_chat_template_kwargs,
-            )
-        except ConfigError as error:
-            return str(error).splitlines()  # the same for each file
-        for file in files:
-            try:
-                _tokenize_sample(file, settings, tokenizer, vocab_size)
-            except DataError as error:
-                problems.append(f"{flag}: {error}")
-    return problems
-
-
-def _tokenize_sample(
-    file: str, settings: RolloutConfig, tokenizer: PromptTokenizer, vocab_size: int | None
-) -> None:
-    """Tokenize a sample of the rows of a file.
-
-    Raises:
-        DataError: a row of the sample is bad; with ``--bad-prompts skip`` all of them are.
-    """
-    skips, fields = settings.bad_prompts == "skip", prompt_fields(settings)
-    prompts = PromptSet(file, tokenize=tokenizer, fields=fields, skip_bad=False)
-    rows = Rows(file, columns=fields.columns)
-    errors = []
-    positions = sample_of(rows, fields.input_key)
-    for position in positions:
-        try:
-            prompt = prompts.prompt(position, position)
-            assert prompt is not None
-            largest = max(prompt.token_ids)
-            if vocab_size is not None and largest >= vocab_size:
-                raise DataError(
-                    f"{rows.where(position)}: the tokenizer gives the id {largest}, and the model has vocab_size = "
-                    f"{vocab_size}; use the tokenizer of this model"
-                )
-        except DataError as error:
-            errors.append(error)
-    if errors and (not skips or len(errors) == len(positions)):
-        raise errors[0]
-
-
-def sample_of(rows: Rows, key: str) -> list[int]:
-    """Return the positions of the rows to render, in order."""
-    step = max(1, len(rows) // RENDERED)
-    chosen = set(range(0, len(rows), step)[:RENDERED])
-    seen: set[tuple[str, ...]] = set()
-    for position in range(min(len(rows), SEARCHED)):
-        try:
-            roles = tuple(_roles(rows.row(position).get(key)))
-        except DataError:
-            continue  # ``check_prompts`` reports it
-        if roles not in seen and len(seen) < RENDERED:
-            seen.add(roles)
-            chosen.add(position)
-    return sorted(chosen)
-
-
-def _roles(messages: object) -> Iterator[str]:
-    """Yield the role of each message; of alternating roles only the first two."""
-    given = messages if isinstance(messages, list) else []
-    roles = [str(one.get("role")) for one in given if isinstance(one, dict)]
-    for index, role in enumerate(roles):
-        if index < 2 or role != roles[index - 2]:
-            yield role
-
-
 def main() -> int:
     """Read the settings from standard input, and write the result as JSON."""
     config = parse_dump(sys.stdin.read())
@@ -298,7 +206,8 @@ def main() -> int:
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then does without it
     problems, notes = model_problems(config)
     if not problems:
-        problems = prompt_problems(config)
+        problems, row_notes = check_rows(config)
+        notes += row_notes
     json.dump({"problems": problems, "notes": notes}, result)
     result.close()
     return 0

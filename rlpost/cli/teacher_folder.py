@@ -107,29 +107,48 @@ def _weight_problem(load: str) -> str | None:
 def vocabulary_problem(own: Path, theirs: Path) -> str | None:
     """Return how the vocabulary of ``theirs`` differs from that of ``own``; None if it does not.
 
-    Vocabularies are equal if one of their files is the same byte for byte, or if tokenizer.json maps
-    the same tokens to the same ids; no tokenizer is loaded. A file that only one folder has does
-    not count while another can be compared.
+    It may have more tokens. Where both folders have a tokenizer.json it decides; else the other
+    vocabulary files, byte for byte, and the added tokens. No tokenizer is loaded.
     """
     common = [name for name in VOCABULARIES if (own / name).is_file() and (theirs / name).is_file()]
     if not common:
         return f"no vocabulary file in common with {own} ({', '.join(VOCABULARIES)})"
-    if any((own / name).read_bytes() == (theirs / name).read_bytes() for name in common):
-        return None
-    if "tokenizer.json" not in common:
+    is_whole = "tokenizer.json" in common
+    differs = [(own / name).read_bytes() != (theirs / name).read_bytes() for name in common]
+    if not is_whole and all(differs):
         return f"{common[0]} differs from that of {own}"
-    ours, other = _token_ids(own / "tokenizer.json"), _token_ids(theirs / "tokenizer.json")
+    read = _all_tokens if is_whole else _added_tokens
+    try:
+        ours, other = read(own), read(theirs)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"the tokenizer of {theirs} cannot be compared with that of {own}: {error!r}"
+    if not is_whole and not other:  # the folder does not say
+        return None
     for token, number in sorted(ours.items(), key=lambda pair: pair[1]):
         if other.get(token) != number:
             return f"token {token!r} has id {number} in {own} and {other.get(token)} in {theirs}"
     return None
 
 
-def _token_ids(file: Path) -> dict[str, int]:
-    """The id of each token of a tokenizer.json, added tokens included."""
-    content: dict[str, Any] = json.loads(file.read_text())
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """The id of each token that a folder adds to its vocabulary file, special ones included."""
+    added: dict[str, int] = {}
+    if (folder / "added_tokens.json").is_file():
+        added |= json.loads((folder / "added_tokens.json").read_text())
+    if (folder / "tokenizer_config.json").is_file():
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        decoder = config.get("added_tokens_decoder") or {}
+        added |= {entry["content"]: int(number) for number, entry in decoder.items()}
+    if (folder / "tokenizer.json").is_file():
+        content = json.loads((folder / "tokenizer.json").read_text())
+        added |= {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    return added
+
+
+def _all_tokens(folder: Path) -> dict[str, int]:
+    """The id of each token of a folder with a tokenizer.json, added tokens included."""
+    content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # unigram models list [token, score] by id
         vocab = {entry[0]: number for number, entry in enumerate(vocab)}
-    added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
-    return {**vocab, **added}
+    return {**vocab, **_added_tokens(folder)}

@@ -138,13 +138,15 @@ def _entry(file: Path, number: int, entry: dict[str, object]) -> EvalSet:
             f"{where}: unknown key '{unknown}'{suggestion(unknown, known)}; known: {', '.join(known)}"
         )
     try:
-        made = EvalSet.model_validate(entry)
+        one_set = EvalSet.model_validate(entry)
     except ValidationError as error:
         faults = [
             f"{fault['loc'][0]} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()
         ]
         raise ConfigError(f"{where}: {'; '.join(faults)}") from None
-    return made.model_copy(update={"path": str(file.parent / Path(made.path).expanduser())})
+    if "://" in one_set.path:  # a check reports it
+        return one_set
+    return one_set.model_copy(update={"path": str(file.parent / Path(one_set.path).expanduser())})
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -326,7 +326,8 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
     def absolute(path: str) -> str:
         known = expanded(path, variables)
-        return known if known.startswith("$") else str(base / Path(known).expanduser())
+        is_other = known.startswith("$") or "://" in known  # a check reports a URL
+        return known if is_other else str(base / Path(known).expanduser())
 
     for name, group in groups().items():
         node = getattr(config, name)

@@ -50,11 +50,12 @@ from rlpost.rollout.response_builder import GenerateFunction, write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
-from rlpost.tasks.prompt_settings import longest_prompt, prompt_fields
+from rlpost.tasks.prompt_settings import prompt_set
 from rlpost.tasks.prompts import PromptSet
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
 from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.tasks.vocabulary import vocabulary_size
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
 T = TypeVar("T")
@@ -146,23 +147,15 @@ class Generation:
 
         Raises DataError for an unreadable file.
         """
-        self._prompts = self.prompt_set(self._config.rollout.prompt_data, self._config.rollout)
-
-    def prompt_set(self, sources: str | Sequence[str], rollout: RolloutConfig) -> PromptSet:
-        """Return the prompts of files, read with the keys of ``rollout``."""
-        return PromptSet(
-            sources,
-            tokenize=self._tokenizer_for(rollout),
-            fields=prompt_fields(rollout),
-            max_prompt_len=longest_prompt(rollout),
-            skip_bad=rollout.bad_prompts == "skip",
-        )
+        config, rollout = self._config, self._config.rollout
+        self._prompts = prompt_set(rollout.prompt_data, config, rollout, self.tokenizer)
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
         """Return the run's tokenizer, or one with the chat template of an evaluation set."""
         run, applies = self._config.rollout, rollout.apply_chat_template
         kwargs = rollout.apply_chat_template_kwargs
-        if (applies, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs):
+        is_same = (applies, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs)
+        if is_same and not isinstance(self.tokenizer, SupervisedTokenizer):
             return self.tokenizer
         folder = self._config.checkpoint.hf_checkpoint
         return PromptTokenizer(folder, apply_chat_template=applies, template_kwargs=kwargs)
@@ -175,7 +168,9 @@ class Generation:
             RolloutError: that server does not answer.
         """
         if self._teacher is not None:
-            await self._teacher.check_tokenizer(self.tokenizer.encode_whole)
+            await self._teacher.check_tokenizer(
+                self.tokenizer.encode_whole, special=self.tokenizer.template_tokens
+            )
         self._engines = engines
         if places := engines.places.all():
             self._args.connected(places[0].url, places[0].api_key)
@@ -225,6 +220,7 @@ class Generation:
             grader=self._grading(self._grader, rollout, wanted=self._wanted),
             function=self._function or write_answer,
             codec=self.tokenizer,
+            vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
             finish=None if self._teacher is None else StoppableTeacher(self._teacher, self._stop),
             journal=journal,
             every_s=rollout.partial_rollout_record_s if config.records_tokens else None,
@@ -320,7 +316,7 @@ class Generation:
         )
         return Evaluation(
             name=one.name,
-            prompts=self.prompt_set(one.path, rollout).all(),
+            prompts=prompt_set([one.path], config, rollout, self._tokenizer_for(rollout)).all(),
             show=self._keep_answered,
             writer=partial(
                 GroupWriter,
@@ -329,6 +325,7 @@ class Generation:
                 grader=self._grading(grader, rollout),
                 function=function or write_answer,
                 codec=self.tokenizer,
+                vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
             ),
         )
 

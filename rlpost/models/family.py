@@ -73,6 +73,8 @@ class Family:
 
     ``models/llama.py`` (0.5.21) renames ``weight_scale_inv`` to ``weight_scale``, which no module has.
     """
+    writes_channels: bool = False
+    """Whether answers are messages of Harmony, in channels that special tokens mark."""
     carries_extra_layers: bool = False
     """Whether the folder may contain layers after ``num_hidden_layers`` (multi-token prediction).
 

@@ -26,11 +26,12 @@ from common.bounded import cancel_all, together
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_format import ANSWER, Part
 from rlpost.engines.connection import Connection, Halted
-from rlpost.errors import ConfigError, GradingLost, Preempted, RolloutError
+from rlpost.errors import ConfigError, DataError, GradingLost, Preempted, RolloutError
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import Codec, GenerateFunction, ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.tasks.reward.grader import Grader
+from rlpost.tasks.vocabulary import unknown_id
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,14 @@ class GroupWriter:
         grader: Grader,
         function: GenerateFunction = write_answer,
         codec: Codec | None = None,
+        vocab_size: int | None = None,
         finish: Finish | None = None,
         journal: Journal | None = None,
         every_s: float | None = None,
     ) -> None:
         """
         Args:
+            vocab_size: number of ids that the model knows; None if it is not known.
             finish: adds further values that training needs to the graded samples of a group.
             journal: keeps what groups have before they are finished; None for evaluations.
             every_s: seconds between records of responses in progress; None for none.
@@ -91,6 +94,7 @@ class GroupWriter:
         self._finish = finish
         self._sampling, self._n, self._grader = sampling, n, grader
         self._function, self._codec = function, codec
+        self._vocab_size = vocab_size
         self._counts: Counter[str] = Counter()
         self._lost_in_a_row = 0
         self._beginning = asyncio.Semaphore(1)
@@ -122,6 +126,7 @@ class GroupWriter:
             RolloutError: a request failed permanently, or too many answers in a row were lost; the other requests of
                 the group are cancelled.
             ConfigError: the function did not return an answer, or one with an ``extra`` that is not JSON.
+            DataError: the function returned an id that the model does not know.
         """
         prompt = entry.prompt
         async with self._beginning:
@@ -249,6 +254,7 @@ class GroupWriter:
             self._sampling,
             index=log.index,
             codec=self._codec,
+            vocab_size=self._vocab_size,
             so_far=partial_sample,
             log=log,
         )
@@ -278,6 +284,8 @@ class GroupWriter:
                 f"--custom-generate-function-path: the function returned an answer without a token for prompt "
                 f"{prompt.prompt_id}, which cannot be trained; let it call builder.write() at least once"
             )
+        for each in samples:
+            self._check_ids(each)
         finished = tuple(self._as_journaled(each) for each in samples)
         self._journal.add_part(Part(prompt.prompt_id, log.index, ANSWER, samples=finished), prompt)
         return finished
@@ -306,6 +314,17 @@ class GroupWriter:
         if isinstance(self._function, Resumable):
             return self._function.resumes(prompt)
         return self._function is write_answer or getattr(self._function, "deterministic", False)
+
+    def _check_ids(self, sample: Sample) -> None:
+        """Raise DataError for an id that the model does not know."""
+        for name, ids in (("prompt_ids", sample.prompt_ids), ("response_ids", sample.response_ids)):
+            unknown = unknown_id(ids, self._vocab_size)
+            if unknown is not None:
+                raise DataError(
+                    f"--custom-generate-function-path or --env: {_name_of(self._function)} returned the id "
+                    f"{unknown} in {name} of its answer to prompt {sample.prompt_id}, and the model has vocab_size = "
+                    f"{self._vocab_size}; use the tokenizer of this model"
+                )
 
     def _as_journaled(self, sample: Sample) -> Sample:
         """Return the sample with ``extra`` as the journal and checkpoints give it back.

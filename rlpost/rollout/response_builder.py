@@ -18,16 +18,21 @@ from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
 from rlpost.engines.answer import MASK_FIELD, Answer
 from rlpost.engines.answer_routes import AnswerRoutes
 from rlpost.engines.connection import Connection
-from rlpost.errors import RolloutError
+from rlpost.errors import DataError, RolloutError
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.sampling import SamplingParams
+from rlpost.tasks.vocabulary import unknown_id
 from rlpost.types import FinishReason, Prompt, Sample
 
 MAX_EMPTY_ANSWERS = 100  # consecutive responses that were aborted before the first token
 
 
 class Codec(Protocol):
-    """Text to ids and back, without special tokens."""
+    """Text to ids and back, without special tokens.
+
+    With an attribute ``marks_thoughts`` that is true, ``decode`` has marks that the text of an
+    engine lacks (``rlpost.tasks.tokenizer.PromptTokenizer``).
+    """
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of a text."""
@@ -83,12 +88,14 @@ class ResponseBuilder:
         *,
         index: int = 0,
         codec: Codec | None = None,
+        vocab_size: int | None = None,
         so_far: Sample | None = None,
         conversation: Hashable = None,
         log: AnswerLog | None = None,
     ) -> None:
         """
         Args:
+            vocab_size: number of ids that the model knows; None if it is not known.
             conversation: the same for builders that write turns of one conversation.
             log: what an earlier attempt has recorded of this answer, and where it is recorded.
         """
@@ -96,6 +103,7 @@ class ResponseBuilder:
         self.log = log or AnswerLog.off(prompt, index)
         self.prompt, self.sampling, self.index = prompt, sampling, index
         self.connection, self._codec = connection, codec
+        self._vocab_size = vocab_size
         self._pieces: list[_Piece] = []
         if so_far:
             columns = (so_far.response_ids, so_far.rollout_logprobs, so_far.mask)
@@ -118,6 +126,7 @@ class ResponseBuilder:
             self.sampling,
             index=self.index,
             codec=self._codec,
+            vocab_size=self._vocab_size,
             log=self.log,
         )
 
@@ -195,16 +204,28 @@ class ResponseBuilder:
         return self.text[len(self._before) :]
 
     def insert(self, text: str) -> None:
-        """Add the output of a tool, masked out of the loss. Tokens beyond the limit are
-        truncated.
+        """Add the output of a tool, masked out of the loss.
+
+        Tokens beyond the limit are truncated, and the text of the answer with them.
+
+        Raises:
+            DataError: the model does not know an id of the text.
         """
         assert self._codec is not None, "the output of a tool needs a tokenizer"
-        self.insert_ids(self._codec.encode(text))
-        self.text += text
+        token_ids = IntColumn.of(self._codec.encode(text))
+        kept = token_ids[: self.remaining_tokens]
+        self.insert_ids(token_ids)
+        self.text += text if len(kept) == len(token_ids) else self._codec.decode(kept)
 
-    def insert_ids(self, given: Sequence[int]) -> None:
+    def insert_ids(self, ids: Sequence[int]) -> None:
         """Like ``insert``, with token ids; the text of the answer does not contain them."""
-        token_ids = IntColumn.of(given)[: self.remaining_tokens]
+        token_ids = IntColumn.of(ids)[: self.remaining_tokens]
+        unknown = unknown_id(token_ids, self._vocab_size)
+        if unknown is not None:
+            raise DataError(
+                f"prompt {self.prompt.prompt_id}: the id {unknown} was inserted into an answer, and the "
+                f"model has vocab_size = {self._vocab_size}; use the tokenizer of this model"
+            )
         length = len(token_ids)
         if self._routes is not None:
             start = len(self.prompt.token_ids) + self.num_tokens
@@ -315,9 +336,11 @@ class ResponseBuilder:
         """Return the text of the current turn.
 
         Several pieces are decoded together: an abort may split a character, and an engine removes
-        only a stop string of its request.
+        only a stop string of its request. So is one whose thought special tokens mark, which an
+        engine's text lacks.
         """
-        if len(self._texts) == 1 or self._codec is None:
+        is_plain = not getattr(self._codec, "marks_thoughts", False)
+        if self._codec is None or (len(self._texts) == 1 and is_plain):
             return "".join(self._texts)
         ids = self._joined().token_ids[self._turn_at :]
         ends_with_token = isinstance(matched, int) and len(ids) > 0 and ids[-1] == matched

@@ -49,14 +49,17 @@ class TeacherServer:
         self._client, self._where, self._top_k = client, client.where, top_k
         self._lost_in_a_row = 0
 
-    async def check_tokenizer(self, encode: Encode) -> None:
+    async def check_tokenizer(self, encode: Encode, *, special: Sequence[str] = ()) -> None:
         """Compare the server's tokens of some texts with those of ``encode``.
+
+        ``special``: the tokens that the chat template writes. A teacher that lacks one scores an
+        entry of its vocabulary that it was never trained on.
 
         Raises:
             ConfigError: they differ, or the server has no tokenizer.
             RolloutError: the server does not answer.
         """
-        for text in PROBES:
+        for text in (*PROBES, *special):
             try:
                 entries, _ = await self._scores({"text": text, "logprob_start_len": 0})
             except GradingLost as lost:

@@ -5,7 +5,7 @@ ids, in an order that depends only on the input.
 
 Without weights every prompt is used exactly once per epoch. With weights each file has its own
 endless sequence of epochs, and after each prompt the files are as close to their shares as whole
-prompts allow. A skipped prompt leaves a gap in the ids.
+prompts allow. A skipped row leaves a gap in the ids, and does not count for its file's share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rlpost.errors import DataError
 from rlpost.tasks.prompts import LIMITS, PromptSet
 from rlpost.types import Prompt
 
-TAKEN = "taken_"  # prefix of a state's key; the number of a file follows
+# prefixes of a state's keys; the number of a file follows
+TAKEN, SKIPPED = "taken_", "skipped_"
 
 
 def epoch_order(size: int, epoch: int, *, shuffle: bool, seed: int | str) -> Sequence[int]:
@@ -79,16 +80,19 @@ class PromptCursor:
         prompts: list[Prompt] = []
         skipped = 0
         while len(prompts) < n:
-            prompt = self._next()
+            file = self._furthest_behind()
+            prompt = self._next(file)
             if prompt is not None:
                 prompts.append(prompt)
                 skipped = 0
                 continue
-            skipped += 1
-            if skipped > 2 * len(self._prompts):
+            skipped += 1  # of one file: a skipped row leaves it the furthest behind
+            size = self._files[file].size
+            if skipped > 2 * size:
+                which = f"file {file + 1} of --prompt-data: " if self._weighted else ""
                 raise DataError(
-                    f"{skipped} consecutive rows are bad or longer than {LIMITS} allows, more than twice the number "
-                    f"of rows ({len(self._prompts)}): no prompt is left to train on"
+                    f"{which}{skipped} consecutive rows are bad or longer than {LIMITS} allows, more than twice the "
+                    f"number of rows ({size}): no prompt is left to train on"
                 )
         return prompts
 
@@ -106,8 +110,10 @@ class PromptCursor:
             # the epoch changes with the first prompt of the next one
             epoch = max(0, taken - 1) // size
             return {"epoch": epoch, "offset": taken - epoch * size, "num_prompts": size}
-        each = {f"{TAKEN}{index}": file.taken for index, file in enumerate(self._files)}
-        return {"epoch": 0, "offset": taken, "num_prompts": size, **each}
+        state = {"epoch": 0, "offset": taken, "num_prompts": size}
+        for index, file in enumerate(self._files):
+            state |= {f"{TAKEN}{index}": file.taken, f"{SKIPPED}{index}": file.skipped}
+        return state
 
     @classmethod
     def from_state(
@@ -144,18 +150,27 @@ class PromptCursor:
             )
         if not weights:
             taken = [state["epoch"] * len(prompts) + state["offset"]]
-        for file, count in zip(cursor._files, taken, strict=True):
-            file.taken = count
+        for index, count in enumerate(taken):
+            cursor._files[index].taken = count
+            # earlier versions counted skipped rows for the share
+            cursor._files[index].skipped = state.get(f"{SKIPPED}{index}", 0)
         return cursor
 
-    def _next(self) -> Prompt | None:
-        prompt_id = sum(file.taken for file in self._files)
-        pairs = zip(self._shares, self._files, strict=True)
-        deficits = [share * (prompt_id + 1) - file.taken for share, file in pairs]
-        index = deficits.index(max(deficits))
-        position = self._starts[index] + self._files[index].position()
-        prompt = self._prompts.prompt(position, prompt_id)
-        self._files[index].taken += 1
+    def _furthest_behind(self) -> int:
+        """Return the number of the file whose prompts are the furthest behind its share."""
+        used = [file.taken - file.skipped for file in self._files]
+        next_total = sum(used) + 1
+        pairs = zip(self._shares, used, strict=True)
+        deficits = [share * next_total - count for share, count in pairs]
+        return deficits.index(max(deficits))
+
+    def _next(self, index: int) -> Prompt | None:
+        """Return the next prompt of a file; None if the row is skipped."""
+        file = self._files[index]
+        prompt_id = sum(each.taken for each in self._files)
+        prompt = self._prompts.prompt(self._starts[index] + file.position(), prompt_id)
+        file.taken += 1
+        file.skipped += prompt is None
         return prompt
 
 
@@ -164,7 +179,9 @@ class _FileEpochs:
 
     def __init__(self, size: int, *, shuffle: bool, seed: int | str) -> None:
         self.taken = 0
-        self._size = size
+        """Rows passed, skipped ones included."""
+        self.skipped = 0
+        self.size = size
         self._shuffle = shuffle
         self._seed = seed
         self._epoch: int | None = None
@@ -172,8 +189,8 @@ class _FileEpochs:
 
     def position(self) -> int:
         """Return the next position in the file."""
-        epoch, offset = divmod(self.taken, self._size)
+        epoch, offset = divmod(self.taken, self.size)
         if epoch != self._epoch:
-            self._order = epoch_order(self._size, epoch, shuffle=self._shuffle, seed=self._seed)
+            self._order = epoch_order(self.size, epoch, shuffle=self._shuffle, seed=self._seed)
             self._epoch = epoch
         return self._order[offset]

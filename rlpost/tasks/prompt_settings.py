@@ -13,16 +13,29 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
 from rlpost.tasks.passed_checks import PassedCheck
-from rlpost.tasks.prompts import PromptFields, check_prompt_file
+from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.tasks.rows import split_source
+from rlpost.tasks.supervised import SupervisedTokenizer
+from rlpost.tasks.tokenizer import PromptTokenizer
+from rlpost.tasks.vocabulary import vocabulary_size
 
 
-def prompt_fields(rollout: RolloutConfig) -> PromptFields:
-    """Return the keys of prompt, label, metadata and tools."""
+def prompt_fields(
+    rollout: RolloutConfig, *, trains_label: bool = False, has_environment: bool = False
+) -> PromptFields:
+    """Return the keys of prompt, label, metadata and tools, and what the label is for."""
+    others = (rollout.custom_rm_path, rollout.custom_generate_function_path)
+    grades_by_name = not trains_label and not has_environment and others == (None, None)
     return PromptFields(
-        rollout.input_key, rollout.label_key, rollout.metadata_key, rollout.tool_key
+        rollout.input_key,
+        rollout.label_key,
+        rollout.metadata_key,
+        rollout.tool_key,
+        rm_type=rollout.rm_type if grades_by_name else None,
+        trains_label=trains_label,
     )
 
 
@@ -33,7 +46,43 @@ def longest_prompt(rollout: RolloutConfig) -> int | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
+def prompt_set(
+    sources: Sequence[str],
+    config: Config,
+    rollout: RolloutConfig,
+    tokenizer: PromptTokenizer,
+    *,
+    skip_bad: bool | None = None,
+) -> PromptSet:
+    """Return the prompts of files as a run reads them, with the keys of ``rollout``.
+
+    Rows of a ``SupervisedTokenizer`` are trained; --rollout-max-context-len then bounds prompt and
+    response together. ``skip_bad``: default by --bad-prompts. Raises DataError for an unreadable
+    file.
+    """
+    whole = tokenizer.whole if isinstance(tokenizer, SupervisedTokenizer) else None
+    is_trained = whole is not None
+    return PromptSet(
+        sources,
+        tokenize=tokenizer,
+        fields=prompt_fields(
+            rollout, trains_label=is_trained, has_environment=bool(config.env.env)
+        ),
+        max_prompt_len=rollout.rollout_max_prompt_len if is_trained else longest_prompt(rollout),
+        skip_bad=rollout.bad_prompts == "skip" if skip_bad is None else skip_bad,
+        vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
+        whole=whole,
+        max_len=rollout.rollout_max_context_len if is_trained else None,
+    )
+
+
+def check_prompts(
+    sources: Sequence[str],
+    rollout: RolloutConfig,
+    *,
+    trains_label: bool = False,
+    has_environment: bool = False,
+) -> None:
     """Read the files as a run would, up to the tokenizer; not those that passed before.
 
     Raises:
@@ -47,7 +96,8 @@ def check_prompts(sources: Sequence[str], rollout: RolloutConfig) -> None:
             f"--prompt-data-weights {flag_value}: {len(weights)} weights for {len(rollout.prompt_data)} --prompt-data; "
             "give one for each file, in the same order, or none"
         )
-    fields, applies = prompt_fields(rollout), rollout.apply_chat_template
+    fields = prompt_fields(rollout, trains_label=trains_label, has_environment=has_environment)
+    applies = rollout.apply_chat_template
     skips = rollout.bad_prompts == "skip"
     for source in sources:
         path, _ = split_source(source)

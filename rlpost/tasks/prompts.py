@@ -15,19 +15,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlpost.columns import IntColumn
 from rlpost.errors import DataError
-from rlpost.tasks.rows import Rows
+from rlpost.tasks.number_text import number_text
+from rlpost.tasks.reward.registry import label_keys
+from rlpost.tasks.rows import FileChanged, Rows
 from rlpost.tasks.tokenizer import Content, Tools
+from rlpost.tasks.vocabulary import unknown_id
 from rlpost.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 Tokenize = Callable[[Content, Tools | None], tuple[str, tuple[int, ...]]]
+_MISSING = object()
+WholeRow = Callable[[Prompt], Sequence[int]]
 
 BAD, LONG = "rollout/bad_prompts", "rollout/long_prompts"
+NO_RESPONSE = (
+    "has no response to train on; set --label-key, or end its messages with an assistant message"
+)
 LIMITS = "--rollout-max-prompt-len or --rollout-max-context-len"
 """The flags that limit a prompt's length (``rlpost.tasks.prompt_settings.longest_prompt``), for
 messages.
@@ -36,15 +44,20 @@ messages.
 
 @dataclass(frozen=True, slots=True)
 class PromptFields:
-    """The keys of a row.
+    """The keys of a row, and what its label is for.
 
-    Without ``metadata_key`` all keys except those of prompt and label are metadata.
+    ``KEY.SUBKEY`` is a key of an object. Without ``metadata_key`` all keys except those of prompt
+    and label are metadata. ``rm_type`` is the reward by name that grades the answers, unless a row
+    names another; None if a function, a server or an environment does. ``trains_label``: the label
+    is the response that is trained.
     """
 
     input_key: str = "input"
     label_key: str | None = None
     metadata_key: str | None = None
     tool_key: str | None = None
+    rm_type: str | None = None
+    trains_label: bool = False
 
     @property
     def columns(self) -> list[str] | None:
@@ -52,7 +65,8 @@ class PromptFields:
         if self.metadata_key is None:
             return None
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
-        return [key for key in keys if key is not None]
+        named = [key for key in keys if key is not None]
+        return [*named, *(key.partition(".")[0] for key in named if "." in key)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,8 @@ def check_prompt_file(
                     else f"{fields.input_key!r} is a list of messages"
                 )
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
+        except FileChanged:
+            raise
         except DataError as error:
             if not skip_bad:
                 raise DataError(f"{error} (--bad-prompts skip skips such lines)") from error
@@ -121,8 +137,17 @@ class PromptSet:
         fields: PromptFields = PromptFields(),
         max_prompt_len: int | None = None,
         skip_bad: bool = False,
+        vocab_size: int | None = None,
+        whole: WholeRow | None = None,
+        max_len: int | None = None,
     ) -> None:
-        """``max_prompt_len`` is in tokens."""
+        """
+        Args:
+            max_prompt_len: in tokens.
+            vocab_size: number of ids that the model knows; None if it is not known.
+            whole: returns the ids of a prompt and its response in the data (``SupervisedTokenizer``).
+            max_len: of those ids, in tokens.
+        """
         files = [sources] if isinstance(sources, str | Path) else list(sources)
         self._files = [Rows(file, columns=fields.columns) for file in files]
         self._starts = list(accumulate((len(file) for file in self._files), initial=0))
@@ -130,10 +155,17 @@ class PromptSet:
         self._fields = fields
         self._max_prompt_len = max_prompt_len
         self._skip_bad = skip_bad
+        self._vocab_size = vocab_size
+        self._whole, self._max_len = whole, max_len
         self._skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    @property
+    def fields(self) -> PromptFields:
+        """The keys of a row."""
+        return self._fields
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -152,24 +184,43 @@ class PromptSet:
         try:
             row = parse(file.row(at), where, self._fields)
             try:
-                text, token_ids = self._tokenize(row.content, row.tools)
+                prompt, num_tokens = self._tokenized(row, prompt_id)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
         except DataError as error:
-            if not self._skip_bad:
+            if not self._skip_bad or isinstance(error, FileChanged):
                 raise
             self._skip(BAD, str(error))
             return None
-        if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
-            self._skip(
-                LONG,
-                f"{where}: {len(token_ids)} tokens, more than {self._max_prompt_len} ({LIMITS})",
-            )
-            return None
-        column = IntColumn(token_ids)
-        return Prompt(
-            prompt_id=prompt_id, text=text, token_ids=column, label=row.label, metadata=row.metadata
+        lengths = ((len(prompt.token_ids), self._max_prompt_len), (num_tokens, self._max_len))
+        for length, limit in lengths:
+            if limit is not None and length > limit:
+                self._skip(LONG, f"{where}: {length} tokens, more than {limit} ({LIMITS})")
+                return None
+        return prompt
+
+    def _tokenized(self, row: Row, prompt_id: int) -> tuple[Prompt, int]:
+        """Return a row's prompt, and the number of its tokens with those of a response in the data.
+
+        Raises:
+            DataError: the tokenizer refuses the row, or the model has no such token.
+        """
+        text, token_ids = self._tokenize(row.content, row.tools)
+        prompt = Prompt(
+            prompt_id=prompt_id,
+            text=text,
+            token_ids=IntColumn(token_ids),
+            label=row.label,
+            metadata=row.metadata,
         )
+        whole = prompt.token_ids if self._whole is None else self._whole(prompt)
+        unknown = unknown_id(whole, self._vocab_size)
+        if unknown is not None:
+            raise DataError(
+                f"the tokenizer gives the id {unknown}, and the model has vocab_size = {self._vocab_size}; "
+                "use the tokenizer of this model"
+            )
+        return prompt, len(whole)
 
     def all(self) -> list[Prompt]:
         """Return every prompt that is not skipped, with its position as its id.
@@ -214,9 +265,13 @@ def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
             raise DataError(
                 f"{where}: {fields.metadata_key!r} is {type(metadata).__name__}; it must be an object"
             )
+    if label is not None:
+        _check_label(label, metadata, where, fields)
     if isinstance(label, dict):  # the label is text; the metadata keeps the object for rewards
         metadata = {**metadata, str(fields.label_key): label}
         label = label_text(label)
+    if fields.trains_label:
+        _check_response(content, label, where)
     tools = _tools(raw, where, fields.tool_key)
     if tools is not None:  # for a generate function that runs them
         metadata = {**metadata, str(fields.tool_key): tools}
@@ -235,12 +290,51 @@ def _label(raw: Mapping[str, object], where: str, key: str) -> str | dict[str, o
         raise DataError(
             f"{where}: {key!r} is {kind}; the label must be a string, a number or an object"
         )
-    return label if isinstance(label, dict) else str(label)
+    try:
+        if isinstance(label, dict):
+            json.dumps(label, allow_nan=False, default=str)
+        return number_text(label) if isinstance(label, int | float) else label
+    except ValueError:
+        raise DataError(
+            f"{where}: {key!r} has a number that is NaN or infinite, as a missing value becomes in a column of "
+            "numbers; give the label, or remove the row"
+        ) from None
+
+
+def _check_label(
+    label: str | dict[str, object], metadata: Mapping[str, object], where: str, fields: PromptFields
+) -> None:
+    """Raise DataError for a label that its use makes meaningless: blank, or an object as text."""
+    use, key = _use_as_text(metadata, fields), fields.label_key
+    if use is None:
+        return
+    if isinstance(label, dict):
+        names = ", ".join(map(repr, label)) or "none"
+        example = "ground_truth" if "ground_truth" in label else next(iter(label), "NAME")
+        raise DataError(
+            f"{where}: {key!r} is an object with the keys {names}, and {use}; use --label-key {key}.{example}"
+        )
+    if not label.strip():
+        raise DataError(f"{where}: {key!r} is blank, and {use}; give it, or remove the row")
+
+
+def _use_as_text(metadata: Mapping[str, object], fields: PromptFields) -> str | None:
+    """Return what the text of a label is for; None if nothing reads it as text."""
+    if fields.trains_label:
+        return "it is the response that is trained"
+    if fields.rm_type is None:
+        return None
+    named = metadata.get("rm_type")
+    name = named.strip() if isinstance(named, str) and named.strip() else fields.rm_type
+    instead = label_keys(name)
+    if instead is None or any(metadata.get(key) for key in instead):
+        return None
+    return f"the reward {name!r} compares its text"
 
 
 def _tools(raw: Mapping[str, object], where: str, key: str | None) -> Tools | None:
     """Return a prompt's tools, or None if the key is missing or empty."""
-    tools = _from_text(raw.get(key)) if key is not None else None
+    tools = None if key is None else _from_text(value_of(raw, key))
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -266,24 +360,63 @@ def _without_nulls(value: object) -> Any:
 
 
 def _value(raw: Mapping[str, object], key: str, where: str, flag: str) -> object:
-    if key not in raw:
+    value = value_of(raw, key, _MISSING)
+    if value is _MISSING:
         raise DataError(
             f"{where}: no key {key!r}; it has {', '.join(map(repr, raw)) or 'none'}. Set {flag} to one of them"
         )
-    return raw[key]
+    return value
+
+
+def _check_response(content: Content, label: str | None, where: str) -> None:
+    """Raise DataError unless a row has exactly one response to train on."""
+    if label is None and not is_conversation(content):
+        raise DataError(f"{where}: the row {NO_RESPONSE}")
+    if label is not None and is_conversation(content):
+        raise DataError(
+            f"{where}: the messages end with an assistant message, and the row has a label: two responses; leave "
+            "--label-key out, or remove the last message"
+        )
+
+
+def is_conversation(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
+    """Whether content is a list of messages of which the last one is the assistant's."""
+    return isinstance(content, list) and bool(content) and content[-1].get("role") == "assistant"
+
+
+def value_of(entries: Mapping[str, object], key: str, default: object = None) -> object:
+    """Return the value of a key, or of ``KEY.SUBKEY`` in an object or its JSON text."""
+    if key in entries:
+        return entries[key]
+    outer, _, inner = key.partition(".")
+    nested = _from_text(entries.get(outer))
+    return value_of(nested, inner, default) if inner and isinstance(nested, dict) else default
 
 
 def _content(value: object, what: str) -> Content:
-    """Return a string, or OpenAI chat messages whose text parts are joined."""
+    """Return a string, or OpenAI chat messages whose text parts are joined.
+
+    Messages may be JSON text, as in Parquet columns.
+    """
     if isinstance(value, str):
-        if not value:
-            raise DataError(f"{what} is empty")
-        return value
+        if not value.strip():
+            raise DataError(f"{what} is {'blank' if value else 'empty'}")
+        messages = _from_text(value) if value.lstrip().startswith("[") else None
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            return value
+        value = messages
     if not isinstance(value, list) or not value:
         raise DataError(
             f"{what} is {type(value).__name__}; it must be a string or a list of messages"
         )
-    return [_message(message, what) for message in value]
+    messages = [_message(message, what) for message in value]
+    if not any(str(one["content"]).strip() or one.get("tool_calls") for one in messages):
+        raise DataError(f"{what} is blank: no message has text")
+    return messages
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
 def _message(message: Any, what: str) -> dict[str, object]:

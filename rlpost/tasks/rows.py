@@ -5,28 +5,38 @@ each row that is not blank.
 
 Memory holds only an index of 16 bytes per row. For JSON Lines it refers to the file itself; for
 Parquet to an unnamed temporary file of JSON Lines, which is written once, because a row in a
-compressed column cannot be read alone.
+compressed column cannot be read alone. Every row is read from the content that was indexed: a
+file of JSON Lines that has changed since is an error.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import re
+import struct
 import tempfile
+import threading
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from common.git_lfs import pointer_problem
 from rlpost.errors import DataError
+from rlpost.tasks.number_text import number_text
 
 BATCH_ROWS = 64  # rows of Parquet in memory at once, besides the reader's buffers
 MAX_EXPANSION, MIN_BOUND = 100, 256 << 20
 """Bytes of text that a byte of Parquet may become; a file of any size may become MIN_BOUND."""
 # escaped or encoded: JSON's \\ud800 to \\udfff, and the bytes of such a code point in UTF-8
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -34,17 +44,22 @@ def split_source(source: str | Path) -> tuple[Path, slice]:
     """Split ``PATH@[A:B]`` into path and slice; A and B are optional and may count from the end.
 
     Raises:
-        DataError: the text has an ``@[`` but no valid slice.
+        DataError: the text is a URL, or has an ``@[`` but no valid slice.
     """
     text = str(source)
-    found = _SLICE.match(text)
-    if found is None:
+    if _URL.match(text):
+        raise DataError(
+            f"{text}: is a URL, and prompts are read from files; download it to a file system that all "
+            "nodes share, and give the path"
+        )
+    match = _SLICE.match(text)
+    if match is None:
         if "@[" in text:
             raise DataError(
                 f"{text}: a slice of a file is written PATH@[A:B], with whole numbers or nothing for A and B"
             )
         return Path(text), slice(None)
-    return Path(found["path"]), slice(_slice_end(found["start"]), _slice_end(found["stop"]))
+    return Path(match["path"]), slice(_slice_end(match["start"]), _slice_end(match["stop"]))
 
 
 def _slice_end(text: str) -> int | None:
@@ -87,6 +102,10 @@ def is_parquet(path: Path) -> bool:
     return path.suffix in (".parquet", ".pq")
 
 
+class FileChanged(DataError):
+    """A file has another content than when it was indexed: no row of it can be used."""
+
+
 class Rows:
     """The rows of one source, by position in its slice."""
 
@@ -97,10 +116,15 @@ class Rows:
             DataError: the file cannot be read or has no rows.
         """
         self.path, row_slice = split_source(source)
+        self._reopening = threading.Lock()
         try:
-            self._file = (
-                _as_lines(self.path, columns) if is_parquet(self.path) else self.path.open("rb")
-            )
+            if problem := pointer_problem(self.path):
+                raise DataError(problem)
+            if is_parquet(self.path):
+                self._file, self._version = _as_lines(self.path, columns), None
+            else:
+                self._file = self.path.open("rb")
+                self._version = _version(self._file)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DataError(
@@ -108,11 +132,16 @@ class Rows:
                     "folder with more space"
                 ) from error
             raise unreadable(self.path, error) from error
-        self._numbers, self._offsets = _index(self._file)
+        self._numbers, self._offsets, self._digest = _index(self._file)
         self._chosen = range(len(self._numbers))[row_slice]
         if not self._chosen:
             of = f" in {source}, which has {len(self._numbers)} rows" if self._numbers else ""
             raise DataError(f"{self.path}: no prompts{of}; it needs one JSON object a line")
+
+    def num_bytes(self, position: int) -> int:
+        """Return the length of a row as JSON text, without reading it."""
+        at = self._chosen[position]
+        return self._offsets[at + 1] - self._offsets[at]
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -127,17 +156,22 @@ class Rows:
 
         Raises:
             DataError: the row is not a JSON object; the message names file and line.
+            FileChanged: see ``line``.
         """
-        at = self._chosen[position]
-        start, end = self._offsets[at], self._offsets[at + 1]
-        # pread has no file position: threads may read rows at the same time
-        line = os.pread(self._file.fileno(), end - start, start)
+        line = self.line(position)
         try:
-            row = json.loads(line)
+            # surrogatepass: ``_check_text`` reports halves of pairs, with the remedy
+            row = _DECODER.decode(line.decode(errors="surrogatepass").removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{self.where(position)}: not JSON ({error}); each line must be one JSON object"
-            ) from error
+            what = f"not JSON ({error}); each line must be one JSON object"
+            if isinstance(error, _RepeatedKey):
+                what = f"{error}; keep one of them"
+            elif os.pread(self._file.fileno(), 1, 0) == b"[":
+                what = (
+                    "the file is one JSON array over several lines; write one object a line: "
+                    "jq -c '.[]' FILE > FILE.jsonl"
+                )
+            raise DataError(f"{self.where(position)}: {what}") from error
         if not isinstance(row, dict):
             raise DataError(
                 f"{self.where(position)}: {type(row).__name__} instead of a JSON object"
@@ -145,6 +179,54 @@ class Rows:
         if _MAY_BE_SURROGATE.search(line):
             self._check_text(row, position)
         return row
+
+    def line(self, position: int) -> bytes:
+        """Return the JSON text of the row at ``position``.
+
+        Raises:
+            FileChanged: the file has changed since it was indexed.
+            OSError: it cannot be read; the error names the file.
+        """
+        at = self._chosen[position]
+        start, end = self._offsets[at], self._offsets[at + 1]
+        while True:
+            version = self._version
+            try:
+                # pread has no file position: threads may read rows at the same time
+                line = os.pread(self._file.fileno(), end - start, start)
+                # compared after reading: what was written before is noticed
+                if version is None or _version(self._file) == version:
+                    return line
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # of NFS: the file was replaced
+                    error.filename = str(self.path)
+                    raise
+            self._reopen(version)
+
+    def _reopen(self, version: tuple[int, int, int] | None) -> None:
+        """Open the file again if it still has the content that was indexed.
+
+        Raises:
+            FileChanged: it has another content.
+            OSError: it cannot be read.
+        """
+        with self._reopening:
+            if self._version is not version:
+                return  # another thread has done it
+            with self.path.open("rb") as file:
+                new_version = _version(file)
+                digest = hashlib.file_digest(file, hashlib.blake2b).digest()
+                is_same_size = new_version[0] == self._offsets[-1]
+                if is_same_size and _version(file) != new_version:
+                    return  # written while it was read; the caller compares again
+                if digest != self._digest:
+                    raise FileChanged(
+                        f"{self.path}: the file changed while the run reads it, so its rows are no longer those of "
+                        "the prompts' order; restore its content, or start a new run with the new file"
+                    )
+                # keeps the descriptor's number, which other threads may be about to read
+                os.dup2(file.fileno(), self._file.fileno(), inheritable=False)
+            self._version = new_version
 
     def _check_text(self, row: dict[str, object], position: int) -> None:
         """Raise DataError for half of a surrogate pair, which no tokenizer accepts."""
@@ -158,16 +240,40 @@ class Rows:
             ) from error
 
 
-def _index(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """Return number and offset of each line that is not blank, and the end of the file."""
+def _version(file: BinaryIO) -> tuple[int, int, int]:
+    """Return what a change of a file's content changes: size, time of the last write, inode."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _index(file: BinaryIO) -> tuple[array[int], array[int], bytes]:
+    """Return number and offset of each line that is not blank, the end, and a digest of all."""
     numbers, offsets, offset = array("q"), array("q"), 0
+    digest = hashlib.blake2b()
     for number, line in enumerate(file, 1):
+        digest.update(line)
         if not line.isspace():
             numbers.append(number)
             offsets.append(offset)
         offset += len(line)
     offsets.append(offset)
-    return numbers, offsets
+    return numbers, offsets, digest.digest()
+
+
+class _RepeatedKey(ValueError):
+    """A key occurs twice in an object of JSON, and readers differ in which value they take."""
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON. Raises _RepeatedKey."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _RepeatedKey(f"the key {repeated!r} occurs twice in an object")
+    return entries
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once, not for each row
 
 
 def _too_large(path: Path) -> DataError:
@@ -181,7 +287,38 @@ def _too_large(path: Path) -> DataError:
 
 def _as_json(value: object) -> str:
     """Return the text of bytes, and of values that JSON does not have, such as dates."""
+    if isinstance(value, Decimal) and value.is_finite():
+        return number_text(value)
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+_SHORT_FLOATS = {"halffloat": ("e", range(3, 6)), "float": ("f", range(6, 10))}
+"""Arrow's types of 16 and 32 bits: format of ``struct``, and digits that may identify a number."""
+
+
+def _has_short_floats(kind: Any) -> bool:
+    """Whether values of an Arrow type hold floats of 16 or 32 bits, at any depth."""
+    return not _SHORT_FLOATS.keys().isdisjoint(re.findall(r"\w+", str(kind)))
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with the digits of its floats: 0.1 of 32 bits is 0.1.
+
+    As a Python float, of 64 bits, it would be 0.10000000149011612.
+    """
+    if value is None or not _has_short_floats(kind):
+        return value
+    if str(kind) in _SHORT_FLOATS:
+        bits, precisions = _SHORT_FLOATS[str(kind)]
+        number = float(value)
+        texts = (float(f"{number:.{digits}g}") for digits in precisions)
+        same = (each for each in texts if struct.pack(bits, each) == struct.pack(bits, number))
+        return number if not math.isfinite(number) else next(same, number)
+    if isinstance(value, dict):
+        return {key: _shortest(entry, kind.field(key).type) for key, entry in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_shortest(entry, kind.value_type) for entry in value]
+    return _shortest(value, kind.value_type) if isinstance(value, float) else value
 
 
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
@@ -196,6 +333,15 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as source:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
+            counts = Counter(name for name in names if kept is None or name in kept)
+            repeated = [name for name, count in counts.items() if count > 1]
+            if repeated:
+                raise DataError(
+                    f"{path}: two columns are called {repeated[0]!r}; rename one, or name the columns to read "
+                    "(--metadata-key)"
+                )
+            kinds = {field.name: field.type for field in source.schema_arrow}
+            short = {name: kind for name, kind in kinds.items() if _has_short_floats(kind)}
             lines = tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the rows are used
             left = max(MAX_EXPANSION * path.stat().st_size, MIN_BOUND)
             number = 0
@@ -204,6 +350,9 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
                     raise _too_large(path)
                 for row in batch.to_pylist():
                     number += 1
+                    row |= {
+                        name: _shortest(row[name], short[name]) for name in short if name in row
+                    }
                     try:
                         line = json.dumps(row, default=_as_json)
                     except UnicodeDecodeError as error:

@@ -10,16 +10,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from common.git_lfs import pointer_problem
 from rlpost.errors import ConfigError, DataError
+from rlpost.models.families import family_of
+from rlpost.tasks.answer_text import (
+    BEGIN_OF_THOUGHT,
+    END_OF_THOUGHT,
+    Channels,
+    ThoughtTokens,
+)
 
 Content = str | Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 
 END_TOKEN_FILES = ("generation_config.json", "config.json")
-END_OF_THOUGHT = "</think>"
 # transformers can build a tokenizer from any one of them.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
@@ -38,6 +46,7 @@ class HfTokenizer(Protocol):
     all_special_ids: list[int]
     bos_token_id: int | None
     eos_token_id: int | None
+    added_tokens_decoder: Mapping[int, Any]
 
     def __call__(
         self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
@@ -81,6 +90,9 @@ def check_tokenizer_folder(path: str | Path) -> None:
             f"--hf-checkpoint {folder}: no tokenizer in it; it needs one of {', '.join(VOCABULARIES)} "
             "(copy them from the model's page)"
         )
+    for name in VOCABULARIES:
+        if (folder / name).is_file() and (problem := pointer_problem(folder / name)):
+            raise ConfigError(f"--hf-checkpoint {problem}")
     settings = folder / "tokenizer_config.json"
     if not settings.is_file():
         raise ConfigError(
@@ -162,6 +174,8 @@ class PromptTokenizer:
         self._tokenizer = hf_tokenizer(str(path))
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(template_kwargs or {})
+        self._added = dict(self._tokenizer.added_tokens_decoder)
+        self._thought_form = self._find_thought_form()
         if apply_chat_template and not self._tokenizer.chat_template:
             raise ConfigError(
                 f"--apply-chat-template: the tokenizer in {path} has no chat template; leave the flag out"
@@ -200,9 +214,50 @@ class PromptTokenizer:
         """Return the ids of a text with special tokens, as an engine encodes a text."""
         return tuple(self._tokenizer.encode(text))
 
+    @property
+    def marks_thoughts(self) -> bool:
+        """Whether ``decode`` has marks of thoughts that an engine's text lacks."""
+        return self._thought_form is not None
+
+    @property
+    def template_tokens(self) -> tuple[str, ...]:
+        """The added tokens that the chat template writes, by id."""
+        template = self._tokenizer.chat_template or ""
+        written = template if isinstance(template, str) else "".join(template.values())
+        return tuple(
+            token.content for _, token in sorted(self._added.items()) if token.content in written
+        )
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Return text and id of each special token, but those that mark a thought."""
+        special = set(self._tokenizer.all_special_ids)
+        special |= {number for number, token in self._added.items() if token.special}
+        texts = {number: self._tokenizer.convert_ids_to_tokens(number) for number in special}
+        marks = (BEGIN_OF_THOUGHT, END_OF_THOUGHT)
+        return {text: number for number, text in texts.items() if text not in marks}
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids without special tokens, as an engine decodes an answer."""
+        """Return the text of ids without special tokens, as an engine decodes an answer.
+
+        Where special tokens mark the thought, or channels, ``<think>`` and ``</think>`` do instead.
+        """
+        if self._thought_form is not None:
+            return self._thought_form.text(token_ids, self._plain)
+        return self._plain(token_ids)
+
+    def _plain(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _find_thought_form(self) -> Channels | ThoughtTokens | None:
+        """Return how answers mark what is not the answer; None if the plain text says it."""
+        file = self._folder / "config.json"
+        family = family_of(_read_json(file)) if file.is_file() else None
+        if family is not None and family.writes_channels:
+            return Channels.of({token.content: number for number, token in self._added.items()})
+        special = {token.content: number for number, token in self._added.items() if token.special}
+        begin, end = special.get(BEGIN_OF_THOUGHT), special.get(END_OF_THOUGHT)
+        return None if begin is None and end is None else ThoughtTokens(begin, end)
 
     def _text(self, content: Content, tools: Tools | None) -> str:
         if self._apply_chat_template:
@@ -211,6 +266,11 @@ class PromptTokenizer:
                 if isinstance(content, str)
                 else list(content)
             )
+            if messages and messages[-1].get("role") == "assistant":
+                raise DataError(
+                    "the last message is the assistant's: the chat template would close it and begin another "
+                    "answer; end the prompt with a message of the user or a tool"
+                )
             text = self._templated(
                 messages, add_generation_prompt=True, tools=list(tools) if tools else None
             )
@@ -257,11 +317,11 @@ def check_all_rendered(messages: Sequence[Mapping[str, object]], text: str) -> N
         content = str(message.get("content") or "").rpartition(END_OF_THOUGHT)[2]
         plain = " ".join(content.split())
         seen[plain] += 1
-        spellings = {
-            plain,
-            *(json.dumps(content, ensure_ascii=flag)[1:-1] for flag in (False, True)),
-        }
-        spellings |= {spelling.strip() for spelling in spellings}
+        spellings = {plain}
+        for form in (content, content.strip()):
+            for is_ascii in (False, True):
+                as_json = json.dumps(form, ensure_ascii=is_ascii)[1:-1]
+                spellings.add(" ".join(as_json.split()))  # in the same form as ``rendered``
         if plain and all(rendered.count(spelling) < seen[plain] for spelling in spellings):
             raise DataError(
                 f"the chat template leaves out message {number} (role {message.get('role')!r}): "

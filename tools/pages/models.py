@@ -127,6 +127,9 @@ a run that would send them.
 **Layout.** The experts have biases, which rules out sharding one expert over ranks: with tensor parallelism give
 `--expert-tensor-parallel-size 1` and expert parallelism. TransformerEngine has no attention with sinks over packed
 rows, so that of rlpost computes it.
+
+**Answers.** Rewards see the text of the analysis channel as a thought, in `<think>` and `</think>`, and the final
+channel after it ([rewards](../rewards.md#what-a-reward-sees)).
 """,
     ),
     Series(

@@ -98,6 +98,11 @@ def _of_the_hub(config: Config) -> set[str]:
 
 def _why(path: str, kind: str) -> str:
     """Why a path is unusable, and the remedy."""
+    if "://" in path:
+        return (
+            f"is a URL, and the run reads a {kind}; download it to a file system that all nodes share, and "
+            "give the path"
+        )
     parents = [str(parent) for parent in reversed(Path(path).parents)]
     first = next((parent for parent in parents if not os.path.exists(parent)), None)
     if first is not None:

@@ -104,6 +104,7 @@ FAMILIES: dict[str, Family] = {
         describes=lambda given: given.get("softmax_type") == "learnable",
         model_type="gpt_oss",
         page="gpt-oss",
+        writes_channels=True,
         models="gpt-oss-20b and 120b: attention sinks, windows, biases, YaRN",
         defaults={"head_dim": 64, "rope_parameters": _YARN},
     ),

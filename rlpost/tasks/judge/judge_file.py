@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from rlpost.errors import ConfigError, DataError, suggestion
 from rlpost.tasks.judge.verdicts import PAIR_WORDS, Grammar
+from rlpost.tasks.number_text import plain_text
 
 METADATA = "metadata."
 OF_PROMPT = ("prompt", "label")
@@ -214,7 +215,8 @@ def prompt_values(prompt: str, label: str | None, metadata: Mapping[str, object]
     """Return the fields of a row; an object of the metadata is JSON."""
     values = {"prompt": prompt} | ({} if label is None else {"label": label})
     for key, value in metadata.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+        text = plain_text(value) if is_plain else json.dumps(value, default=str)
         values[f"{METADATA}{key}"] = text
     return values
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+from rlpost.tasks.answer_text import BEGIN_OF_THOUGHT, END_OF_THOUGHT
+
 BOXES = ("\\boxed", "\\fbox")
 _BETWEEN_ALTERNATIVES = re.compile(
     r"(?:[\s,.;/&$()*\\\[\]]|\b(?:or|and|either|maybe|perhaps|possibly|alternatively|also|text)\b|[{}])*",

@@ -20,11 +20,8 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 
-from rlpost.tasks.reward.answer_extraction import (
-    END_OF_THOUGHT,
-    answer_after_thinking,
-    last_boxed,
-)
+from rlpost.tasks.answer_text import END_OF_THOUGHT
+from rlpost.tasks.reward.answer_extraction import answer_after_thinking, last_boxed
 from rlpost.tasks.reward.answer_form import bare, contradicts, is_hedged, unit_as_text
 
 RESPONSE_MARK = "###Response"

@@ -12,6 +12,8 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
+from rlpost.tasks.reward.answer_extraction import after_thinking
+
 WHOLE_ANSWERS = {"yes", "no", "noanswer"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -20,11 +22,11 @@ def f1(response: str, label: str | None, metadata: Mapping[str, object]) -> floa
     """Return the F1 score of the words; 0 if they have no word in common or there is no label."""
     if label is None:
         return 0.0
-    given, wanted = words(response), words(label)
-    if given != wanted and WHOLE_ANSWERS & {" ".join(given), " ".join(wanted)}:
+    answered, expected = words(after_thinking(response)), words(label)
+    if answered != expected and WHOLE_ANSWERS & {" ".join(answered), " ".join(expected)}:
         return 0.0
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+    shared = sum((Counter(answered) & Counter(expected)).values())
+    return 2 * shared / (len(answered) + len(expected)) if shared else 0.0
 
 
 def words(text: str) -> list[str]:

@@ -19,6 +19,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.errors import DataError
+from rlpost.tasks.number_text import plain_text
 from rlpost.tasks.reward.answer_extraction import answer_after_thinking, has_box, last_boxed
 
 LETTERS = string.ascii_uppercase[:10]
@@ -72,7 +73,7 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
         texts.append(label)  # not a letter: every "a" of a sentence would match it
     if right_letter is not None and letters.index(right_letter) < len(choices):
         texts.append(choices[letters.index(right_letter)])
-    accepted = [_plain(str(each)) for each in texts if each is not None]
+    accepted = [_plain(plain_text(each)) for each in texts if each is not None]
     plain_response = f" {_plain(text)} "
     others = [plain for choice in choices if (plain := _plain(choice)) not in accepted]
     return float(
@@ -101,7 +102,7 @@ def _listed(metadata: Mapping[str, object], key: str) -> list[str]:
             f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object"
         )
     entries = given.values() if isinstance(given, Mapping) else given
-    return [str(entry) for entry in entries]
+    return [plain_text(entry) for entry in entries]
 
 
 def _letters(metadata: Mapping[str, object], choices: Sequence[str]) -> list[str]:

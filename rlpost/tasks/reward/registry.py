@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlpost.errors import ConfigError, suggestion
-from rlpost.tasks.reward.answer_extraction import last_boxed
+from rlpost.tasks.reward.answer_extraction import after_thinking, last_boxed
 from rlpost.tasks.reward.dapo import dapo, same_number
 from rlpost.tasks.reward.deepscaler import answer_equals, deepscaler
 from rlpost.tasks.reward.f1 import f1
@@ -38,16 +38,24 @@ _coin = random.Random()  # a separate generator, because the global one may be s
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function. ``in_box`` scores the content of a box; None: ``score`` does."""
+    """A reward function. ``in_box`` scores the content of a box; None: ``score`` does.
+
+    ``label_keys``: keys of the metadata that may take the label's place; None if no text is
+    compared with the label.
+    """
 
     score: RewardFunction
     in_box: RewardFunction | None = None
     isolated: bool = False
+    label_keys: tuple[str, ...] | None = ()
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Return 1 if the answer is the label, without white space around both; else 0."""
-    return float(label is not None and response.strip() == label.strip())
+    """Return 1 if the answer is the label, without white space around both; else 0.
+
+    A thought before the answer does not count.
+    """
+    return float(label is not None and after_thinking(response).strip() == label.strip())
 
 
 def toss(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
@@ -61,10 +69,10 @@ REWARDS: dict[str, Reward] = {
     "dapo": Reward(dapo, in_box=same_number),
     "math": Reward(math, in_box=boxed_math, isolated=True),
     "gsm8k": Reward(gsm8k, in_box=number_in_box),
-    "gpqa": Reward(gpqa),
+    "gpqa": Reward(gpqa, label_keys=("correct_letter", "correct_answer", "answer_text")),
     "f1": Reward(f1),
-    "ifeval": Reward(ifeval, isolated=True),
-    "random": Reward(toss),
+    "ifeval": Reward(ifeval, isolated=True, label_keys=None),
+    "random": Reward(toss, label_keys=None),
 }
 
 
@@ -83,6 +91,15 @@ def reward_function(name: str) -> RewardFunction:
         return score(last_boxed(response) or "", label, metadata)
 
     return boxed
+
+
+def label_keys(name: str) -> tuple[str, ...] | None:
+    """Return the keys of the metadata that may take the label's place for a reward.
+
+    None if it compares no text with the label, or if no reward here has the name.
+    """
+    reward = REWARDS.get(name.removeprefix(BOXED))
+    return None if reward is None else reward.label_keys
 
 
 def is_isolated(name: str) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from common.git_lfs import pointer_problem
 from common.units import counted
 from rlpost.errors import WeightError
 
@@ -92,8 +93,9 @@ def _header(path: Path) -> tuple[dict[str, object], int]:
     except OSError as error:
         raise WeightError(f"{path}: {_unreadable(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = pointer_problem(path)
         raise WeightError(
-            f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}"
+            problem or f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}"
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli import stack_check
+from rlpost.cli import row_check, stack_check
 from rlpost.cli.main import main
 from rlpost.config.load import load
 from tests.unit.cli.projects import MODEL, make_project
@@ -158,11 +158,11 @@ GOOD = [message("user")]
 def test_a_prompt_that_the_template_refuses_is_named_with_its_line(tmp_path, row, words):
     """Also in one row of many, because its sequence of roles is rare."""
     made = chats(tmp_path, *[GOOD] * 700, row, *[GOOD] * 700)
-    (problem,) = stack_check.prompt_problems(made)
+    (problem,) = row_check.check_rows(made)[0]
     assert problem.startswith(f"--prompt-data: {tmp_path}/prompts.jsonl, line 701: ")
     assert words in problem
     skipping = chats(tmp_path / "skips", *[GOOD] * 3, row, bad_prompts="skip")
-    assert stack_check.prompt_problems(skipping) == []
+    assert row_check.check_rows(skipping)[0] == []
 
 
 def test_the_template_of_older_processors_and_named_templates_are_read(tmp_path):
@@ -170,19 +170,61 @@ def test_the_template_of_older_processors_and_named_templates_are_read(tmp_path)
     tokens = {"tokenizer_class": "PreTrainedTokenizerFast"}
     files = tmp_path / "model/tokenizer_config.json", tmp_path / "model/chat_template.json"
     files[0].write_text(json.dumps(tokens))
-    assert "has no chat template" in stack_check.prompt_problems(made)[0]
+    assert "has no chat template" in row_check.check_rows(made)[0][0]
     files[1].write_text(json.dumps({"chat_template": TEMPLATE}))
-    assert "no tools here" in stack_check.prompt_problems(made)[0]
+    assert "no tools here" in row_check.check_rows(made)[0][0]
     files[1].unlink()
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}]
     files[0].write_text(json.dumps(tokens | {"chat_template": named}))
-    assert "no tools here" in stack_check.prompt_problems(made)[0]
+    assert "no tools here" in row_check.check_rows(made)[0][0]
 
 
 def test_a_tokenizer_of_another_model_is_named(tmp_path):
     made = config(tmp_path, QWEN3 | {"vocab_size": 1})
-    (problem,) = stack_check.prompt_problems(made)
+    (problem,) = row_check.check_rows(made)[0]
     assert "line 1: the tokenizer gives the id 1, and the model has vocab_size = 1" in problem
+
+
+def test_special_tokens_in_messages_are_a_note_with_the_first_line_and_their_number(tmp_path):
+    made = chats(tmp_path, GOOD, [message("user", "[END] x")], GOOD, [message("user", "x [END]")])
+    core = json.loads((tmp_path / "model/tokenizer.json").read_text())
+    token = {"id": 2, "content": "[END]", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    core["added_tokens"] = [token | flags]
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(core))
+    problems, (note,) = row_check.check_rows(made)
+    assert problems == []
+    assert note.startswith(f"--prompt-data: {tmp_path}/prompts.jsonl, line 2: its text has '[END]'")
+    assert "(2 rows)" in note
+
+
+def test_the_longest_row_is_compared_with_the_models_context(tmp_path):
+    made = chats(tmp_path, *[GOOD] * 200, [message("user", "1+1= " * 600)], *[GOOD] * 200)
+    core = json.loads((tmp_path / "model/tokenizer.json").read_text())
+    core["pre_tokenizer"] = {"type": "Whitespace"}
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(core))
+    problems, (note,) = row_check.check_rows(made)
+    assert problems == []
+    assert "line 201: 2400 tokens leave none of the 512 of the model's context" in note
+    limits = {"rollout_max_context_len": 512}
+    limited = made.model_copy(update={"rollout": made.rollout.model_copy(update=limits)})
+    assert row_check.check_rows(limited) == ([], [])
+
+
+def test_a_supervised_row_is_shown_with_what_is_trained_of_it(tmp_path):
+    made = config(tmp_path, QWEN3, grpo={"loss_type": "sft_loss"})
+    core = json.loads((tmp_path / "model/tokenizer.json").read_text())
+    core["model"]["vocab"] = {"[UNK]": 0, "<e>": 1, "ask": 2, "tell": 3}
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(core))
+    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(tokens))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ask", "label": "tell"}\n')
+    problems, (shown, longest) = row_check.check_rows(made)
+    assert problems == []
+    assert (
+        f"{tmp_path}/prompts.jsonl, line 1: trained is what ⟦ ⟧ enclose: 'ask⟦tell <e>⟧'" in shown
+    )
+    assert "the longest row that was tokenized, 3 tokens of the 512" in longest
 
 
 def test_check_and_submit_report_what_the_process_finds(tmp_path, monkeypatch, capsys):

@@ -96,6 +96,26 @@ def test_a_folder_without_weights_is_named(project):
     assert "holds neither a torch_dist checkpoint nor *.safetensors" in problem
 
 
+def test_tokens_that_one_folder_adds_are_compared_beside_equal_files(project):
+    """As of Qwen2.5 and Qwen3, whose vocab.json is the same."""
+    own, theirs = project / "model", project / "teacher"
+    decoder = {"added_tokens_decoder": {"7": {"content": "<think>"}}}
+    for folder in (own, theirs):
+        (folder / "tokenizer.json").write_text(tokenizer({"a": 0, "b": 1}))
+        (folder / "vocab.json").write_text('{"a": 0, "b": 1}')
+    for folder, config in ((own, decoder), (theirs, {})):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "token '<think>' has id 7" in vocabulary_problem(own, theirs)
+    assert vocabulary_problem(theirs, own) is None, "the teacher may have more tokens"
+    for folder in (own, theirs):
+        (folder / "tokenizer.json").unlink()
+    assert vocabulary_problem(own, theirs) is None, "the teacher's folder does not name its tokens"
+    (theirs / "added_tokens.json").write_text('{"<tool>": 7}')
+    assert "token '<think>' has id 7" in vocabulary_problem(own, theirs)
+    (theirs / "vocab.json").write_text('{"b": 0, "a": 1}')
+    assert "vocab.json differs" in vocabulary_problem(own, theirs)
+
+
 def test_vocabularies_are_compared_by_token_and_not_by_file(project):
     own, theirs = project / "model", project / "teacher"
     (own / "tokenizer.json").write_text(tokenizer({"a": 0, "b": 1}))

@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.engines.answer import parse, version_spans
 from rlpost.engines.connection import Connection, RunEngines
-from rlpost.errors import ConfigError, RolloutError
+from rlpost.errors import ConfigError, DataError, RolloutError
 from rlpost.rollout.examples.calculator import generate, result
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder, without_older
@@ -300,6 +300,79 @@ def test_a_function_that_generates_nothing_is_named_before_training() -> None:
     writer = GroupWriter(connection, SAMPLING, n=2, grader=grader, function=says_nothing)
     with pytest.raises(ConfigError, match="an answer without a token for prompt 3"):
         asyncio.run(writer.write(Unfinished(PROMPT)))
+
+
+def test_an_id_that_the_model_does_not_know_is_refused_where_it_enters() -> None:
+    def writer(function: Any) -> GroupWriter:
+        connection = Connection(RunEngines.of(["http://nowhere"], KEY, capacity=4))
+        grader = InlineGrader(lambda text, label, metadata: 1.0)
+        return GroupWriter(
+            connection,
+            SAMPLING,
+            n=2,
+            grader=grader,
+            function=function,
+            codec=Bytes(),
+            vocab_size=128,
+        )
+
+    async def of_a_tool(builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams) -> Any:
+        builder.insert("ab\u00e9")
+        return builder.sample()
+
+    with pytest.raises(DataError, match=r"prompt 3: the id 195 was inserted .* vocab_size = 128"):
+        asyncio.run(writer(of_a_tool).write(Unfinished(PROMPT)))
+
+    for prompt_ids, ids, words in (
+        ((1,), (5, 128), "returned the id 128 in response_ids"),
+        ((-1, 1), (5, 127), "returned the id -1 in prompt_ids"),
+    ):
+
+        async def of_a_function(*_: Any, tokens: Any = (prompt_ids, ids)) -> Sample:
+            return Sample(3, 0, *tokens, (0.0, 0.0), "", "stop", 0)
+
+        with pytest.raises(DataError, match=rf"of_a_function {words} .* prompt 3"):
+            asyncio.run(writer(of_a_function).write(Unfinished(PROMPT)))
+
+
+class Marking(Bytes):
+    """A codec whose text has marks that the text of an engine lacks."""
+
+    marks_thoughts = True
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return super().decode(token_ids).replace("\x01", "").replace("\x02", "</think>")
+
+
+def test_the_text_of_an_answer_is_that_of_its_ids_where_special_tokens_mark_thoughts() -> None:
+    """The engine leaves out the mark, as a special token, and the stop string."""
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        builder._codec = Marking()
+        first = await builder.write()
+        builder.insert("[2]")
+        assert first == "hm</think>2"
+        await builder.write()
+        return builder.sample()
+
+    first = generated([*b"hm\x022"], text="hm2")
+    second = generated([*b"x\x02y!\x01"], text="xy")
+    second["meta_info"]["finish_reason"]["matched"] = "!"
+    answers = [first, second]
+    sample = drafting(FakeEngine(answer=lambda body: answers.pop(0)), work)
+    assert sample.text == "hm</think>2[2]x</think>y"
+
+
+@pytest.mark.parametrize("limit", range(9))
+def test_text_of_a_tool_is_cut_where_its_ids_are(limit: int) -> None:
+    async def work(builder: ResponseBuilder) -> Sample:
+        builder.insert("abc")
+        builder.insert("d\u00e9f")
+        return builder.sample()
+
+    sample = drafting(FakeEngine(), work, max_new_tokens=limit)
+    assert sample.response_ids == list("abcd\u00e9f".encode()[:limit])
+    assert sample.text == Bytes().decode(sample.response_ids)
 
 
 def test_a_function_may_return_several_samples_per_call() -> None:

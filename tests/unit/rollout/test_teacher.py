@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,15 @@ class Server:
     """Answers /generate and records its requests; a token's log-prob is -(its id) / 10."""
 
     def __init__(
-        self, *, shift: int = 0, statuses: tuple[int, ...] = (), drops: int = 0, misses: int = 0
+        self,
+        *,
+        shift: int = 0,
+        statuses: tuple[int, ...] = (),
+        drops: int = 0,
+        misses: int = 0,
+        lacks: str = "",
     ) -> None:
+        self.lacks = lacks
         self.shift, self.statuses = shift, list(statuses)
         self.drops, self.misses = drops, misses
         self.requests: list[dict[str, Any]] = []
@@ -39,7 +47,8 @@ class Server:
         self.requests.append(body)
         if self.statuses and (status := self.statuses.pop(0)) != 200:
             return web.Response(status=status, text="not now")
-        ids = body.get("input_ids") or [each + self.shift for each in encode(body["text"])]
+        shift = 1 if self.lacks and self.lacks in body.get("text", "") else self.shift
+        ids = body.get("input_ids") or [each + shift for each in encode(body["text"])]
         kept = ids[body["logprob_start_len"] :]
         entries = [[None, kept[0], None]] + [[-each / 10, each, None] for each in kept[1:]]
         entries = entries[: len(entries) - self.drops]
@@ -146,6 +155,14 @@ def test_the_tokenizer_of_the_server_is_compared_before_the_first_answer():
     server = Server()
     with_server(server, lambda teacher: teacher.check_tokenizer(encode))
     assert [request["text"] for request in server.requests] == list(PROBES)
+    act = partial(TeacherServer.check_tokenizer, encode=encode, special=("<think>", "<|end|>"))
+    server = Server()
+    with_server(server, act)
+    texts = [request["text"] for request in server.requests]
+    assert texts == [*PROBES, "<think>", "<|end|>"]
+    server = Server(lacks="<think>")
+    with pytest.raises(ConfigError, match="not that of --hf-checkpoint: '<think>' is"):
+        with_server(server, act)
     with pytest.raises(ConfigError, match="the teacher's tokenizer is not that of --hf-checkpoint"):
         with_server(Server(shift=1), lambda teacher: teacher.check_tokenizer(encode))
 

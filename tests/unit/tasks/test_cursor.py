@@ -192,6 +192,15 @@ def test_a_state_from_before_weights_existed_is_restored(tmp_path: Path) -> None
         assert cursor.take(1)[0].text == text
 
 
+def test_a_weighted_state_without_counts_of_skipped_rows_is_restored(tmp_path: Path) -> None:
+    """Earlier versions wrote it, and skipped rows counted for the share."""
+    prompts, weights = mixed(tmp_path, 3, 5), (1, 1)
+    cursor = PromptCursor(prompts, weights=weights)
+    cursor.take(3)
+    state = {key: value for key, value in cursor.state().items() if "skipped" not in key}
+    assert PromptCursor.from_state(prompts, state, weights=weights).take(9) == cursor.take(9)
+
+
 def test_skipped_rows_leave_gaps_in_the_ids_and_are_counted(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"}
@@ -208,6 +217,47 @@ def test_skipped_rows_leave_gaps_in_the_ids_and_are_counted(tmp_path: Path) -> N
     ]
     assert prompts.counters() == {"rollout/bad_prompts": 2, "rollout/long_prompts": 2}
     assert set(prompts.counters().values()) == {0}
+
+
+def some_bad(folder: Path, bad: list[list[bool]]) -> PromptSet:
+    """One file for each list; a row is bad where its entry is true."""
+    files = [
+        write(
+            folder / f"bad{name}.jsonl",
+            *({} if is_bad else {"input": f"{name}{at}"} for at, is_bad in enumerate(rows)),
+        )
+        for name, rows in zip("abc", bad, strict=False)
+    ]
+    return PromptSet(files, tokenize=letters, skip_bad=True)
+
+
+ROWS = st.lists(st.booleans(), min_size=1, max_size=6).filter(lambda rows: not all(rows))
+
+
+@settings(max_examples=50, deadline=None)
+@given(bad=st.lists(ROWS, min_size=2, max_size=3), takes=st.lists(st.integers(1, 9), max_size=5))
+def test_shares_count_the_prompts_that_are_used_and_survive_any_resume(
+    tmp_path_factory, bad: list[list[bool]], takes: list[int]
+) -> None:
+    prompts = some_bad(tmp_path_factory.getbasetemp(), bad)
+    weights = (0.5, 0.3, 0.2)[: len(bad)]
+    whole = PromptCursor(prompts, shuffle=True, weights=weights).take(sum(takes))
+    state, resumed = {}, []
+    for count in takes:
+        cursor = PromptCursor.from_state(prompts, state, shuffle=True, weights=weights)
+        resumed += cursor.take(count)
+        state = json.loads(json.dumps(cursor.state()))
+    assert resumed == whole
+    for number in range(1, len(whole) + 1):
+        for name, weight in zip("abc", weights, strict=False):
+            count = sum(prompt.text[0] == name for prompt in whole[:number])
+            assert abs(count - number * weight / sum(weights)) < 1.5
+
+
+def test_a_file_of_which_no_row_is_left_ends_a_weighted_run(tmp_path: Path) -> None:
+    prompts = some_bad(tmp_path, [[False] * 9, [True, True]])
+    with pytest.raises(DataError, match="file 2 of --prompt-data: 5 consecutive rows are bad"):
+        PromptCursor(prompts, weights=(1, 1)).take(2)
 
 
 def test_a_run_that_would_skip_all_rows_ends(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Prompt files: errors name file, line and remedy; valid rows are read by position."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.errors import ConfigError, DataError
 from rlpost.tasks.prompt_settings import check_prompts, longest_prompt
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file, parse
+from rlpost.tasks.rows import Rows
 from tests.unit.tasks.sets import letters, numbered, write, write_parquet
 
 GOOD = {"prompt": "Q", "label": "A"}
@@ -31,6 +35,12 @@ FIELDS = PromptFields("prompt", "label")
         ({"prompt": "Q"}, "no key 'label'"),
         ({"prompt": 7, "label": "A"}, "'prompt' is int"),
         ({"prompt": "", "label": "A"}, "'prompt' is empty"),
+        ({"prompt": " \n", "label": "A"}, "'prompt' is blank"),
+        ({"prompt": [{"role": "user", "content": " "}], "label": "A"}, "no message has text"),
+        ('{"prompt": "Q", "label": "A", "label": "B"}', "the key 'label' occurs twice"),
+        ('{"prompt": "Q", "label": NaN}', "'label' has a number that is NaN or infinite"),
+        ('{"prompt": "Q", "label": 1e999}', "'label' has a number that is NaN or infinite"),
+        ('{"prompt": "Q", "label": {"a": [Infinity]}}', "'label' has a number that is NaN or"),
         ({"prompt": [], "label": "A"}, "'prompt' is list"),
         ({"prompt": [{"role": "user"}], "label": "A"}, "'role' and 'content'"),
         ({"prompt": "Q", "label": ["A"]}, "'label' is list"),
@@ -381,3 +391,159 @@ def test_a_label_that_is_an_object_is_its_text_and_stays_an_object_in_the_metada
     assert json.loads(prompt.label) == label and "größer" in prompt.label
     assert prompt.metadata["label"] == label
     assert label_of(prompt) == label, "what a function of slime sees"
+
+
+def test_an_object_that_a_reward_would_compare_as_text_is_refused_with_the_key_to_name(
+    tmp_path,
+) -> None:
+    """As verl's data has it."""
+    verl = {"prompt": "Q", "reward_model": {"style": "rule", "ground_truth": "4"}}
+    whole = PromptFields("prompt", "reward_model", rm_type="boxed_math")
+    path = write_parquet(tmp_path / "p.parquet", [verl])
+    for source in (path, write(tmp_path / "p.jsonl", verl)):
+        with pytest.raises(DataError, match=r" 1: .* use --label-key reward_model\.ground_truth"):
+            check_prompt_file(source, whole)
+        for metadata_key in (None, "reward_model"):
+            named = PromptFields(
+                "prompt", "reward_model.ground_truth", metadata_key, rm_type="math"
+            )
+            (prompt,) = PromptSet(source, tokenize=letters, fields=named).all()
+            assert prompt.label == "4"
+    other = {**verl, "rm_type": "ifeval"}
+    for fields, row in ((PromptFields("prompt", "reward_model"), verl), (whole, other)):
+        assert check_prompt_file(write(tmp_path / "q.jsonl", row), fields) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "is_bad"),
+    [
+        ({"label": ""}, True),
+        ({"label": "", "rm_type": "f1"}, True),
+        ({"label": "", "rm_type": "gpqa"}, True),
+        ({"label": "", "rm_type": "gpqa", "correct_letter": "B"}, False),
+        ({"label": "", "rm_type": "ifeval"}, False),
+    ],
+)
+def test_a_blank_label_is_bad_only_where_a_reward_compares_it(tmp_path, row, is_bad) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "Q", **row})
+    assert check_prompt_file(path, FIELDS) == 1
+    fields = PromptFields("prompt", "label", rm_type="exact_match")
+    if is_bad:
+        with pytest.raises(DataError, match="line 1: 'label' is blank, and the reward"):
+            check_prompt_file(path, fields)
+    else:
+        assert check_prompt_file(path, fields) == 1
+
+
+def test_messages_may_be_json_text_and_other_text_stays_text(tmp_path) -> None:
+    messages = [{"role": "user", "content": "Q"}]
+    texts = [json.dumps(messages), "[1, 2]", "[x]", json.dumps([{"a": 1}])]
+    rows = [parse({"prompt": text}, "here", PromptFields("prompt")) for text in texts]
+    assert [row.content for row in rows] == [messages, *texts[1:]]
+
+
+def test_columns_of_one_name_are_refused_unless_none_is_read(tmp_path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table(
+        [["Q"], ["A"], ["B"], ["{}"]], names=["prompt", "label", "label", "extra"]
+    )
+    parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet: two columns are called 'label'"):
+        check_prompt_file(tmp_path / "p.parquet", FIELDS)
+    (prompt,) = PromptSet(
+        tmp_path / "p.parquet", tokenize=letters, fields=PromptFields("prompt", None, "extra")
+    ).all()
+    assert prompt.text == "Q"
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(tmp_path, name) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name}: is a pointer of git LFS .* `git lfs pull` in"):
+        check_prompt_file(tmp_path / name, FIELDS)
+
+
+def test_a_json_array_and_a_url_are_named_with_their_remedy(tmp_path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps([GOOD, GOOD], indent=1))
+    with pytest.raises(DataError, match=r"line 1: the file is one JSON array .* jq -c '\.\[\]'"):
+        check_prompt_file(path, FIELDS)
+    with pytest.raises(DataError, match=r"s3://bucket/p\.parquet: is a URL, .* download it"):
+        check_prompt_file("s3://bucket/p.parquet", FIELDS)
+
+
+class TestAFileThatChanges:
+    """A row is one of the file that was indexed, or the file is named as changed."""
+
+    @pytest.fixture
+    def rows(self, tmp_path) -> Rows:
+        return Rows(numbered(tmp_path / "p.jsonl", 5))
+
+    def test_equal_lengths_rewritten_in_place(self, rows) -> None:
+        assert rows.row(0) == {"input": "0"}
+        text = rows.path.read_text()
+        later(rows.path, lambda path: path.write_text("".join(reversed(text.splitlines(True)))))
+        with pytest.raises(DataError, match=rf"{rows.path}: the file changed while the run reads"):
+            rows.row(4)
+        later(rows.path, lambda path: path.write_text(text))
+        assert rows.row(4) == {"input": "4"}
+
+    def test_appended(self, rows) -> None:
+        with rows.path.open("a") as file:
+            file.write("{}\n")
+        with pytest.raises(DataError, match="the file changed while the run reads it"):
+            rows.row(0)
+
+    def test_changed_rows_are_not_skipped_as_bad_ones(self, tmp_path) -> None:
+        path = numbered(tmp_path / "p.jsonl", 5)
+        prompts = PromptSet(path, tokenize=letters, skip_bad=True)
+        path.write_text("")
+        with pytest.raises(DataError, match="the file changed while the run reads it"):
+            prompts.prompt(0, 0)
+
+    def test_touched(self, rows) -> None:
+        later(rows.path, Path.touch)
+        assert [rows.row(number)["input"] for number in range(5)] == list("01234")
+
+    def test_replaced_on_nfs(self, rows, monkeypatch) -> None:
+        """The first read of a replaced file fails with ESTALE there."""
+        stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+        def pread(*place):
+            if stale:
+                raise stale.pop()
+            return real(*place)
+
+        real = os.pread
+        monkeypatch.setattr(os, "pread", pread)
+        content = rows.path.read_text()
+        rows.path.unlink()
+        rows.path.write_text(content)
+        assert rows.row(3) == {"input": "3"}
+        stale.append(OSError(errno.ESTALE, "Stale file handle"))
+        rows.path.write_text(content.replace("3", "7"))
+        with pytest.raises(DataError, match="the file changed while the run reads it"):
+            rows.row(3)
+        stale.append(OSError(errno.EIO, "Input/output error"))
+        with pytest.raises(OSError, match=r"p\.jsonl") as error:
+            rows.row(3)
+        assert error.value.filename == str(rows.path)
+
+    def test_read_by_threads(self, rows) -> None:
+        def read(number: int) -> object:
+            if number % 10 == 0:
+                later(rows.path, Path.touch)
+            return rows.row(number % 5)["input"]
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(read, range(200))) == [str(number % 5) for number in range(200)]
+
+
+def later(path: Path, act) -> None:
+    """Change a file; its time of the last write changes too, however coarse the clock is."""
+    before = path.stat().st_mtime_ns
+    act(path)
+    os.utime(path, ns=(before + 10**9, before + 10**9))

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.tasks.tokenizer import (
@@ -14,6 +16,7 @@ from rlpost.tasks.tokenizer import (
     eos_token_ids,
     hf_tokenizer,
 )
+from tests.unit.tasks.sets import byte_tokenizer
 
 MESSAGES = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 TEMPLATE = MESSAGES + "{% if add_generation_prompt %}>{% endif %}"
@@ -78,6 +81,9 @@ def test_a_missing_folder_or_tokenizer_is_named(tmp_path: Path) -> None:
         check_tokenizer_folder(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"needs one of tokenizer\.json"):
         check_tokenizer_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is a pointer of git LFS"):
+        check_tokenizer_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is missing"):
         check_tokenizer_folder(tmp_path)
@@ -135,6 +141,32 @@ def test_a_template_may_trim_escape_and_leave_out_thoughts(folder: Path) -> None
         {"role": "tool", "content": 'a "b"\nc'},
     ]
     assert with_template(folder, template)(messages)[0] == 'abcde"a \\"b\\"\\nc"'
+
+
+@given(st.lists(st.sampled_from(["a", "b", " ", "\n", "\t", "é", '"', "\\", "{"])).map("".join))
+def test_a_tools_result_may_be_written_as_text_or_as_json(content: str) -> None:
+    """Code, tables and tracebacks have several spaces in a row."""
+    messages = [{"role": "tool", "content": content}]
+    for text in (content, content.strip()):
+        for is_ascii in (False, True):
+            for written in (text, json.dumps(text, ensure_ascii=is_ascii)):
+                check_all_rendered(messages, f"<|tool|>{written}<|end|>")
+    if content.strip():
+        with pytest.raises(DataError, match="leaves out message 1"):
+            check_all_rendered(messages, "<|tool|><|end|>")
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused(folder: Path) -> None:
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    with pytest.raises(DataError, match="the last message is the assistant's: the chat template"):
+        PromptTokenizer(folder, apply_chat_template=True)(messages)
+
+
+def test_the_added_tokens_that_a_template_writes_are_known(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path, "<|user|>{{ messages[0].content }}<|assistant|><think>")
+    tokenize = PromptTokenizer(tmp_path, apply_chat_template=True)
+    assert tokenize.template_tokens == ("<|user|>", "<|assistant|>", "<think>")
+    assert set(tokenize.special_tokens) == {"<|end|>", "<|user|>", "<|assistant|>"}
 
 
 def test_the_bos_occurs_once(folder: Path) -> None:

@@ -123,3 +123,10 @@ def test_the_check_of_weight_files_imports_no_heavy_package():
     heavy = "{'torch', 'safetensors'}"
     program = f"import sys, rlpost.trainer.weights.safetensors_files; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(tmp_path):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n"
+    (tmp_path / "model.safetensors").write_text(text)
+    (problem,) = file_problems(tmp_path)
+    assert "model.safetensors: is a pointer of git LFS" in problem and "git lfs pull" in problem
