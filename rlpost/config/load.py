@@ -28,7 +28,7 @@ from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
-from rlpost.config.slime_flags import ABBREVIATIONS, meant
+from rlpost.config.slime_flags import ABBREVIATIONS, REMOVED, meant
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -372,13 +372,20 @@ def dump(config: Config) -> str:
 
 
 def parse_dump(text: str) -> Config:
-    """The inverse of ``dump``; an earlier version may have written unset settings that are gone."""
+    """The inverse of ``dump``.
+
+    An earlier version may have written settings that are gone: unset ones, and those of ``REMOVED``.
+    """
     tables = json.loads(text)
     for name, group in groups().items():
         if group.model_config["extra"] == "forbid":
             known = group.model_fields
             given = tables.get(name, {}).items()
-            tables[name] = {key: value for key, value in given if key in known or value is not None}
+            tables[name] = {
+                key: value
+                for key, value in given
+                if key in known or not (value is None or key.replace("_", "-") in REMOVED)
+            }
     return Config.model_validate_json(json.dumps(tables))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +43,7 @@ from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredLogprobs
 from rlpost.driver.workers import Stored
 from rlpost.observe.progress.stragglers import Stragglers
+from rlpost.rollout.evaluate import summarise
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.types import SampleGroup, StepResult, TrainBatch
 
@@ -187,10 +187,9 @@ class Training:
         if self._post_process is not None:
             processed = await asyncio.to_thread(self._post_process, changed)
             changed = processed.groups
-            metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
+            metrics["reward/mean"] = summarise(processed.raw_groups)["reward_mean"]
         if changed is not groups:
-            rewards = [reward for group in changed for reward in group.rewards]
-            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
+            metrics["reward/shaped_mean"] = summarise(changed)["reward_mean"]
         return changed
 
     @property
