@@ -277,18 +277,30 @@ def whitened(
     """
     flat = list(itertools.chain.from_iterable(advantages))
     flat_masks = list(itertools.chain.from_iterable(masks))
-    if not any(isinstance(advantage, FloatColumn) for advantage in flat):
-        numbers = whiten(flat, [mask.total() for mask in flat_masks])  # type: ignore[arg-type]
-        return [tuple(part) for part in partition(numbers, map(len, advantages))]
-    values: list[float] = []
-    for advantage, mask in zip(flat, flat_masks, strict=True):
-        is_column = isinstance(advantage, FloatColumn)
-        values += advantage if is_column else [advantage] * len(mask)  # type: ignore[operator, list-item]
-    is_trained = list(itertools.chain.from_iterable(flat_masks))
-    pairs = zip(whiten(values, is_trained), is_trained, strict=True)
+    numbers = [one for one in flat if not isinstance(one, FloatColumn)]
+    white: list[Advantage]
+    if len(numbers) == len(flat):
+        white = list(whiten(numbers, [mask.total() for mask in flat_masks]))
+    else:
+        pairs = zip(flat, flat_masks, strict=True)
+        columns = [_per_token(one, len(mask)) for one, mask in pairs]
+        white = list(whitened_tokens(columns, flat_masks))
+    return [tuple(part) for part in partition(white, map(len, advantages))]
+
+
+def whitened_tokens(
+    columns: Sequence[FloatColumn], masks: Sequence[RunColumn]
+) -> list[FloatColumn]:
+    """Whiten values per token over the tokens with mask 1 of all columns; 0 at the others."""
+    chain = itertools.chain.from_iterable
+    is_trained = list(chain(masks))
+    pairs = zip(whiten(list(chain(columns)), is_trained), is_trained, strict=True)
     tokens = [value if trained else 0.0 for value, trained in pairs]
-    columns = [FloatColumn(part) for part in partition(tokens, map(len, flat_masks))]
-    return [tuple(part) for part in partition(columns, map(len, advantages))]
+    return [FloatColumn(part) for part in partition(tokens, map(len, columns))]
+
+
+def _per_token(advantage: Advantage, length: int) -> FloatColumn:
+    return advantage if isinstance(advantage, FloatColumn) else FloatColumn([advantage] * length)
 
 
 def custom_advantages(

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlpost.algorithm.advantage import Advantage, Penalties, whitened
+from rlpost.algorithm.advantage import Penalties, whitened_tokens
 from rlpost.algorithm.answers import Answer, answers_of
 from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
@@ -50,7 +50,7 @@ class Estimates:
     There is one value per response token; 0 where the loss mask is 0.
     """
 
-    advantages: list[tuple[Advantage, ...]]
+    advantages: list[tuple[FloatColumn, ...]]
     returns: list[tuple[FloatColumn, ...]]
     metrics: dict[str, float]
 
@@ -163,8 +163,7 @@ def estimate_with_values(
         trained_returns.append(own_returns)
     metrics = _value_metrics(np.concatenate(trained_values), np.concatenate(trained_returns))
     if normalize_advantages:
-        masks = [answer.mask for answer in answers]
-        (advantages,) = whitened([advantages], [masks])  # type: ignore[assignment]
+        advantages = whitened_tokens(advantages, [answer.mask for answer in answers])
     return Estimates(
         advantages=_by_sample(by_group, advantages),
         returns=_by_sample(by_group, returns),

@@ -28,7 +28,7 @@ from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
-from rlpost.config.slime_flags import ABBREVIATIONS, REMOVED, meant
+from rlpost.config.slime_flags import ABBREVIATIONS, meant
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -371,10 +371,14 @@ def dump(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
+GONE = ("loss_unit",)
+"""Settings of earlier versions that no run depends on any more, whatever their value."""
+
+
 def parse_dump(text: str) -> Config:
     """The inverse of ``dump``.
 
-    An earlier version may have written settings that are gone: unset ones, and those of ``REMOVED``.
+    An earlier version may have written settings that are gone: unset ones, and those of GONE.
     """
     tables = json.loads(text)
     for name, group in groups().items():
@@ -384,7 +388,7 @@ def parse_dump(text: str) -> Config:
             tables[name] = {
                 key: value
                 for key, value in given
-                if key in known or not (value is None or key.replace("_", "-") in REMOVED)
+                if key in known or not (value is None or key in GONE)
             }
     return Config.model_validate_json(json.dumps(tables))
 

@@ -10,7 +10,6 @@ CUT_OFF = {
     "HTML table of zeros",
     "JSON records of equal values",
     "SQL",
-    "cases",
     "hex dump of zeros",
     "song with a counter",
     "table of floats",
