@@ -384,10 +384,9 @@ def parse_dump(text: str) -> Config:
     for name, group in groups().items():
         if group.model_config["extra"] == "forbid":
             known = group.model_fields
-            given = tables.get(name, {}).items()
             tables[name] = {
                 key: value
-                for key, value in given
+                for key, value in tables.get(name, {}).items()
                 if key in known or not (value is None or key in GONE)
             }
     return Config.model_validate_json(json.dumps(tables))

@@ -198,6 +198,23 @@ def token_weights(
     return weighting.weights(pack(tuple(samples))).tolist()
 
 
+def test_with_lost_gradings_the_mean_reward_is_still_that_of_prompts() -> None:
+    """One of four answers to the first prompt is left: it does not count a fifth of the other four."""
+    rewards = [[0.0], [1.0, 1.0, 1.0, 1.0]]
+    groups = [
+        SampleGroup(
+            number,
+            tuple(
+                ScoredSample(Sample(number, i, (1,), (2,), (-0.5,), "", "stop", 0), reward)
+                for i, reward in enumerate(own)
+            ),
+        )
+        for number, own in enumerate(rewards)
+    ]
+    assert summarise(groups)["reward_mean"] == pass_rates(groups)["pass@1"] == 0.5
+    assert rollout_metrics(groups)["reward/mean"] == 0.5
+
+
 @pytest.mark.parametrize("by_turn", [False, True])
 def test_a_critic_takes_an_answer_in_parts_as_one_episode(by_turn: bool) -> None:
     source = random.Random(3)
