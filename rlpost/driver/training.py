@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rlpost.algorithm.advantage import Advantage, Penalties
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
@@ -307,7 +308,8 @@ def kl_penalties(
     found = []
     for own, reference in zip(old, ref, strict=True):
         difference = own.array.astype("float64") - reference.array.astype("float64")
-        found.append(DoubleColumn.view(grpo.kl_coef * kl_values(difference, grpo.kl_loss_type)))
+        kl: Any = kl_values(difference, grpo.kl_loss_type)
+        found.append(DoubleColumn.view(grpo.kl_coef * kl))
     return found
 
 
