@@ -129,15 +129,27 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample with its reward."""
+    """A sample with its reward.
+
+    ``is_masked``: reward shaping left its answer out of the loss.
+    """
 
     sample: Sample
     reward: float
+    is_masked: bool = False
+
+    @property
+    def mask(self) -> RunColumn:
+        """1 for each token of the response that enters the loss, else 0."""
+        if self.is_masked:
+            return RunColumn([(0, len(self.sample.response_ids))])
+        return self.sample.mask
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """The graded samples of one prompt, ordered by index.
+    """The graded samples of one prompt, ordered by index; those of one answer have one index
+    (``rlpost.algorithm.answers``).
 
     An index is missing if the grading of that answer was lost. A group without samples stands for a
     dropped prompt.
@@ -148,12 +160,13 @@ class SampleGroup:
 
     @property
     def rewards(self) -> tuple[float, ...]:
+        """The reward of each sample."""
         return tuple(scored.reward for scored in self.samples)
 
     @property
     def masks(self) -> tuple[RunColumn, ...]:
         """The loss mask of each response."""
-        return tuple(scored.sample.mask for scored in self.samples)
+        return tuple(scored.mask for scored in self.samples)
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
-"""Advantages per sample or per token from the rewards of groups. Pure Python.
+"""Advantages per answer or per token from the rewards of groups. Pure Python.
 
-Input: rewards by group, and KL penalties per token if the reward includes them. Output: advantages
-in the same order. Groups are formed by prompt id upstream, never by reshaping a flat list.
+Input: the answers of each group with their rewards, turns and KL penalties. Output: advantages in the
+same order. Groups are formed by prompt id upstream, never by reshaping a flat list.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlpost.algorithm.partition import partition
 from rlpost.algorithm.plugin import blamed_on, load_function
+from rlpost.algorithm.turns import TurnReward, turn_advantages
 from rlpost.columns import FloatColumn, RunColumn
 from rlpost.errors import ConfigError
 from rlpost.types import SampleGroup
@@ -60,6 +62,7 @@ def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 def opo_advantages(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
     """r_i - mean of the group weighted by the lengths of the answers in tokens.
 
+    Answers that are masked out of the loss keep their length, so that the baseline counts them.
     The baseline of least variance if the squared gradient of an answer grows with its length.
     Source: OPO, arXiv 2505.23585, section 3.
     """
@@ -107,12 +110,12 @@ class Estimator:
 
     Attributes:
         about: what it does, for the help of --advantage-estimator.
-        of_group: (rewards of one group, lengths of its answers in trained tokens, whether to divide
-            by the standard deviation of the rewards) -> advantages. None: they come from the values
+        of_group: (rewards of one group, lengths of its answers in generated tokens, whether to
+            divide by the standard deviation of the rewards) -> advantages. None: they come from the values
             of a critic (``rlpost.algorithm.gae``).
         whitens: the advantages of all groups are then whitened together.
         charges_tokens: KL penalties give an advantage per token (``returns_to_go``); otherwise the
-            sum of a sample's penalties is subtracted from its reward.
+            sum of an answer's penalties is subtracted from its reward.
         compares: a single answer to a prompt has no advantage.
         has_raw_rewards: without its baseline the rewards are the advantages
             (--disable-rewards-normalization, --custom-reward-post-process-path).
@@ -182,75 +185,122 @@ the table in docs/actor.md.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    """The answers to one prompt as estimators read them; each list has one entry per answer.
+
+    Attributes:
+        rewards: as shaped.
+        masks: 1 for each response token that enters the loss.
+        lengths: tokens that the policy generated, also of answers that are masked out of the loss.
+        penalties: of each response token, kl_coef x KL; None without.
+        turns: in the order of play, where all answers have rewards of turns.
+    """
+
+    rewards: Sequence[float]
+    masks: Sequence[RunColumn]
+    lengths: Sequence[int]
+    penalties: Sequence[Sequence[float]] | None = None
+    turns: Sequence[Sequence[TurnReward]] | None = None
+
+    def __post_init__(self) -> None:
+        columns = (self.masks, self.lengths, self.penalties, self.turns)
+        counts = [len(self.rewards), *(len(one) for one in columns if one is not None)]
+        if len(set(counts)) != 1:
+            raise ValueError(f"a group has different numbers of rewards, masks, ...: {counts}")
+
+
 def estimate(
     estimator: str,
-    groups: Sequence[Sequence[float]],
-    masks: Masks,
+    groups: Sequence[AnswerGroup],
     *,
     normalize_std: bool,
     normalize_advantages: bool = False,
-    penalties: Penalties | None = None,
     gamma: float = 1.0,
     raw: bool = False,
 ) -> list[tuple[Advantage, ...]]:
-    """Compute the advantages of all samples of a rollout, by group, from ``groups`` of rewards.
+    """Compute the advantages of all answers of a rollout, by group.
 
     ``estimator`` is the value of --advantage-estimator. ``normalize_std`` divides by the standard
     deviation of the group, as GRPO does; ``normalize_advantages`` whitens the advantages of every
-    estimator. ``penalties`` are those of the KL divergence (``Estimator.charges_tokens``), and
-    ``gamma`` is the discount per token of estimators with an advantage per token. ``raw`` takes
-    the rewards for the advantages of a group (``Estimator.has_raw_rewards``).
+    estimator. Penalties are charged to tokens (``Estimator.charges_tokens``), or to the answer's
+    reward. ``gamma`` is the discount per token of estimators with an advantage per token. ``raw``
+    takes the rewards, or the returns of turns, for the advantages (``Estimator.has_raw_rewards``).
 
     Raises:
         KeyError: the estimator is unknown.
     """
     known = ESTIMATORS[estimator]
-    if known.charges_tokens and (penalties is not None or gamma != 1.0):
-        if penalties is None:
-            penalties = [_no_penalties(group) for group in masks]
-        return _whitened_returns(groups, masks, penalties, gamma)
-    if penalties is not None:
-        groups = [_penalised(rewards, own) for rewards, own in zip(groups, penalties, strict=True)]
-    advantages: list[tuple[float, ...]] = []
-    num_tokens: list[int] = []
     if known.of_group is None:
         raise ValueError(f"{estimator}: advantages need the values of a critic")
-    for rewards, of_group in zip(groups, masks, strict=True):
-        lengths = [mask.total() for mask in of_group]
+    has_penalties = any(group.penalties is not None for group in groups)
+    if known.charges_tokens and (has_penalties or gamma != 1.0):
+        advantages = [_discounted(group, gamma) for group in groups]
+    else:
         is_raw = raw and known.has_raw_rewards
-        advantages.append(
-            tuple(rewards) if is_raw else known.of_group(rewards, lengths, normalize_std)
-        )
-        num_tokens += lengths
-    if not (known.whitens or normalize_advantages):
-        return list(advantages)
-    flat = whiten(list(itertools.chain.from_iterable(advantages)), num_tokens)
-    return [tuple(part) for part in partition(flat, map(len, advantages))]
+        advantages = [_compared(group, known, normalize_std, is_raw) for group in groups]
+    if known.whitens or normalize_advantages:
+        return whitened(advantages, [group.masks for group in groups])
+    return advantages
 
 
-def _penalised(rewards: Sequence[float], penalties: Sequence[Sequence[float]]) -> list[float]:
-    return [reward - math.fsum(penalty) for reward, penalty in zip(rewards, penalties, strict=True)]
+def _compared(
+    group: AnswerGroup, known: Estimator, normalize_std: bool, is_raw: bool
+) -> tuple[Advantage, ...]:
+    """Advantages of the answers of a group, or of their turns, against its baseline."""
+    assert known.of_group is not None
+    if group.turns is not None:
+        baseline = partial(grpo_advantages, normalize_std=normalize_std)
+        lengths = [len(mask) for mask in group.masks]
+        return turn_advantages(group.turns, lengths, tuple if is_raw else baseline)
+    rewards = group.rewards
+    if group.penalties is not None:
+        pairs = zip(rewards, group.penalties, strict=True)
+        rewards = [reward - math.fsum(penalty) for reward, penalty in pairs]
+    return tuple(rewards) if is_raw else known.of_group(rewards, group.lengths, normalize_std)
 
 
-def _whitened_returns(
-    groups: Sequence[Sequence[float]], masks: Masks, penalties: Penalties, gamma: float
+def _discounted(group: AnswerGroup, gamma: float) -> tuple[Advantage, ...]:
+    """Return the returns of the tokens of a group's answers."""
+    penalties = group.penalties or [(0.0,) * len(mask) for mask in group.masks]
+    answers = zip(group.rewards, penalties, group.masks, strict=True)
+    return tuple(FloatColumn(returns_to_go(*answer, gamma=gamma)) for answer in answers)
+
+
+def whitened(
+    advantages: Sequence[Sequence[Advantage]], masks: Masks
 ) -> list[tuple[Advantage, ...]]:
+    """Whiten the advantages of a rollout over its tokens in the loss, by group (``whiten``).
+
+    An advantage of a whole response counts for each of its tokens. Advantages per token are 0 at
+    tokens that do not enter the loss.
+    """
+    flat = list(itertools.chain.from_iterable(advantages))
+    flat_masks = list(itertools.chain.from_iterable(masks))
+    numbers = [one for one in flat if not isinstance(one, FloatColumn)]
+    white: list[Advantage]
+    if len(numbers) == len(flat):
+        white = list(whiten(numbers, [mask.total() for mask in flat_masks]))
+    else:
+        pairs = zip(flat, flat_masks, strict=True)
+        columns = [_per_token(one, len(mask)) for one, mask in pairs]
+        white = list(whitened_tokens(columns, flat_masks))
+    return [tuple(part) for part in partition(white, map(len, advantages))]
+
+
+def whitened_tokens(
+    columns: Sequence[FloatColumn], masks: Sequence[RunColumn]
+) -> list[FloatColumn]:
+    """Whiten values per token over the tokens with mask 1 of all columns; 0 at the others."""
     chain = itertools.chain.from_iterable
-    of_samples = zip(chain(groups), chain(penalties), chain(masks), strict=True)
-    returns = [returns_to_go(*sample, gamma=gamma) for sample in of_samples]
-    whitened = whiten(list(chain(returns)), list(chain(chain(masks))))
-    return token_advantages(whitened, masks)
+    is_trained = list(chain(masks))
+    pairs = zip(whiten(list(chain(columns)), is_trained), is_trained, strict=True)
+    tokens = [value if trained else 0.0 for value, trained in pairs]
+    return [FloatColumn(part) for part in partition(tokens, map(len, columns))]
 
 
-def token_advantages(values: Sequence[float], masks: Masks) -> list[tuple[Advantage, ...]]:
-    """Split values of all response tokens of a rollout: one column per sample, by group."""
-    lengths = [len(mask) for of_group in masks for mask in of_group]
-    columns = [FloatColumn(part) for part in partition(values, lengths)]
-    return [tuple(part) for part in partition(columns, map(len, masks))]
-
-
-def _no_penalties(masks: Sequence[RunColumn]) -> list[Sequence[float]]:
-    return [(0.0,) * len(mask) for mask in masks]
+def _per_token(advantage: Advantage, length: int) -> FloatColumn:
+    return advantage if isinstance(advantage, FloatColumn) else FloatColumn([advantage] * length)
 
 
 def custom_advantages(

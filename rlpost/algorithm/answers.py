@@ -1,13 +1,11 @@
-"""Baseline and loss weights for answers that consist of several samples. Pure.
+"""Answers: the unit of rewards, baselines, shaping, losses and metrics. Pure.
 
-A generate function may return several samples for one answer, such as the turns of an agent or the
-parts of a conversation whose context was shortened. With --loss-unit sample each counts as a
-separate sample, so an answer of k samples has k times the weight. With --loss-unit answer they
-count as one: the baseline uses the mean of their rewards, all have the same advantage, and the loss
-of the answer is the mean over the tokens of all its samples.
+An answer has one sample or several: the turns of an agent, the branches of a conversation, the parts
+between which its context was compacted. All count as one answer: one reward (the mean of its
+samples'), one advantage, and a loss that is the mean over the tokens of all its samples.
 
-Input: groups; the samples of an answer have the same index and are adjacent. Output: an advantage
-and a weight per sample.
+Input: groups; the samples of an answer have the same index and are adjacent. Output: their answers;
+an advantage and a weight per sample.
 """
 
 from __future__ import annotations
@@ -15,91 +13,149 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from rlpost.algorithm.advantage import Advantage, Masks, Penalties
+from rlpost.algorithm.advantage import Advantage, AnswerGroup, Penalties
 from rlpost.algorithm.partition import partition
+from rlpost.algorithm.repetition import is_repetitive
+from rlpost.algorithm.turns import TurnReward, joined_turns, turns_of
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
-from rlpost.types import SampleGroup
+from rlpost.types import SampleGroup, ScoredSample
 
-Estimate = Callable[
-    [Sequence[Sequence[float]], Masks, Penalties | None], list[tuple[Advantage, ...]]
-]
-"""Rewards, loss masks and penalties by group -> advantages by group; see ``advantage.estimate``."""
+Column = TypeVar("Column", FloatColumn, DoubleColumn, RunColumn)
 
 
-def answer_sizes(group: SampleGroup) -> list[int]:
-    """Return the number of samples of each answer of a group, in order."""
-    return [
-        len(list(own))
-        for _, own in itertools.groupby(group.samples, key=lambda scored: scored.sample.index)
-    ]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One graded answer to a prompt: its samples in order, at least one."""
+
+    samples: tuple[ScoredSample, ...]
+
+    @property
+    def reward(self) -> float:
+        """The mean of the samples' rewards, which are usually equal."""
+        rewards = [scored.reward for scored in self.samples]
+        return rewards[0] if len(set(rewards)) == 1 else math.fsum(rewards) / len(rewards)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Response tokens of each sample, those of tools included."""
+        return tuple(len(scored.sample.response_ids) for scored in self.samples)
+
+    @property
+    def length(self) -> int:
+        """Response tokens of all samples together, those of tools included."""
+        return sum(self.lengths)
+
+    @property
+    def mask(self) -> RunColumn:
+        """1 for each of these tokens that enters the loss, else 0."""
+        return RunColumn(run for scored in self.samples for run in scored.mask.runs)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the policy generated, also of an answer that is masked out of the loss."""
+        return sum(scored.sample.mask.total() for scored in self.samples)
+
+    @property
+    def text(self) -> str:
+        """The texts of all samples."""
+        return "".join(scored.sample.text for scored in self.samples)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a length limit ended it: its last sample."""
+        return self.samples[-1].sample.finish_reason == "length"
+
+    @property
+    def is_repetitive(self) -> bool:
+        """Whether it ends in a repetition loop."""
+        return is_repetitive(self.text, is_truncated=self.is_truncated)
+
+    @property
+    def turns(self) -> tuple[TurnReward, ...] | None:
+        """Its turns in the order of play, with the positions of their tokens among all of them.
+
+        None if a sample has no rewards of turns.
+        """
+        of_samples = [turns_of(scored.sample.extra) for scored in self.samples]
+        known = [turns for turns in of_samples if turns is not None]
+        return joined_turns(known, self.lengths) if len(known) == len(of_samples) else None
+
+    def split(self, column: Column) -> list[Column]:
+        """Return the parts of a column of all its response tokens, by sample."""
+        return partition(column, self.lengths)
+
+
+def answers_of(group: SampleGroup) -> list[Answer]:
+    """Return the answers of a group, in order."""
+    by_index = itertools.groupby(group.samples, key=lambda scored: scored.sample.index)
+    return [Answer(tuple(samples)) for _, samples in by_index]
+
+
+def answer_group(
+    answers: Sequence[Answer], penalties: Sequence[Sequence[float]] | None
+) -> AnswerGroup:
+    """Return what estimators read of the answers of a group.
+
+    ``penalties`` are those of each response token, by sample.
+    """
+    joined = None
+    if penalties is not None:
+        of_answers = partition(penalties, [len(answer.samples) for answer in answers])
+        joined = [DoubleColumn.joined(map(DoubleColumn.of, tokens)) for tokens in of_answers]
+    of_turns = [answer.turns for answer in answers]
+    turns = [turns for turns in of_turns if turns is not None]
+    return AnswerGroup(
+        rewards=[answer.reward for answer in answers],
+        masks=[answer.mask for answer in answers],
+        lengths=[answer.num_generated for answer in answers],
+        penalties=joined,
+        turns=turns if len(turns) == len(of_turns) else None,
+    )
 
 
 def estimate_by_answer(
-    groups: Sequence[SampleGroup], penalties: Penalties | None, estimate: Estimate
+    groups: Sequence[SampleGroup],
+    penalties: Penalties | None,
+    estimate: Callable[[Sequence[AnswerGroup]], Sequence[Sequence[Advantage]]],
 ) -> list[tuple[Advantage, ...]]:
-    """Compute the advantages of all samples; ``estimate`` receives each answer as one sample.
+    """Compute the advantages of all samples of a rollout, by group and sample.
 
-    Advantages per token are split among the samples of the answer.
-
-    Returns:
-        Advantages by group.
+    ``estimate`` receives the answers of all groups and returns an advantage for each. Advantages
+    per token are split among the samples of the answer. ``penalties`` are by group and sample.
     """
-    sizes = [answer_sizes(group) for group in groups]
-    rewards: list[list[float]] = []
-    masks: list[list[RunColumn]] = []
-    for group, of_group in zip(groups, sizes, strict=True):
-        parts = partition(group.rewards, of_group)
-        rewards.append([math.fsum(own) / len(own) for own in parts])
-        masks.append([_joined_mask(own) for own in partition(group.masks, of_group)])
-    answer_advantages = estimate(
-        rewards, masks, None if penalties is None else _joined(penalties, sizes)
-    )
+    by_group = [answers_of(group) for group in groups]
+    charged = [None] * len(groups) if penalties is None else penalties
+    estimated = estimate(list(map(answer_group, by_group, charged)))
     return [
-        _of_samples(advantages, group, of_group)
-        for advantages, group, of_group in zip(answer_advantages, groups, sizes, strict=True)
+        tuple(
+            itertools.chain.from_iterable(
+                _of_samples(answer, advantage)
+                for answer, advantage in zip(answers, advantages, strict=True)
+            )
+        )
+        for answers, advantages in zip(by_group, estimated, strict=True)
     ]
 
 
-def _joined_mask(masks: Sequence[RunColumn]) -> RunColumn:
-    return RunColumn(run for mask in masks for run in mask.runs)
-
-
-def _of_samples(
-    advantages: Sequence[Advantage], group: SampleGroup, sizes: Sequence[int]
-) -> tuple[Advantage, ...]:
-    """Convert the advantages of a group's answers to those of its samples."""
-    lengths = [len(scored.sample.mask) for scored in group.samples]
-    found: list[Advantage] = []
-    for advantage, own in zip(advantages, partition(lengths, sizes), strict=True):
-        if isinstance(advantage, FloatColumn):
-            found += partition(advantage, own)
-        else:
-            found += [advantage] * len(own)
-    return tuple(found)
+def _of_samples(answer: Answer, advantage: Advantage) -> Sequence[Advantage]:
+    """Convert the advantage of an answer to those of its samples."""
+    if isinstance(advantage, FloatColumn):
+        return answer.split(advantage)
+    return [advantage] * len(answer.samples)
 
 
 def answer_weights(group: SampleGroup) -> list[tuple[float, int]]:
     """Return ``weight`` and ``count`` of each sample, see ``TrainSample``.
 
-    The weight is the sample's share of the answer's loss-masked tokens; the count is 1 for the
+    The weight is the sample's share of the answer's tokens in the loss; the count is 1 for the
     first sample of an answer and 0 for the others.
     """
-    lengths = [scored.sample.mask.total() for scored in group.samples]
-    found: list[tuple[float, int]] = []
-    for own in partition(lengths, answer_sizes(group)):
-        total = max(1, sum(own))
-        found += [(length / total, int(number == 0)) for number, length in enumerate(own)]
-    return found
-
-
-def _joined(penalties: Penalties, sizes: Sequence[Sequence[int]]) -> list[list[DoubleColumn]]:
-    """Concatenate the token penalties of each answer.
-
-    By group and sample -> by group and answer.
-    """
-    joined = []
-    for own, of_answers in zip(penalties, sizes, strict=True):
-        columns = [DoubleColumn.of(tokens) for tokens in own]
-        joined.append([DoubleColumn.joined(part) for part in partition(columns, of_answers)])
-    return joined
+    weights: list[tuple[float, int]] = []
+    for answer in answers_of(group):
+        totals = [scored.mask.total() for scored in answer.samples]
+        whole = max(1, sum(totals))
+        weights += [(total / whole, int(number == 0)) for number, total in enumerate(totals)]
+    return weights

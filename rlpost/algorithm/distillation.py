@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlpost.algorithm.advantage import Advantage, Masks, token_advantages, whiten
+from rlpost.algorithm.advantage import Advantage
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.errors import DataError
 
@@ -64,20 +64,6 @@ def distilled(
 def _distilled(advantage: Advantage, distance: Sequence[float], coef: float) -> FloatColumn:
     base = advantage.array if isinstance(advantage, FloatColumn) else advantage
     return FloatColumn((base - coef * np.asarray(distance, dtype="float64")).tolist())
-
-
-def whitened_tokens(
-    advantages: Sequence[Sequence[Advantage]], masks: Masks
-) -> list[tuple[Advantage, ...]]:
-    """Whiten advantages per token over all trained tokens of a rollout (``advantage.whiten``)."""
-    values: list[float] = []
-    weights: list[int] = []
-    for of_group, own in zip(advantages, masks, strict=True):
-        for advantage, mask in zip(of_group, own, strict=True):
-            assert isinstance(advantage, FloatColumn), "advantages of tokens"
-            values += advantage
-            weights += mask
-    return token_advantages(whiten(values, weights), masks)
 
 
 def distillation_loss(logprobs_T: Tensor, teacher_logprobs_T: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Generalized advantage estimation: advantages and returns of tokens from the values of a critic.
 
-Input: the reward of each token of a response and the critic's value of the state before it. Output:
+Input: the reward of each token of an answer and the critic's value of the state before it. Output:
 an advantage and a return for each token, float64. Pure, without torch.
 
 Sources: GAE, arXiv 1506.02438, equations 11 and 16; PPO, arXiv 1707.06347, equations 11 and 12.
 Tokens that the model did not generate (loss mask 0, the output of tools) are no actions: the state
 before the next generated token follows the state before the last one, without a discount between.
-A response is an episode: the value after its last token is 0, also if it was truncated.
+An answer is an episode: the value after its last token is 0, also if it was truncated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlpost.algorithm.advantage import Advantage, Penalties, whiten
-from rlpost.algorithm.partition import by_group
-from rlpost.algorithm.turns import turns_of
+from rlpost.algorithm.advantage import Penalties, whitened_tokens
+from rlpost.algorithm.answers import Answer, answers_of
+from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
-from rlpost.types import SampleGroup, ScoredSample
+from rlpost.types import SampleGroup
 
 Array: TypeAlias = np.ndarray
 """A one-dimensional numpy array of float64."""
@@ -50,7 +50,7 @@ class Estimates:
     There is one value per response token; 0 where the loss mask is 0.
     """
 
-    advantages: list[tuple[Advantage, ...]]
+    advantages: list[tuple[FloatColumn, ...]]
     returns: list[tuple[FloatColumn, ...]]
     metrics: dict[str, float]
 
@@ -92,20 +92,19 @@ def discounted_sums(values_T: Array, factor: float, *, chunk: int | None = None)
     return sums.reshape(-1)[:length]
 
 
-def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Array:
-    """Return the reward of each response token; [T].
+def token_rewards(answer: Answer, penalties: Sequence[float] | None) -> Array:
+    """Return the reward of each response token of an answer, over all of its samples; [T].
 
-    The sample's reward is at its last trained token. The KL penalty of each token is subtracted.
+    The answer's reward is at its last trained token. The KL penalty of each token is subtracted.
 
     With rewards of turns (``rlpost.algorithm.turns``), the reward of each turn is at the last
-    trained token of that turn, and the sample's reward is not used.
+    trained token of that turn, and the answer's reward is not used.
     """
-    mask = scored.sample.mask.array
+    mask = answer.mask.array
     rewards = np.zeros(len(mask))
-    turns = turns_of(scored.sample.extra)
-    ends = [(0, len(mask), scored.reward)]
-    if turns is not None:
-        ends = [(turn.start, turn.end, turn.reward) for turn in turns]
+    ends = [(0, len(mask), answer.reward)]
+    if answer.turns is not None:
+        ends = [(turn.start, turn.end, turn.reward) for turn in answer.turns]
     for start, end, reward in ends:
         trained = np.flatnonzero(mask[start:end])
         if len(trained):
@@ -113,6 +112,21 @@ def token_rewards(scored: ScoredSample, penalties: Sequence[float] | None) -> Ar
     if penalties is not None:
         rewards -= np.asarray(penalties, dtype=np.float64)
     return rewards * mask
+
+
+def actions_of(answer: Answer) -> Array:
+    """Return the positions of the trained tokens of an answer in the order of play.
+
+    That of its turns where they are known, else that of its samples: the state after the last token
+    of a sample is the one before the first token of the next.
+    """
+    actions = np.flatnonzero(answer.mask.array)
+    if not answer.turns:
+        return actions
+    number = np.zeros(len(answer.mask), dtype=np.int64)
+    for turn in answer.turns:
+        number[turn.start : turn.end] = turn.number
+    return actions[np.argsort(number[actions], kind="stable")]
 
 
 def estimate_with_values(
@@ -123,48 +137,61 @@ def estimate_with_values(
     *,
     normalize_advantages: bool,
 ) -> Estimates:
-    """Advantages and returns of all samples of a rollout.
+    """Advantages and returns of all samples of a rollout; an answer is one episode.
 
     ``values`` are those of the critic before the update, one per response token, and ``penalties``
     those of the KL divergence; both by group and sample. ``normalize_advantages`` whitens the
     advantages over the trained tokens of the rollout, but not the returns.
     """
-    samples = [scored for group in groups for scored in group.samples]
-    of_samples = list(itertools.chain.from_iterable(values))
-    charged = [None] * len(samples) if penalties is None else [p for own in penalties for p in own]
-    masks = [scored.sample.mask.array.astype(bool) for scored in samples]
-    gae_estimates: list[tuple[Array, Array]] = []
-    for scored, value, penalty, mask in zip(samples, of_samples, charged, masks, strict=True):
-        rewards = token_rewards(scored, penalty)
-        gae_estimates.append(gae(rewards[mask], value.array.astype(np.float64)[mask], discounts))
-    metrics = _value_metrics(
-        np.concatenate([value.array[mask] for value, mask in zip(of_samples, masks, strict=True)]),
-        np.concatenate([returns for _, returns in gae_estimates]),
-    )
-    advantages = [advantage for advantage, _ in gae_estimates]
+    by_group = [answers_of(group) for group in groups]
+    answers = list(itertools.chain.from_iterable(by_group))
+    sizes = [len(answer.samples) for answer in answers]
+    joined_values = _joined(values, sizes)
+    charged = [None] * len(answers) if penalties is None else _joined(penalties, sizes)
+    advantages: list[FloatColumn] = []
+    returns: list[FloatColumn] = []
+    trained_values: list[Array] = []
+    trained_returns: list[Array] = []
+    for answer, value_T, penalty_T in zip(answers, joined_values, charged, strict=True):
+        actions = actions_of(answer)
+        rewards_T = token_rewards(answer, penalty_T)
+        own_values = value_T[actions]
+        own_advantages, own_returns = gae(rewards_T[actions], own_values, discounts)
+        advantages.append(_column(own_advantages, actions, len(value_T)))
+        returns.append(_column(own_returns, actions, len(value_T)))
+        trained_values.append(own_values)
+        trained_returns.append(own_returns)
+    metrics = _value_metrics(np.concatenate(trained_values), np.concatenate(trained_returns))
     if normalize_advantages:
-        advantages = _whitened(advantages)
-    advantage_columns = list(map(_column, advantages, masks))
-    return_columns = [
-        _column(returns, mask) for (_, returns), mask in zip(gae_estimates, masks, strict=True)
-    ]
+        advantages = whitened_tokens(advantages, [answer.mask for answer in answers])
     return Estimates(
-        advantages=[tuple(own) for own in by_group(groups, advantage_columns)],
-        returns=[tuple(own) for own in by_group(groups, return_columns)],
+        advantages=_by_sample(by_group, advantages),
+        returns=_by_sample(by_group, returns),
         metrics=metrics,
     )
 
 
-def _whitened(advantages: Sequence[Array]) -> list[Array]:
-    flat = list(itertools.chain.from_iterable(own.tolist() for own in advantages))
-    white = np.array(whiten(flat, [1] * len(flat)))
-    return np.split(white, np.cumsum([len(own) for own in advantages])[:-1])
+def _joined(of_groups: Sequence[Sequence[Sequence[float]]], sizes: Sequence[int]) -> list[Array]:
+    """Concatenate the values of the tokens of each answer of ``sizes`` samples; float64."""
+    of_samples = [np.asarray(one, dtype=np.float64) for own in of_groups for one in own]
+    return [np.concatenate(part) for part in partition(of_samples, sizes)]
 
 
-def _column(values: Array, mask: Array) -> FloatColumn:
-    """Values of the trained tokens among all response tokens."""
-    whole = np.zeros(len(mask), dtype=np.float32)
-    whole[mask] = values
+def _by_sample(
+    by_group: Sequence[Sequence[Answer]], columns: Sequence[FloatColumn]
+) -> list[tuple[FloatColumn, ...]]:
+    """Split the columns of answers into those of their samples, by group."""
+    remaining = iter(columns)
+    return [
+        tuple(itertools.chain.from_iterable(answer.split(next(remaining)) for answer in answers))
+        for answers in by_group
+    ]
+
+
+def _column(values: Array, positions: Array, length: int) -> FloatColumn:
+    """Return ``values`` at ``positions`` among ``length`` tokens, 0 elsewhere."""
+    whole = np.zeros(length, dtype=np.float32)
+    whole[positions] = values
     return FloatColumn.view(whole)
 
 

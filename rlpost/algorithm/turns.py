@@ -1,4 +1,4 @@
-"""Rewards of turns: from an episode of many turns to the advantage of each token. Pure.
+"""Rewards of turns: their record in a sample, and the advantage of each turn. Pure.
 
 An episode is one answer of a group; it has one sample or several (branches of a conversation). A
 sample carries the spans of its turns and their rewards (``Sample.extra``, see ``turn_record``);
@@ -14,14 +14,12 @@ of the group has an advantage of 0, however long its episode; process supervisio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlpost.algorithm.advantage import Advantage, grpo_advantages
 from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
-from rlpost.types import SampleGroup
 
 KEY = "turn_rewards"
 
@@ -47,8 +45,23 @@ def turn_record(turns: Sequence[TurnReward]) -> dict[str, object]:
 
 def turns_of(extra: Mapping[str, Any]) -> tuple[TurnReward, ...] | None:
     """Return the turns of a sample, the inverse of ``turn_record``; None for one without."""
-    given = extra.get(KEY)
-    return None if given is None else tuple(TurnReward(*turn) for turn in given)
+    recorded = extra.get(KEY)
+    return None if recorded is None else tuple(TurnReward(*turn) for turn in recorded)
+
+
+def joined_turns(
+    of_samples: Sequence[Sequence[TurnReward]], lengths: Sequence[int]
+) -> tuple[TurnReward, ...]:
+    """Return the turns of an answer in the order of play.
+
+    Their spans are those in the responses of its samples, of ``lengths``, one after the other.
+    """
+    joined: list[TurnReward] = []
+    for turns, offset in zip(of_samples, itertools.accumulate(lengths, initial=0), strict=False):
+        joined += [
+            replace(turn, start=turn.start + offset, end=turn.end + offset) for turn in turns
+        ]
+    return tuple(sorted(joined, key=lambda turn: turn.number))
 
 
 def turn_returns(rewards: Sequence[float]) -> tuple[float, ...]:
@@ -61,50 +74,27 @@ def turn_returns(rewards: Sequence[float]) -> tuple[float, ...]:
 
 
 def turn_advantages(
-    episodes: Sequence[Sequence[float]], *, normalize_std: bool = True
-) -> list[tuple[float, ...]]:
-    """Return the advantage of each turn, from the rewards of the turns by episode of a group."""
-    returns = [turn_returns(rewards) for rewards in episodes]
-    flat = [each for own in returns for each in own]
-    if not flat:
-        return [() for _ in episodes]
-    return partition(grpo_advantages(flat, normalize_std=normalize_std), map(len, returns))
+    answers: Sequence[Sequence[TurnReward]],
+    lengths: Sequence[int],
+    baseline: Callable[[Sequence[float]], Sequence[float]],
+) -> tuple[FloatColumn, ...]:
+    """Return the advantages per token of each answer of a group.
 
-
-def group_turn_advantages(
-    group: SampleGroup, *, normalize_std: bool = True
-) -> tuple[Advantage, ...] | None:
-    """Return the advantages per token of each sample of a group; None if a sample has no turns.
-
-    Tokens outside of turns (the output of tools) have an advantage of 0; their mask is 0.
+    ``answers`` have their turns in the order of play, and ``lengths`` tokens. ``baseline`` turns
+    the returns of all turns of the group into their advantages. Tokens outside of turns (the output
+    of tools) have an advantage of 0; their mask is 0.
     """
-    of_samples = [turns_of(scored.sample.extra) for scored in group.samples]
-    if any(turns is None for turns in of_samples):
-        return None
-    episodes: dict[int, list[TurnReward]] = {}
-    for scored, turns in zip(group.samples, of_samples, strict=True):
-        episodes.setdefault(scored.sample.index, []).extend(turns or ())
-    rewards = []
-    for own in episodes.values():
-        own.sort(key=lambda turn: turn.number)
-        rewards.append([turn.reward for turn in own])
-    episode_advantages = turn_advantages(rewards, normalize_std=normalize_std)
-    by_turn = {
-        (index, turn.number): advantage
-        for (index, own), advantages in zip(episodes.items(), episode_advantages, strict=True)
-        for turn, advantage in zip(own, advantages, strict=True)
-    }
-    spread: list[Advantage] = []
-    for scored, turns in zip(group.samples, of_samples, strict=True):
-        sample = scored.sample
-        in_order = sorted(turns or (), key=lambda turn: turn.start)
-        credited = [(turn, by_turn[sample.index, turn.number]) for turn in in_order]
-        spread.append(_spread(credited, len(sample.response_ids)))
-    return tuple(spread)
+    returns = [turn_returns([turn.reward for turn in turns]) for turns in answers]
+    flat = list(itertools.chain.from_iterable(returns))
+    of_turns = partition(baseline(flat) if flat else [], map(len, returns))
+    return tuple(
+        _spread(turns, advantages, length)
+        for turns, advantages, length in zip(answers, of_turns, lengths, strict=True)
+    )
 
 
-def _spread(turns: Sequence[tuple[TurnReward, float]], length: int) -> FloatColumn:
-    values: list[float] = []
-    for turn, advantage in turns:
-        values += [0.0] * (turn.start - len(values)) + [advantage] * (turn.end - turn.start)
-    return FloatColumn(values + [0.0] * (length - len(values)))
+def _spread(turns: Sequence[TurnReward], advantages: Sequence[float], length: int) -> FloatColumn:
+    values = [0.0] * length
+    for turn, advantage in zip(turns, advantages, strict=True):
+        values[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
+    return FloatColumn(values)

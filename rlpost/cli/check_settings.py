@@ -50,6 +50,7 @@ from rlpost.config.checks.missing import (
 from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
+from rlpost.config.checks.policy_passes import pass_problems
 from rlpost.config.checks.precision import precision_problems
 from rlpost.config.checks.prefix import prefix_problem
 from rlpost.config.checks.rollout import (
@@ -148,6 +149,7 @@ def _settings_problems(config: Config) -> list[str]:
         *optimizer_problems(config),
         *lora_problems(config),
         *precision_problems(config),
+        *pass_problems(config),
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),

@@ -372,14 +372,24 @@ def dump(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
+GONE = ("loss_unit",)
+"""Settings of earlier versions that no run depends on any more, whatever their value."""
+
+
 def parse_dump(text: str) -> Config:
-    """The inverse of ``dump``; an earlier version may have written unset settings that are gone."""
+    """The inverse of ``dump``.
+
+    An earlier version may have written settings that are gone: unset ones, and those of GONE.
+    """
     tables = json.loads(text)
     for name, group in groups().items():
         if group.model_config["extra"] == "forbid":
             known = group.model_fields
-            given = tables.get(name, {}).items()
-            tables[name] = {key: value for key, value in given if key in known or value is not None}
+            tables[name] = {
+                key: value
+                for key, value in tables.get(name, {}).items()
+                if key in known or not (value is None or key in GONE)
+            }
     return Config.model_validate_json(json.dumps(tables))
 
 

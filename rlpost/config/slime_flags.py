@@ -192,6 +192,7 @@ REMOVED = {
     "router-policy": (
         "there is no router: the driver sends each request to the engine that it chooses"
     ),
+    "loss-unit": "all samples of an answer always count as one answer, in baseline, loss and metrics",
     "otlp-endpoint": "use --trace-steps, which writes traces of all processes to RUN/traces",
 }
 """Flags of versions before this one, and what to use instead."""

@@ -14,8 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from rlpost.algorithm.advantage import Advantage, Masks, Penalties, custom_advantages, estimate
-from rlpost.algorithm.answers import answer_weights, estimate_by_answer
+from rlpost.algorithm.advantage import (
+    Advantage,
+    AnswerGroup,
+    Penalties,
+    custom_advantages,
+    estimate,
+)
+from rlpost.algorithm.answers import answer_weights, answers_of, estimate_by_answer
+from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.algorithm.schedule import (
     Bins,
     Schedule,
@@ -24,7 +31,7 @@ from rlpost.algorithm.schedule import (
     schedule,
     sequence_work,
 )
-from rlpost.algorithm.shaping import Shaping, is_repetitive
+from rlpost.algorithm.shaping import Shaping
 from rlpost.algorithm.shared_prefix import (
     Prefixes,
     has_one_prompt,
@@ -32,7 +39,6 @@ from rlpost.algorithm.shared_prefix import (
     schedule_with_prefixes,
     shared_lengths,
 )
-from rlpost.algorithm.turns import group_turn_advantages
 from rlpost.columns import RunColumn
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.plan.hf_shape import hf_shape
@@ -40,7 +46,6 @@ from rlpost.config.tree import Config
 from rlpost.errors import DataError
 from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 from rlpost.rollout.episode_metrics import episode_metrics
-from rlpost.rollout.episode_results import is_episode
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
 
@@ -78,20 +83,18 @@ def train_samples(
     group: SampleGroup,
     advantages: Sequence[Advantage],
     *,
-    by_answer: bool = False,
     with_masks: bool = False,
 ) -> list[TrainSample]:
     """Return the group's samples with their advantages, in order.
 
-    With ``by_answer``, the samples of one answer together have weight 1. Sampling masks are left
-    out without ``with_masks``.
+    The samples of one answer together have weight 1. Sampling masks are left out without
+    ``with_masks``.
     """
-    weights = answer_weights(group) if by_answer else [(1.0, 1)] * len(group.samples)
     return [
         TrainSample(
             token_ids=scored.sample.prompt_ids + scored.sample.response_ids,
             prompt_length=len(scored.sample.prompt_ids),
-            loss_mask=scored.sample.mask,
+            loss_mask=scored.mask,
             rollout_logprobs=scored.sample.rollout_logprobs,
             advantage=advantage,
             weight=weight,
@@ -103,7 +106,7 @@ def train_samples(
             sampling_mask=scored.sample.sampling_mask if with_masks else None,
         )
         for scored, advantage, (weight, count) in zip(
-            group.samples, advantages, weights, strict=True
+            group.samples, advantages, answer_weights(group), strict=True
         )
     ]
 
@@ -113,6 +116,7 @@ def shaping_of(config: Config) -> Shaping:
     grpo = config.grpo
     return Shaping(
         max_response_len=config.rollout.rollout_max_response_len,
+        max_context_len=config.rollout.rollout_max_context_len,
         overlong_buffer_len=grpo.overlong_buffer_len,
         overlong_penalty=grpo.overlong_penalty,
         truncated_answers=grpo.truncated_answers,
@@ -138,7 +142,20 @@ def rollout_advantages(
         return [(0.0,) * len(group.samples) for group in groups]
     if grpo.custom_advantage_function_path is not None:
         return custom_advantages(grpo.custom_advantage_function_path, groups, penalties)
-    return _estimated(groups, grpo, penalties)
+
+    def estimate_answers(answers: Sequence[AnswerGroup]) -> list[tuple[Advantage, ...]]:
+        # as in slime, post-processed rewards get no baseline
+        is_raw = grpo.custom_reward_post_process_path is not None
+        return estimate(
+            grpo.advantage_estimator,
+            answers,
+            normalize_std=not grpo.disable_grpo_std_normalization,
+            normalize_advantages=grpo.normalize_advantages,
+            gamma=grpo.gamma,
+            raw=grpo.disable_rewards_normalization or is_raw,
+        )
+
+    return estimate_by_answer(groups, penalties, estimate_answers)
 
 
 def samples_with(
@@ -156,55 +173,10 @@ def samples_with(
             "generate functions must take tokens from their ResponseBuilder, and recordings must be "
             "made with the same setting"
         )
-    by_answer = counts_answers(groups, grpo)
     all_samples: list[TrainSample] = []
     for group, of_group in zip(groups, advantages, strict=True):
-        all_samples += train_samples(
-            group, of_group, by_answer=by_answer, with_masks=grpo.use_rollout_sampling_mask
-        )
+        all_samples += train_samples(group, of_group, with_masks=grpo.use_rollout_sampling_mask)
     return all_samples
-
-
-def counts_answers(groups: Sequence[SampleGroup], grpo: GrpoConfig) -> bool:
-    """Whether the samples of one answer count as one.
-
-    With --loss-unit answer, and always for episodes, whose number of samples depends on how a
-    harness edits its history.
-    """
-    return grpo.loss_unit == "answer" or any(
-        is_episode(scored.sample) for group in groups for scored in group.samples
-    )
-
-
-def _estimated(
-    groups: Sequence[SampleGroup], grpo: GrpoConfig, penalties: Penalties | None
-) -> list[tuple[Advantage, ...]]:
-    def make(
-        rewards: Sequence[Sequence[float]], masks: Masks, penalties: Penalties | None
-    ) -> list[tuple[Advantage, ...]]:
-        # as in slime, post-processed rewards get no baseline
-        is_raw = grpo.custom_reward_post_process_path is not None
-        return estimate(
-            grpo.advantage_estimator,
-            rewards,
-            masks,
-            normalize_std=not grpo.disable_grpo_std_normalization,
-            normalize_advantages=grpo.normalize_advantages,
-            penalties=penalties,
-            gamma=grpo.gamma,
-            raw=grpo.disable_rewards_normalization or is_raw,
-        )
-
-    if counts_answers(groups, grpo):
-        by_group = estimate_by_answer(groups, penalties, make)
-    else:
-        masks = [group.masks for group in groups]
-        by_group = make([group.rewards for group in groups], masks, penalties)
-    normalize = not grpo.disable_grpo_std_normalization
-    return [
-        group_turn_advantages(group, normalize_std=normalize) or of_group
-        for group, of_group in zip(groups, by_group, strict=True)
-    ]
 
 
 def deal(
@@ -346,20 +318,25 @@ def prefix_metrics(groups: Sequence[SampleGroup], steps: Sequence[DealtStep]) ->
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return metrics of rewards and response lengths of a rollout."""
+    """Return metrics of rewards and response lengths of a rollout.
+
+    An answer counts once, however many samples it has; means are over prompts.
+    """
     summary = summarise(groups)
-    lengths = [len(scored.sample.response_ids) for group in groups for scored in group.samples]
+    by_group = [answers_of(group) for group in groups]
+    answers = list(itertools.chain.from_iterable(by_group))
+    rewards_by_group = [{answer.reward for answer in own} for own in by_group]
     return {
         "reward/mean": summary["reward_mean"],
-        "reward/std": statistics.pstdev(reward for group in groups for reward in group.rewards),
-        "rollout/zero_std_groups": sum(len(set(group.rewards)) == 1 for group in groups),
+        "reward/std": statistics.pstdev(answer.reward for answer in answers),
+        "rollout/zero_std_groups": sum(len(rewards) == 1 for rewards in rewards_by_group),
         "rollout/response_length_mean": summary["response_length_mean"],
-        "rollout/response_length_max": max(lengths),
+        "rollout/response_length_max": max(answer.length for answer in answers),
         "rollout/truncated_frac": summary["truncated_frac"],
-        "rollout/repetitive_frac": statistics.fmean(
-            is_repetitive(scored.sample.text) for group in groups for scored in group.samples
+        "rollout/repetitive_frac": mean(
+            [mean([answer.is_repetitive for answer in own]) for own in by_group if own]
         ),
-        "rollout/num_tokens": sum(lengths),
+        "rollout/num_tokens": sum(answer.length for answer in answers),
         **route_metrics(groups),
         **mask_metrics(groups),
         **episode_metrics(groups),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlpost.algorithm.advantage import Advantage, Penalties
-from rlpost.algorithm.distillation import distances, distilled, whitened_tokens
+from rlpost.algorithm.advantage import Advantage, Penalties, whitened
+from rlpost.algorithm.distillation import distances, distilled
 from rlpost.algorithm.partition import by_group
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.config.groups.distillation import DistillationConfig
@@ -92,7 +92,7 @@ def with_teacher(
     combined = distilled(advantages, divergences, settings.opd_kl_coef)
     if not grpo.normalize_advantages:
         return combined
-    return whitened_tokens(combined, [group.masks for group in groups])
+    return whitened(combined, [group.masks for group in groups])
 
 
 def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:

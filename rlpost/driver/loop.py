@@ -223,7 +223,7 @@ class Loop:
             between_steps()
             self._metrics.show(self.state.step + 1, groups)
             metrics |= {
-                **rollout_metrics(groups),
+                **await asyncio.to_thread(rollout_metrics, groups),
                 **staleness_metrics(groups, self.state.policy_version),
                 **self._rollouts.counts(),
             }

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from rlpost.algorithm.advantage import Advantage
+from rlpost.algorithm.advantage import Advantage, Penalties
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_values
 from rlpost.algorithm.partition import by_group
@@ -44,6 +44,7 @@ from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredLogprobs
 from rlpost.driver.workers import Stored
 from rlpost.observe.progress.stragglers import Stragglers
+from rlpost.rollout.evaluate import summarise
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.types import SampleGroup, StepResult, TrainBatch
 
@@ -136,7 +137,7 @@ class Training:
         penalties = None
         if grpo.kl_coef:
             penalties = await self._group_penalties(groups, steps, batches, old)
-            total = await asyncio.to_thread(lambda: sum(sum(map(sum, own)) for own in penalties))
+            total = await asyncio.to_thread(trained_sum, groups, penalties)
             metrics["train/reward_kl"] = total / grpo.kl_coef / num_tokens(steps)
         distances: dict[int, DoubleColumn] = {}
         if trains_distilled:  # before the critic changes, while a stop may still interrupt
@@ -187,10 +188,9 @@ class Training:
         if self._post_process is not None:
             processed = await asyncio.to_thread(self._post_process, changed)
             changed = processed.groups
-            metrics["reward/mean"] = statistics.fmean(processed.raw_rewards)
+            metrics["reward/mean"] = summarise(processed.raw_groups)["reward_mean"]
         if changed is not groups:
-            rewards = [reward for group in changed for reward in group.rewards]
-            metrics["reward/shaped_mean"] = statistics.fmean(rewards)
+            metrics["reward/shaped_mean"] = summarise(changed)["reward_mean"]
         return changed
 
     @property
@@ -274,15 +274,15 @@ class Training:
         of_position: dict[int, DoubleColumn] = {}
         for step, ours, theirs in zip(steps, old, ref, strict=True):
             of_ranks = []
-            for data_rank, batch in enumerate(step.batches):
+            for data_rank in range(len(step.batches)):
                 own = await self._of_rank(ours, data_rank)
                 reference = await self._of_rank(theirs, data_rank)
                 assert own is not None and reference is not None, "the last stage has both"
                 of_ranks.append(
-                    await asyncio.to_thread(kl_penalties, batch, own, reference, self._config.grpo)
+                    await asyncio.to_thread(kl_penalties, own, reference, self._config.grpo)
                 )
             of_position |= by_position(step, of_ranks)
-        return by_group(groups, in_order(of_position))
+        return await asyncio.to_thread(masked_penalties, groups, in_order(of_position))
 
     async def _sent_advantages(
         self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]
@@ -302,15 +302,36 @@ class Training:
 
 
 def kl_penalties(
-    batch: TrainBatch, old: Iterable[FloatColumn], ref: Iterable[FloatColumn], grpo: GrpoConfig
+    old: Iterable[FloatColumn], ref: Iterable[FloatColumn], grpo: GrpoConfig
 ) -> list[DoubleColumn]:
-    """Return kl_coef x KL of each response token, 0 where masked, by sample of the batch."""
+    """Return kl_coef x KL of each response token, by sample."""
     found = []
-    for sample, own, reference in zip(batch.samples, old, ref, strict=True):
+    for own, reference in zip(old, ref, strict=True):
         difference = own.array.astype("float64") - reference.array.astype("float64")
-        kl = kl_values(difference, grpo.kl_loss_type) * sample.loss_mask.array
+        kl: Any = kl_values(difference, grpo.kl_loss_type)
         found.append(DoubleColumn.view(grpo.kl_coef * kl))
     return found
+
+
+def masked_penalties(
+    groups: Sequence[SampleGroup], penalties: Sequence[DoubleColumn]
+) -> list[Sequence[DoubleColumn]]:
+    """Return the penalties of tokens that the policy generated, 0 at others, by group and sample.
+
+    Also those of answers that shaping masks out of the loss: the baseline counts their rewards.
+    """
+    samples = [scored.sample for group in groups for scored in group.samples]
+    pairs = zip(samples, penalties, strict=True)
+    masked = [DoubleColumn.view(column.array * sample.mask.array) for sample, column in pairs]
+    return by_group(groups, masked)
+
+
+def trained_sum(groups: Sequence[SampleGroup], penalties: Penalties) -> float:
+    """Return the sum of the penalties of all tokens in the loss."""
+    columns = [column for own in penalties for column in own]
+    masks = [mask for group in groups for mask in group.masks]
+    pairs = zip(columns, masks, strict=True)
+    return sum(float((DoubleColumn.of(column).array * mask.array).sum()) for column, mask in pairs)
 
 
 def rank_work(batch: TrainBatch, break_even: float, *, share_prefix: bool = False) -> float:

@@ -1,7 +1,8 @@
 """Every answer of an evaluation as JSON Lines, and what follows from them.
 
-Input: the scored groups of a set. Output: RUN/report/evaluation/SET.jsonl; and of such a file the
-mean reward, pass@k and the mean length, each with a 95 % interval.
+Input: the scored groups of a set. Output: RUN/report/evaluation/SET.jsonl with one line per answer,
+however many samples it has; and of such a file the figures that the metrics of evaluations are the
+means of, with 95 % intervals of reward and pass@k.
 
 Answers to one prompt are not independent, so an interval is that of the mean over prompts.
 """
@@ -15,16 +16,21 @@ from pathlib import Path
 from typing import TypedDict
 
 from common.files import write_atomic
-from rlpost.algorithm.evaluation_statistics import mean_interval, pass_at_k
+from rlpost.algorithm.answers import answers_of
+from rlpost.algorithm.evaluation_statistics import (
+    AnswerFigures,
+    mean,
+    mean_interval,
+    prompt_figures,
+)
 from rlpost.errors import DataError
 from rlpost.types import SampleGroup
 
 EVALUATION = "evaluation"
-RIGHT = 1.0  # the lowest reward of a correct answer
 
 
 class EvaluatedAnswer(TypedDict):
-    """One line of the file of a set."""
+    """One line of the file of a set: one answer, with the prompt of its first sample."""
 
     set: str
     prompt_id: int
@@ -50,8 +56,8 @@ class Estimate:
 class SetResult:
     """The result on one set.
 
-    ``pass_at``: for k of 1, 2, 4, ... and the number of answers; an answer is correct if its reward
-    is at least 1.
+    All are means over prompts. ``pass_at``: for k of 1, 2, 4, ... and the number of answers; an
+    answer is correct if its reward is at least 1.
     """
 
     name: str
@@ -72,20 +78,20 @@ def write_answers(
     """Write the answers of a set, atomically. Raises OSError."""
     lines = []
     for group in groups:
-        for scored in group.samples:
-            sample = scored.sample
-            answer: EvaluatedAnswer = {
+        for answer in answers_of(group):
+            first, last = answer.samples[0].sample, answer.samples[-1].sample
+            line: EvaluatedAnswer = {
                 "set": name,
-                "prompt_id": sample.prompt_id,
-                "index": sample.index,
-                "prompt": decode(sample.prompt_ids),
-                "answer": sample.text,
-                "label": sample.label,
-                "reward": scored.reward,
-                "num_tokens": len(sample.response_ids),
-                "finish": sample.finish_reason,
+                "prompt_id": first.prompt_id,
+                "index": first.index,
+                "prompt": decode(first.prompt_ids),
+                "answer": "\n".join(scored.sample.text for scored in answer.samples),
+                "label": first.label,
+                "reward": answer.reward,
+                "num_tokens": answer.length,
+                "finish": last.finish_reason,
             }
-            lines.append(json.dumps(answer) + "\n")
+            lines.append(json.dumps(line) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{name.replace('/', '_')}.jsonl", lines)
 
@@ -104,28 +110,21 @@ def read_results(folder: Path) -> list[SetResult]:
 
 def result_of(name: str, answers: Sequence[EvaluatedAnswer]) -> SetResult:
     """Return the result of the answers of a set; there is at least one."""
-    rewards: dict[int, dict[int, float]] = {}
-    for answer in answers:  # all samples of an episode have its index and its reward
-        rewards.setdefault(answer["prompt_id"], {}).setdefault(answer["index"], answer["reward"])
-    by_prompt = [list(each.values()) for each in rewards.values()]
-    most = max(map(len, by_prompt))
-    ks = sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most})
+    by_prompt: dict[int, list[AnswerFigures]] = {}
+    for answer in answers:
+        by_prompt.setdefault(answer["prompt_id"], []).append(
+            AnswerFigures(answer["reward"], answer["num_tokens"], answer["finish"] == "length")
+        )
+    figures = prompt_figures(list(by_prompt.values()))
     return SetResult(
         name,
         prompts=len(by_prompt),
-        answers=sum(map(len, by_prompt)),
-        reward=estimate([sum(each) / len(each) for each in by_prompt]),
-        pass_at={
-            k: estimate([pass_rate(each, k) for each in by_prompt if len(each) >= k]) for k in ks
-        },
-        tokens=sum(answer["num_tokens"] for answer in answers) / len(answers),
-        truncated=sum(answer["finish"] == "length" for answer in answers) / len(answers),
+        answers=len(answers),
+        reward=estimate(figures.rewards),
+        pass_at={k: estimate(values) for k, values in figures.pass_at.items()},
+        tokens=mean(figures.lengths),
+        truncated=mean(figures.truncated),
     )
-
-
-def pass_rate(rewards: Sequence[float], k: int) -> float:
-    """Return the estimate of pass@k for the rewards of one prompt."""
-    return pass_at_k(len(rewards), sum(reward >= RIGHT for reward in rewards), k)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

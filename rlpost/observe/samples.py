@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from rlpost.algorithm.answers import Answer, answers_of
 from rlpost.observe.writer import MetricsWriter
-from rlpost.types import SampleGroup, ScoredSample
+from rlpost.types import SampleGroup
 
 FILE_NAME = "samples.jsonl"
 FIXED_NAME = "eval_samples.jsonl"
@@ -78,7 +79,7 @@ class SampleWriter:
     def write_evaluated(self, step: int, answered: Mapping[str, Sequence[SampleGroup]]) -> None:
         """Queue the answers of an evaluation, by set. A failed write never ends the run."""
         found = [
-            {"set": name, **_record(group.samples[0], self._decode)}
+            {"set": name, **_record(answers_of(group)[0], self._decode)}
             for name, groups in sorted(answered.items())
             for group in groups
         ]
@@ -96,23 +97,27 @@ def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[RecordedAnswer
 
     The group is the first one with different rewards, otherwise the first of all.
     """
-    with_different_rewards = (group for group in groups if len(set(group.rewards)) > 1)
-    group = next(with_different_rewards, groups[0])
-    best = max(group.samples, key=lambda scored: scored.reward)
-    worst = min(group.samples, key=lambda scored: scored.reward)
-    return [_record(scored, decode) for scored in ([best] if best is worst else [best, worst])]
+    by_group = [answers_of(group) for group in groups]
+    with_different_rewards = (
+        answers for answers in by_group if len({answer.reward for answer in answers}) > 1
+    )
+    answers = next(with_different_rewards, by_group[0])
+    best = max(answers, key=lambda answer: answer.reward)
+    worst = min(answers, key=lambda answer: answer.reward)
+    return [_record(answer, decode) for answer in ([best] if best is worst else [best, worst])]
 
 
-def _record(scored: ScoredSample, decode: Decode) -> RecordedAnswer:
-    sample = scored.sample
+def _record(answer: Answer, decode: Decode) -> RecordedAnswer:
+    first = answer.samples[0].sample
+    text = "\n".join(scored.sample.text for scored in answer.samples)
     return {
-        "prompt_id": sample.prompt_id,
-        "prompt": cut(decode(sample.prompt_ids), MAX_PROMPT),
-        "answer": cut(sample.text, MAX_ANSWER),
-        "label": None if sample.label is None else cut(sample.label, MAX_PROMPT),
-        "reward": scored.reward,
-        "num_tokens": len(sample.response_ids),
-        "finish": sample.finish_reason,
+        "prompt_id": first.prompt_id,
+        "prompt": cut(decode(first.prompt_ids), MAX_PROMPT),
+        "answer": cut(text, MAX_ANSWER),
+        "label": None if first.label is None else cut(first.label, MAX_PROMPT),
+        "reward": answer.reward,
+        "num_tokens": answer.length,
+        "finish": answer.samples[-1].sample.finish_reason,
     }
 
 

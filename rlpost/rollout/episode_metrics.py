@@ -6,36 +6,44 @@ answers that are not episodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
+from rlpost.algorithm.answers import Answer, answers_of
+from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.rollout.episode_results import ENV, NUM_TURNS
 from rlpost.types import SampleGroup
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return ``env/LABEL/...`` of all episodes; an episode of several samples counts once."""
-    episodes: dict[tuple[int, int], dict[str, Any]] = {}
+    """Return ``env/LABEL/...`` of all episodes, as means over prompts.
+
+    An episode of several samples counts once.
+    """
+    by_label: defaultdict[str, list[list[Answer]]] = defaultdict(list)  # episodes by prompt
     for group in groups:
-        for scored in group.samples:
-            sample = scored.sample
-            if ENV not in sample.extra:
-                continue
-            episode = episodes.setdefault(
-                (group.prompt_id, sample.index),
-                {
-                    "label": sample.extra[ENV],
-                    "reward": scored.reward,
-                    "turns": sample.extra.get(NUM_TURNS, 0),
-                    "tokens": 0,
-                },
-            )
-            episode["tokens"] += len(sample.response_ids)
+        of_group: defaultdict[str, list[Answer]] = defaultdict(list)
+        for answer in answers_of(group):
+            if ENV in answer.samples[0].sample.extra:
+                of_group[str(answer.samples[0].sample.extra[ENV])].append(answer)
+        for label, episodes in of_group.items():
+            by_label[label].append(episodes)
     metrics: dict[str, float] = {}
-    for label in sorted({each["label"] for each in episodes.values()}):
-        own = [each for each in episodes.values() if each["label"] == label]
-        metrics[f"env/{label}/episodes"] = float(len(own))
-        for name in ("reward", "turns", "tokens"):
-            metrics[f"env/{label}/{name}_mean"] = fmean(each[name] for each in own)
+    for label, prompts in sorted(by_label.items()):
+        metrics[f"env/{label}/episodes"] = float(sum(map(len, prompts)))
+        for name, figure in FIGURES.items():
+            means = [mean([figure(episode) for episode in episodes]) for episodes in prompts]
+            metrics[f"env/{label}/{name}_mean"] = mean(means)
     return metrics
+
+
+def _num_turns(episode: Answer) -> float:
+    return float(episode.samples[0].sample.extra.get(NUM_TURNS, 0))
+
+
+FIGURES: dict[str, Callable[[Answer], float]] = {
+    "reward": lambda episode: episode.reward,
+    "turns": _num_turns,
+    "tokens": lambda episode: episode.length,
+}
+"""What is counted of an episode, by the name in its metric."""

@@ -82,13 +82,8 @@ class EpisodeResult:
         return self.score + sum(turn.reward for turn in self.turns)
 
 
-def is_episode(sample: Sample) -> bool:
-    """Whether a sample is part of an episode."""
-    return ENV in sample.extra
-
-
 def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sample, ...]:
-    """Return the samples with their rewards.
+    """Return the samples with their rewards; the last one has the turn that ended the episode.
 
     All samples of an episode have the reward of the episode. ``by_turn``: they also have the
     rewards of their turns; that of the whole episode counts for the last turn.
@@ -112,7 +107,9 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
                 ]
             )
         samples.append(replace(sample, extra={**sample.extra, **own}))
-    return tuple(samples)
+    last_turns = {turn.sample: number for number, turn in enumerate(result.turns)}
+    in_order = sorted(range(len(samples)), key=lambda position: last_turns.get(position, -1))
+    return tuple(samples[position] for position in in_order)
 
 
 def record_of(result: EpisodeResult) -> dict[str, object]:

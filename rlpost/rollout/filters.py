@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlpost.algorithm.answers import answers_of
 from rlpost.algorithm.plugin import blaming, checked_interface, foreign_adapters, load_function
 from rlpost.algorithm.signatures import Interface, Kind
 from rlpost.rollout.response_builder import GenerateFunction
@@ -41,10 +42,11 @@ OURS = {
 
 
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
-    """Return whether rewards differ; equal ones have zero advantage (DAPO, arXiv 2503.14476,
+    """Return whether the rewards of answers differ; equal ones have zero advantage (DAPO, arXiv 2503.14476,
     3.2).
     """
-    return statistics.pstdev(group.rewards) > SMALLEST_STD
+    rewards = [answer.reward for answer in answers_of(group)]
+    return statistics.pstdev(rewards) > SMALLEST_STD
 
 
 def check_reward_nonzero_std_with_fallback(group: SampleGroup) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 from rlpost.observe.metric_names import METRICS
 
 _AREAS = {
-    "reward": "Rewards of the rollout, before any penalty.",
+    "reward": "Rewards of the rollout, before any penalty. A response counts once here, in rollout and in eval, "
+    "however many samples (turns, branches, compactions) it has. Over prompts: the mean over prompts of the mean "
+    "over their responses.",
     "rollout": "Responses of the rollout, and the prompts and groups dropped or held on the way to training.",
     "env": "Episodes, with --env (docs/agents.md).",
     "train": "The last optimizer step of the rollout: means over all trained tokens of all ranks.",

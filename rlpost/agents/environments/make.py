@@ -22,6 +22,7 @@ from rlpost.agents.sandbox.archives import STORE, Archives
 from rlpost.agents.sandbox.protocol import Pool
 from rlpost.agents.sandbox.settings import pool_of
 from rlpost.algorithm.plugin import load_function
+from rlpost.config.checks.agents import overlong_problem
 from rlpost.config.env_names import EnvName, parse_envs
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients, GroupClient
@@ -150,6 +151,8 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
             f"--env {name.word}: {type(error).__name__}: {error}; --env-args of {name.label} are "
             f"{dict(env_args)!r}"
         ) from error
+    if is_harness and config.grpo.overlong_buffer_len is not None:
+        raise ConfigError(overlong_problem(config, name))
     if not is_harness:
         return PlainRunner(name.word, create, max_turns, resumption_of(environment))
     # An adapter's library has its own limits, at which it scores the episode.

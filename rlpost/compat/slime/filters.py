@@ -56,7 +56,10 @@ def scored_samples(
     samples = []
     for scored in group.samples:
         reward = {key: scored.reward} if key else scored.reward
-        samples.append(shown(prompt, scored.sample, siblings=siblings, reward=reward))
+        sample = shown(prompt, scored.sample, siblings=siblings, reward=reward)
+        if scored.is_masked:
+            sample.loss_mask = list(scored.mask)
+        samples.append(sample)
     return samples
 
 
@@ -199,10 +202,10 @@ KEY = "custom_reward_post_process_path"
 
 @dataclass(frozen=True, slots=True)
 class PostProcessed:
-    """Groups with the rewards to train on, and the raw rewards of all samples in order."""
+    """Groups with the rewards to train on, and the same groups with the raw rewards."""
 
     groups: tuple[SampleGroup, ...]
-    raw_rewards: tuple[float, ...]
+    raw_groups: tuple[SampleGroup, ...]
 
 
 class RewardPostProcess:
@@ -229,8 +232,7 @@ class RewardPostProcess:
         with blamed_on(self._path, key=KEY):
             found = self._function(self._args, samples)
         raw, rewards = self._checked(found, len(samples))
-        of_groups = zip(groups, by_group(groups, rewards), strict=True)
-        return PostProcessed(tuple(_rewarded(group, own) for group, own in of_groups), raw)
+        return PostProcessed(_rewarded(groups, rewards), _rewarded(groups, raw))
 
     def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:
@@ -263,6 +265,11 @@ def reward_post_process(config: Config) -> RewardPostProcess | None:
     return RewardPostProcess(path, function, Arguments(settings_of(config)))
 
 
-def _rewarded(group: SampleGroup, rewards: Sequence[float]) -> SampleGroup:
-    pairs = zip(group.samples, rewards, strict=True)
-    return replace(group, samples=tuple(replace(one, reward=reward) for one, reward in pairs))
+def _rewarded(groups: Sequence[SampleGroup], rewards: Sequence[float]) -> tuple[SampleGroup, ...]:
+    """Return groups with the rewards of all samples, in order."""
+    changed = []
+    for group, own in zip(groups, by_group(groups, rewards), strict=True):
+        pairs = zip(group.samples, own, strict=True)
+        samples = tuple(replace(scored, reward=reward) for scored, reward in pairs)
+        changed.append(replace(group, samples=samples))
+    return tuple(changed)

@@ -24,6 +24,8 @@ INSTALL = {
     "tau2": "pip install 'tau2 @ git+https://github.com/sierra-research/tau2-bench' with Python 3.12 "
     "(the package tau2 of PyPI is another project)",
 }
+HARNESSES = ("verifiers", "tau2", "nemogym")
+"""Adapters whose episodes talk to the gateway."""
 BY_TURN = [name for name, row in ESTIMATORS.items() if row.has_turns]
 """Estimators that support rewards of turns."""
 
@@ -44,7 +46,43 @@ def agent_problems(config: Config) -> list[str]:
     return [
         *_setting_problems(config, names),
         *(line for name in names for line in _of(name, config)),
+        *(
+            overlong_problem(config, name)
+            for name in names
+            if config.grpo.overlong_buffer_len is not None and _is_harness(name)
+        ),
     ]
+
+
+def overlong_problem(config: Config, name: EnvName) -> str:
+    """The problem of --overlong-buffer-len with an environment that talks to the gateway."""
+    return (
+        f"{spelled(config, 'overlong_buffer_len')} with --env {name.word}: --rollout-max-response-len limits each "
+        "answer to its requests, so no length ends an episode; score lengths in the environment, or use "
+        "--truncated-answers punish"
+    )
+
+
+def _is_harness(name: EnvName) -> bool:
+    """Whether an environment talks to the gateway; False if a class inherits, or is not found here."""
+    if name.kind != "own":
+        return name.kind in HARNESSES
+    class_def = _classes(name.target).get(name.target.rpartition(":")[2])
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return class_def is not None and any(
+        isinstance(item, functions) and item.name == "run" for item in class_def.body
+    )
+
+
+def _classes(target: str) -> dict[str, ast.ClassDef]:
+    """Return the classes in the file of an environment by name; empty for one that cannot be read."""
+    module = target.rpartition(":")[0]
+    source = Path(module).expanduser() if module.endswith(".py") else source_of(module)
+    try:
+        tree = ast.parse(source.read_bytes()) if source is not None else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return {}  # reported by ``agent_problems``
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def uses_sandboxes(config: Config) -> bool:
@@ -64,14 +102,8 @@ def uses_sandboxes(config: Config) -> bool:
 
 
 def _says_uses_sandboxes(target: str) -> bool:
-    module, _, cls = target.rpartition(":")
-    source = Path(module).expanduser() if module.endswith(".py") else source_of(module)
-    try:
-        tree = ast.parse(source.read_bytes()) if source is not None else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return False  # reported by ``agent_problems``
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    pending, seen = [cls], set[str]()
+    classes = _classes(target)
+    pending, seen = [target.rpartition(":")[2]], set[str]()
     while pending:
         class_def = classes.get(pending.pop())
         if class_def is None or class_def.name in seen:
@@ -136,6 +168,11 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
             by_turn and grpo.kl_coef > 0,
             f"--env-reward turn does not charge the KL divergence to rewards, as {spelled(config, 'kl_coef')} "
             "asks; use --kl-loss-coef, or --env-reward episode",
+        ),
+        (
+            by_turn and grpo.custom_reward_post_process_path is not None,
+            "--env-reward turn trains on the rewards of turns, which "
+            f"{spelled(config, 'custom_reward_post_process_path')} does not return; use --env-reward episode",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

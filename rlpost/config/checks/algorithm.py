@@ -54,6 +54,8 @@ def _reward_problems(config: Config) -> list[str]:
     grpo = config.grpo
     row = ESTIMATORS[grpo.advantage_estimator]
     have_raw = listed(name for name, other in ESTIMATORS.items() if other.has_raw_rewards)
+    actions = (grpo.truncated_answers, grpo.repetitive_answers)
+    unused, changed = _without_rewards(config), _shaping_of_rewards(config)
     rules = [
         (
             grpo.disable_rewards_normalization and not row.has_raw_rewards,
@@ -72,8 +74,48 @@ def _reward_problems(config: Config) -> list[str]:
             f"--custom-reward-post-process-path takes the place of a baseline, which is all of "
             f"{spelled(config, 'advantage_estimator')}; use --advantage-estimator grpo",
         ),
+        (
+            grpo.punished_reward != 0.0 and "punish" not in actions,
+            f"{spelled(config, 'punished_reward')} has no effect; add --truncated-answers punish or "
+            "--repetitive-answers punish, or omit it",
+        ),
+        (
+            grpo.overlong_penalty != 1.0 and grpo.overlong_buffer_len is None,
+            f"{spelled(config, 'overlong_penalty')} has no effect; add --overlong-buffer-len, or omit it",
+        ),
+        (
+            bool(unused and changed),
+            f"{listed([spelled(config, key) for key in changed], 'and')} with {unused}, which trains without rewards; "
+            "leave out one of them",
+        ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
+
+
+def _without_rewards(config: Config) -> str:
+    """The setting with which rewards train nothing; empty without."""
+    rules = {
+        "loss_type": config.grpo.is_supervised,
+        "disable_compute_advantages_and_returns": (
+            config.grpo.disable_compute_advantages_and_returns
+        ),
+        "opd_alone": config.distillation.use_opd and config.distillation.opd_alone,
+    }
+    return next((spelled(config, key) for key, is_set in rules.items() if is_set), "")
+
+
+def _shaping_of_rewards(config: Config) -> list[str]:
+    """The settings that change the rewards of answers."""
+    grpo = config.grpo
+    rules = {
+        "overlong_buffer_len": grpo.overlong_buffer_len is not None,
+        "truncated_answers": grpo.truncated_answers == "punish",
+        "repetitive_answers": grpo.repetitive_answers == "punish",
+        "custom_reward_post_process_path": (
+            grpo.custom_reward_post_process_path is not None and not grpo.is_supervised
+        ),
+    }
+    return [key for key, is_set in rules.items() if is_set]
 
 
 def _grpo_problems(config: Config) -> list[str]:

@@ -56,13 +56,14 @@ class GrpoConfig(Group):
     """Shift and scale the advantages of a rollout to mean 0 and variance 1 over all its tokens."""
     overlong_buffer_len: Positive | None = None
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13): subtract up to
-    --overlong-penalty from the reward, linearly over this many tokens before
-    --rollout-max-response-len. Off by default."""
+    --overlong-penalty from the reward, linearly over this many tokens before the length at which
+    generation ends: --rollout-max-response-len, or less where --rollout-max-context-len ends it
+    earlier. Off by default."""
     overlong_penalty: Annotated[float, Field(ge=0.0)] = 1.0
     """The most that it subtracts."""
     truncated_answers: Literal["train", "mask", "punish"] = "train"
-    """Responses cut off at a length limit: train them as graded, mask them out of the loss (the
-    baseline of the group counts them), or give them the reward --punished-reward."""
+    """Responses cut off at a length limit: train them as graded, mask all of their samples out of the
+    loss (the baseline of the group counts them), or give them the reward --punished-reward."""
     repetitive_answers: Literal["train", "mask", "punish"] = "train"
     """The same for responses that end in a loop of repetitions (rollout/repetitive_frac)."""
     punished_reward: float = 0.0
@@ -130,11 +131,6 @@ class GrpoConfig(Group):
     """
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of first over each sample."""
-    loss_unit: Literal["sample", "answer"] = "sample"
-    """For a --custom-generate-function-path that returns k samples for one response. sample: each
-    counts once in baseline and loss, so the response has weight k. answer: together they have
-    weight 1 and the mean of their rewards, as in slime, and as the samples of an episode of --env
-    always do."""
     enable_mtp_training: bool = False
     """Train the layer for multi-token prediction (MTP) beside the policy, with a cross-entropy loss
     on the token after next. Its gradients reach no weight of the policy (docs/actor.md)."""

@@ -20,7 +20,8 @@ class LoraConfig(Group):
     lora_alpha: PositiveNumber = 32.0
     """Scale of the adapters: their output is multiplied by alpha / rank."""
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Probability of dropout on the input of the adapters while training."""
+    """Probability of dropout on the input of the adapters while training; only with --loss-type
+    sft_loss."""
     lora_targets: Annotated[tuple[Target, ...], BeforeValidator(several), Field(min_length=1)] = (
         DEFAULT_TARGETS
     )

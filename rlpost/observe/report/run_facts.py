@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from common.files import tail_text, text_or_empty
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
+from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
 from rlpost.observe.report.goodput import Goodput, goodput
@@ -266,26 +267,33 @@ def _recorded(settings: Mapping[str, Any]) -> list[RecordedAnswer]:
         for text in text_or_empty(file).split("\n")[:RECORDED_GROUPS]:
             try:
                 group = json.loads(text)
-                ordered = sorted(group["samples"], key=lambda scored: -scored["reward"])
-                answers += [
-                    _recorded_sample(number, scored) for scored in ordered[:1] + ordered[1:][-1:]
-                ]
+                ordered = sorted(
+                    _recorded_answers(number, group), key=lambda answer: -answer["reward"]
+                )
+                answers += ordered[:1] + ordered[1:][-1:]
             except (ValueError, KeyError, TypeError):
                 continue
     return answers
 
 
-def _recorded_sample(step: int, scored: Mapping[str, Any]) -> RecordedAnswer:
-    sample = scored["sample"]
-    return {
-        "step": step,
-        "prompt_id": sample["prompt_id"],
-        "answer": cut(sample["text"], MAX_ANSWER),
-        "label": sample.get("label"),
-        "reward": scored["reward"],
-        "num_tokens": len(sample["response_ids"]),
-        "finish": sample["finish_reason"],
-    }
+def _recorded_answers(step: int, group: Mapping[str, Any]) -> list[RecordedAnswer]:
+    """Return the answers of a recorded group; the samples of one answer have one index."""
+    answers: list[RecordedAnswer] = []
+    for _, own in groupby(group["samples"], key=lambda scored: scored["sample"]["index"]):
+        scored = list(own)
+        samples = [one["sample"] for one in scored]
+        answers.append(
+            {
+                "step": step,
+                "prompt_id": samples[0]["prompt_id"],
+                "answer": cut("\n".join(sample["text"] for sample in samples), MAX_ANSWER),
+                "label": samples[0].get("label"),
+                "reward": mean([one["reward"] for one in scored]),
+                "num_tokens": sum(len(sample["response_ids"]) for sample in samples),
+                "finish": samples[-1]["finish_reason"],
+            }
+        )
+    return answers
 
 
 def _json(path: Path) -> dict[str, object]:

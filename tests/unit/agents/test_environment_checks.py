@@ -116,6 +116,10 @@ def test_tasks_of_harbor_and_addresses_of_nemo_gym_need_no_package(tmp_path: Pat
         ({"rollout__group_rm": True, "rollout__custom_rm_path": "a.b"}, "--group-rm false"),
         ({"env__env_reward": "turn", "grpo__advantage_estimator": "rloo"}, "--env-reward turn"),
         ({"env__env_reward": "turn", "grpo__kl_coef": 0.1}, "--kl-loss-coef"),
+        (
+            {"env__env_reward": "turn", "grpo__custom_reward_post_process_path": "a.b"},
+            "--custom-reward-post-process-path a.b does not return",
+        ),
     ],
 )
 def test_settings_that_conflict_are_problems(
@@ -123,6 +127,14 @@ def test_settings_that_conflict_are_problems(
 ) -> None:
     (line,) = agent_problems(config(f"{mine}:Good", **settings))
     assert told in line
+
+
+def test_lengths_are_punished_only_where_a_length_ends_the_answer(mine: str) -> None:
+    overlong = {"grpo__overlong_buffer_len": 8}
+    for word in (f"{mine}:Harness", "nemogym:http://n1:8000"):
+        (line,) = agent_problems(config(word, **overlong))
+        assert line.startswith(f"--overlong-buffer-len 8 with --env {word}: ")
+    assert agent_problems(config(f"{mine}:Good", **overlong)) == []
 
 
 def test_settings_of_environments_without_one_are_a_problem() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from rlpost.algorithm.turns import group_turn_advantages, turn_advantages, turn_returns
+from rlpost.algorithm.turns import turn_returns
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.driver.batches import rollout_advantages, rollout_samples
 from rlpost.durable.group_records import BASE64, group_from, group_record
@@ -15,6 +16,8 @@ from rlpost.rollout.episode_metrics import episode_metrics
 from rlpost.rollout.episode_results import EpisodeResult, TurnResult, rewarded
 from rlpost.rollout.evaluate import pass_rates
 from rlpost.types import Sample, SampleGroup, ScoredSample
+
+WITHOUT_STD = GrpoConfig(disable_grpo_std_normalization=True)
 
 
 def sample(index: int, mask: list[int]) -> Sample:
@@ -49,16 +52,22 @@ def test_turn_advantages_equal_manually_computed_ones():
     mean = 2.3 / 3
     std = math.sqrt(sum((value - mean) ** 2 for value in (1.5, 0.5, 0.3)) / 2)
     first, second, third = ((value - mean) / (std + 1e-6) for value in (1.5, 0.5, 0.3))
-    found = group_turn_advantages(group(TWO_TURNS, ONE_TURN))
-    assert found is not None
+    (found,) = rollout_advantages([group(TWO_TURNS, ONE_TURN)], GrpoConfig())
     assert list(found[0]) == pytest.approx([first, first, 0.0, second], rel=1e-5)
     assert list(found[1]) == pytest.approx([third] * 3, rel=1e-5)
-    plain = turn_advantages([[1.0, 0.5], [0.3]], normalize_std=False)
-    assert plain[0] == pytest.approx((1.5 - mean, 0.5 - mean))
+    (plain,) = rollout_advantages([group(TWO_TURNS, ONE_TURN)], WITHOUT_STD)
+    assert list(plain[0]) == pytest.approx([1.5 - mean, 1.5 - mean, 0.0, 0.5 - mean])
+    raw = GrpoConfig(disable_rewards_normalization=True)
+    (returns,) = rollout_advantages([group(TWO_TURNS, ONE_TURN)], raw)
+    assert list(returns[0]) == [1.5, 1.5, 0.0, 0.5]
 
 
 def test_episodes_with_equal_returns_have_no_advantage_for_any_number_of_turns():
-    found = turn_advantages([[0.0, 0.0, 1.0], [1.0], [0.0, 1.0]])
+    episodes = []
+    for index, rewards in enumerate(([0.0, 0.0, 1.0], [1.0], [0.0, 1.0])):
+        turns = tuple(turn(number, number + 1, reward) for number, reward in enumerate(rewards))
+        episodes.append(EpisodeResult((sample(index, [1] * len(rewards)),), turns))
+    (found,) = rollout_advantages([group(*episodes)], GrpoConfig())
     assert [value for own in found for value in own] == [0.0] * 6
 
 
@@ -90,15 +99,13 @@ BRANCHED = EpisodeResult(
 def test_turns_of_several_samples_of_an_episode_are_counted_in_the_order_of_play():
     # Returns: 1.5, 1.5 and 0.5 (branched episode), 0.3 (other episode); mean 3.8 / 4.
     mean = 3.8 / 4
-    found = group_turn_advantages(group(BRANCHED, ONE_TURN), normalize_std=False)
-    assert found is not None
+    (found,) = rollout_advantages([group(BRANCHED, ONE_TURN)], WITHOUT_STD)
     assert list(found[0]) == pytest.approx([1.5 - mean] * 2 + [0.0, 1.5 - mean])
     assert list(found[1]) == pytest.approx([0.5 - mean] * 2)
 
 
 def test_an_episode_of_several_samples_counts_once_in_the_baseline_of_its_group():
-    grpo = GrpoConfig(disable_grpo_std_normalization=True)
-    assert grpo.loss_unit == "sample", "whatever the setting is"
+    grpo = WITHOUT_STD
     groups = [group(BRANCHED, ONE_TURN, by_turn=False)]
     first, second, other = rollout_advantages(groups, grpo)[0]
     mean = (1.5 + 0.3) / 2  # not (1.5 + 1.5 + 0.3) / 3
@@ -114,6 +121,14 @@ def test_an_episode_that_is_left_out_leaves_the_advantages_of_the_others_alone()
     lost = EpisodeResult((sample(2, [1, 1]),), (turn(0, 2, 0.0),))
     with_zero = rollout_advantages([group(TWO_TURNS, ONE_TURN, lost)], GrpoConfig())[0]
     assert list(alone[0]) != pytest.approx(list(with_zero[0]))  # a 0 would change the baseline
+
+
+def test_the_sample_with_the_turn_that_ended_an_episode_is_its_last():
+    """A sub-agent's branch is between two turns of the main conversation, which a limit ended."""
+    main = replace(sample(0, [1, 1, 0, 1]), finish_reason="length")
+    turns = (turn(0, 2), turn(0, 2, of=1), turn(3, 4))
+    samples = rewarded(EpisodeResult((main, sample(0, [1, 1])), turns), "env", by_turn=False)
+    assert [one.finish_reason for one in samples] == ["stop", "length"]
 
 
 def test_a_group_from_the_journal_has_the_same_advantages():

@@ -9,7 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlpost.algorithm.advantage import estimate, grpo_advantages, rloo_advantages
+from rlpost.algorithm.advantage import (
+    AnswerGroup,
+    estimate,
+    grpo_advantages,
+    rloo_advantages,
+)
 from rlpost.algorithm.kl import estimate_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level, token_weights
 from rlpost.columns import RunColumn
@@ -93,6 +98,15 @@ def test_token_weights_make_the_sum_a_mean_over_samples_or_over_tokens():
     assert token_weights(torch.tensor([0]), num_samples=1, num_tokens=1, per_token=False).isfinite()
 
 
+def answer_groups(rewards, masks, penalties=None):
+    """Groups of answers, of which all tokens in the loss were generated."""
+    charged = penalties or [None] * len(rewards)
+    return [
+        AnswerGroup(*group[:2], [mask.total() for mask in group[1]], group[2])
+        for group in zip(rewards, masks, charged, strict=True)
+    ]
+
+
 @example([(2.0, 1), (1.0, 0)], 1)
 @given(
     st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 50)), min_size=2, max_size=20),
@@ -104,7 +118,8 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
     rewards = [[reward for reward, _ in group] for group in groups]
     masks = [[RunColumn([(1, length), (0, 2)]) for _, length in group] for group in groups]
     options = dict(normalize_std=True, normalize_advantages=True)
-    whitened = itertools.chain(*estimate("grpo", rewards, masks, raw=True, **options))
+    groups = answer_groups(rewards, masks)
+    whitened = itertools.chain(*estimate("grpo", groups, raw=True, **options))
     plain, lengths = zip(*pairs, strict=True)
     tokens, plain = np.repeat(list(whitened), lengths), np.repeat(plain, lengths)
     assert not tokens.size or abs(tokens.mean()) < 1e-6
@@ -113,10 +128,10 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
 
 
 def test_estimators_with_a_baseline_give_equal_rewards_no_advantage():
-    groups = [[1.0, 1.0], [0.0, 0.0]]
     masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
+    groups = answer_groups([[1.0, 1.0], [0.0, 0.0]], masks)
     for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"):
-        assert estimate(name, groups, masks, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+        assert estimate(name, groups, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("has_penalties", [False, True])
@@ -127,8 +142,8 @@ def test_reinforce_plus_plus_whitens_the_discounted_returns_of_trained_tokens(ga
     penalties = [[(0.1, 0.0, 0.0, 0.2, 0.4, 0.0)], [(-0.3, 0.7), (0.0, 0.0, 0.9)]]
     columns = [[RunColumn.of(mask) for mask in group] for group in masks]
     options = {"gamma": gamma} if gamma != 1.0 else {}
-    options |= {"penalties": penalties} if has_penalties else {}
-    found = estimate("reinforce_plus_plus", rewards, columns, normalize_std=True, **options)
+    groups = answer_groups(rewards, columns, penalties if has_penalties else None)
+    found = estimate("reinforce_plus_plus", groups, normalize_std=True, **options)
     returns, advantages = [], []
     for of_group in zip(rewards, masks, penalties, found, strict=True):
         for reward, mask, charged, advantage in zip(*of_group, strict=True):
@@ -150,8 +165,7 @@ ONE = RunColumn.of((1,))
 @pytest.mark.parametrize(
     ("estimator", "rewards", "masks", "penalties"),
     [
-        ("grpo", [[1.0]], [[ONE], [ONE]], None),
-        ("grpo", [[1.0]], [[ONE]], [[[0.1]], [[0.1]]]),
+        ("grpo", [[1.0]], [[ONE]], [[[0.1], [0.1]]]),
         ("grpo", [[1.0, 0.0]], [[ONE, ONE]], [[[0.1]]]),
         ("opo", [[1.0, 0.0]], [[ONE]], None),
         ("reinforce_plus_plus", [[1.0, 0.0]], [[ONE]], None),
@@ -164,7 +178,7 @@ def test_rewards_masks_and_penalties_of_other_lengths_are_refused(
 ):
     """A sample without its counterpart is never dropped."""
     with pytest.raises(ValueError):
-        estimate(estimator, rewards, masks, normalize_std=True, penalties=penalties)
+        estimate(estimator, answer_groups(rewards, masks, penalties), normalize_std=True)
 
 
 def test_the_gradient_at_sequence_level_is_that_of_the_paper():

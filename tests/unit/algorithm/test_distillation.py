@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from rlpost.algorithm.advantage import whiten
+from rlpost.algorithm.advantage import whiten, whitened
 from rlpost.algorithm.distillation import (
     distances,
     distillation_loss,
     distilled,
     top_k_divergence,
-    whitened_tokens,
 )
 from rlpost.algorithm.loss import policy_loss
 from rlpost.columns import FloatColumn, RunColumn
@@ -50,15 +50,17 @@ def test_advantages_lose_the_distance_of_each_token_times_the_coefficient():
     assert list(second) == [-3.5, -0.5]
 
 
-def test_whitened_tokens_have_mean_0_and_variance_1_over_those_that_are_trained():
-    advantages = [(FloatColumn([1.0, 2.0]), FloatColumn([3.0])), (FloatColumn([9.0, 5.0]),)]
-    masks = [[RunColumn.of([1, 1]), RunColumn.of([1])], [RunColumn.of([0, 1])]]
-    found = whitened_tokens(advantages, masks)
+def test_whitened_advantages_count_the_tokens_in_the_loss():
+    """An advantage of a whole answer counts for each of its tokens."""
+    advantages = [(FloatColumn([1.0, 2.0]), 3.0), (FloatColumn([9.0, 5.0]),)]
+    masks = [[RunColumn.of([1, 1]), RunColumn.of([1, 0])], [RunColumn.of([0, 1])]]
+    found = whitened(advantages, masks)
     flat = [value for group in found for column in group for value in column]
-    assert flat == pytest.approx(whiten([1.0, 2.0, 3.0, 9.0, 5.0], [1, 1, 1, 0, 1]), rel=1e-6)
-    trained = flat[:3] + flat[4:]
-    assert sum(trained) == pytest.approx(0.0, abs=1e-6)
-    assert [len(column) for group in found for column in group] == [2, 1, 2]
+    weights = [1, 1, 1, 0, 0, 1]
+    expected = np.array(whiten([1.0, 2.0, 3.0, 3.0, 9.0, 5.0], weights)) * weights
+    assert flat == pytest.approx(expected.tolist(), rel=1e-6)
+    assert sum(flat) == pytest.approx(0.0, abs=1e-6)
+    assert [len(column) for group in found for column in group] == [2, 2, 2]
 
 
 @pytest.fixture

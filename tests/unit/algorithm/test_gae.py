@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlpost.algorithm.answers import Answer
 from rlpost.algorithm.gae import (
     Discounts,
     discounted_sums,
@@ -47,11 +48,11 @@ def test_gae_is_that_of_trl_in_chunks_of_any_length(length, gamma, lambd):
     assert discounted_sums(np.zeros(0), gamma).tolist() == []
 
 
-def scored(mask, reward, **extra):
+def scored(mask, reward, index=0, **extra):
     length = len(mask)
     sample = Sample(
         0,
-        0,
+        index,
         (1,),
         range(length),
         (0.0,) * length,
@@ -65,13 +66,12 @@ def scored(mask, reward, **extra):
 
 
 def test_the_reward_is_at_the_last_trained_token_and_penalties_are_at_all_of_them():
-    one = scored([1, 1, 0, 1, 0], 2.0)
+    one = Answer((scored([1, 1, 0, 1, 0], 2.0),))
     assert token_rewards(one, None).tolist() == [0.0, 0.0, 0.0, 2.0, 0.0]
     assert token_rewards(one, [0.5, 0.25, 9.0, 1.0, 9.0]).tolist() == [-0.5, -0.25, 0.0, 1.0, 0.0]
     turns = turn_record([TurnReward(0, 2, 0.5, 0), TurnReward(3, 5, -1.0, 1)])
-    assert token_rewards(scored([1, 1, 0, 1, 0], 7.0, **turns), None).tolist() == [
-        *(0.0, 0.5, 0.0, -1.0, 0.0)
-    ]
+    by_turn = Answer((scored([1, 1, 0, 1, 0], 7.0, **turns),))
+    assert token_rewards(by_turn, None).tolist() == [0.0, 0.5, 0.0, -1.0, 0.0]
 
 
 def test_tool_tokens_are_not_actions():
@@ -93,12 +93,12 @@ def test_tool_tokens_are_not_actions():
     assert found.metrics == expected.metrics
 
 
-def test_a_rollout_is_estimated_by_sample_and_whitened_over_its_tokens():
+def test_a_rollout_is_estimated_by_answer_and_whitened_over_its_tokens():
     source = random.Random(2)
     groups, values, penalties = [], [], []
     for prompt in range(3):
         lengths = [source.randint(1, 9) for _ in range(2)]
-        own = [scored([1] * n, source.random()) for n in lengths]
+        own = [scored([1] * n, source.random(), index) for index, n in enumerate(lengths)]
         groups.append(SampleGroup(prompt, tuple(own)))
         values.append([FloatColumn([source.gauss(0, 1) for _ in range(n)]) for n in lengths])
         penalties.append([[source.random() for _ in range(n)] for n in lengths])
@@ -122,7 +122,7 @@ def test_a_rollout_is_estimated_by_sample_and_whitened_over_its_tokens():
 
 
 def test_values_that_are_the_returns_explain_all_of_their_variance():
-    groups = [SampleGroup(0, (scored([1, 1], 1.0), scored([1, 1], 0.0)))]
+    groups = [SampleGroup(0, (scored([1, 1], 1.0), scored([1, 1], 0.0, 1)))]
     right = [[FloatColumn([1.0, 1.0]), FloatColumn([0.0, 0.0])]]
     found = estimate_with_values(groups, right, None, Discounts(), normalize_advantages=False)
     assert found.metrics["train/value_explained_var"] == 1.0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.algorithm.advantage import custom_advantages, estimate
+from rlpost.algorithm.advantage import AnswerGroup, custom_advantages, estimate
 from rlpost.algorithm.correction import correction_weights, log_ratio_at, mismatch
 from rlpost.algorithm.kl import estimate_kl, kl_values
 from rlpost.algorithm.loss import token_weights
@@ -180,9 +180,9 @@ def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
 
 
 def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared():
-    groups, masks = [[1.0, 0.0]], [[RunColumn.of((1, 1))] * 2]
-    penalties = [[(0.25, 0.25), (0.0, 0.0)]]
-    centred = estimate("grpo", groups, masks, normalize_std=False, penalties=penalties)
+    masks, penalties = [RunColumn.of((1, 1))] * 2, [(0.25, 0.25), (0.0, 0.0)]
+    group = AnswerGroup([1.0, 0.0], masks, [2, 2], penalties)
+    centred = estimate("grpo", [group], normalize_std=False)
     assert centred == [pytest.approx((0.25, -0.25))]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.algorithm.advantage import estimate
+from rlpost.algorithm.advantage import AnswerGroup, estimate
 from rlpost.algorithm.kl import unbiased_kl
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
@@ -233,8 +233,8 @@ def nemo_advantages(*, leave_one_out: bool, normalize: bool) -> list[float]:
 
 
 def own_advantages(estimator: str, *, normalize_std: bool) -> list[float]:
-    masks = [[RunColumn([(1, 3)]) for _ in REWARDS]]
-    (found,) = estimate(estimator, [REWARDS], masks, normalize_std=normalize_std)
+    group = AnswerGroup(REWARDS, [RunColumn([(1, 3)])] * len(REWARDS), [3] * len(REWARDS))
+    (found,) = estimate(estimator, [group], normalize_std=normalize_std)
     return list(found)
 
 

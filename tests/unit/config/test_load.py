@@ -247,6 +247,7 @@ def test_a_relative_folder_of_assets_makes_an_absolute_mount(tmp_path):
 def test_an_unset_setting_that_an_earlier_version_wrote_is_ignored_and_a_set_one_is_not():
     stored = json.loads(dump(Config()))
     stored["observe"]["otlp_endpoint"] = None
+    stored["grpo"]["loss_unit"] = "sample"  # without a meaning: answers always count as one
     assert parse_dump(json.dumps(stored)) == Config()
     stored["observe"]["otlp_endpoint"] = "http://collector:4318"
     with pytest.raises(ValueError, match="otlp_endpoint"):

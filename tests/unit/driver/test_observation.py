@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.algorithm.shaping import is_repetitive
 from rlpost.config.tree import Config
 from rlpost.driver import observation as module
 from rlpost.driver.checkpoints import SaveTimes
@@ -289,16 +288,6 @@ def test_an_attempt_counts_earlier_attempts_and_restarts():
         "run/num_preemptions": 1,
         "run/num_engine_restarts": 3,
     }
-
-
-def test_an_answer_that_loops_at_its_end_is_repetitive_and_prose_is_not():
-    prose = " ".join(
-        f"step {n}: {n} plus {n * 7 % 13} is {n + n * 7 % 13}, so we go on" for n in range(80)
-    )
-    assert not is_repetitive(prose)
-    assert is_repetitive(prose + "wait, let me check that again. " * 200)
-    assert not is_repetitive("ab" * 50)
-    assert not is_repetitive("")
 
 
 def test_steps_after_the_checkpoint_count_as_repeated_and_evaluations_do_not():

@@ -200,6 +200,23 @@ def test_a_penalty_in_the_reward_reaches_the_right_sample(num_steps):
     assert metrics["train/reward_kl"] == pytest.approx(1.0)
 
 
+def test_the_penalty_of_a_masked_answer_counts_in_the_baseline_and_not_in_the_metric():
+    """The longer answer is cut off: its loss is masked, and its reward still loses 0.1 a token."""
+    given = []
+    for group in groups():
+        short, long = group.samples
+        cut = replace(long, sample=replace(long.sample, finish_reason="length"))
+        given.append(replace(group, samples=(short, cut)))
+    actors, options = Actors(), {"kl_coef": 0.1, "kl_loss_type": "k1"}
+    options |= {"truncated_answers": "mask", "disable_grpo_std_normalization": True}
+    metrics = train(actors, given=given, **options)
+    advantages = {s.response_length: s.advantage for s in actors.trained()}
+    # rewards 0 and 1, with one and two tokens of the policy
+    assert advantages[2] == pytest.approx(-0.1 - (-0.1 + 0.8) / 2)
+    assert [s.loss_mask.total() for s in actors.trained() if s.response_length == 3] == [0, 0]
+    assert metrics["train/reward_kl"] == pytest.approx(1.0)
+
+
 def test_every_step_gets_its_place_and_old_log_probs_are_those_of_a_version():
     """Two answers are graded, so that there are two steps instead of four."""
     actors, versions = Actors(), PolicyVersions(interval=2, start=5, kept=4, ref_interval=3)
@@ -226,9 +243,12 @@ def test_returns_to_go_give_one_advantage_per_token():
     samples = actors.trained()
     assert all(len(s.advantages) == s.response_length for s in samples)
     longest = max(samples, key=lambda sample: sample.response_length)
-    assert longest.advantages[0] == longest.advantages[1] < longest.advantages[2], (
-        "later tokens have less before them"
-    )
+    trained = [
+        advantage
+        for advantage, is_trained in zip(longest.advantages, longest.loss_mask, strict=True)
+        if is_trained
+    ]
+    assert trained == sorted(set(trained)), "later tokens have less before them"
 
 
 def test_warnings_are_logged_and_errors_end_the_run(caplog):

@@ -109,7 +109,8 @@ def test_prometheus_reads_the_newest_line_and_only_with_the_token():
             ("rlpost_eval_pass_at_8", "math"): (0.75, 'a "run"'),
             ("rlpost_train_my_own", None): (1.0, 'a "run"'),
         }
-        assert families["rlpost_reward_mean"].documentation == "mean reward of all responses"
+        described = families["rlpost_reward_mean"].documentation
+        assert described == "mean reward of a response, over prompts"
         for token, path, code in (
             (None, "/metrics", 401),
             ("wrong", "/metrics", 401),

@@ -342,7 +342,15 @@ def test_recorded_groups_are_shown_where_no_answers_were_kept(tmp_path):
     }
     group = {
         "prompt_id": 3,
-        "samples": [{"sample": sample, "reward": reward} for reward in (0.5, 0.0, 1.0)],
+        "samples": [
+            {"sample": sample | {"index": index}, "reward": reward}
+            for index, reward in (
+                (0, 0.5),
+                (1, 0.0),
+                (2, 1.0),
+                (2, 1.0),
+            )  # the last has two samples
+        ],
     }
     for number in (1, 12):
         (tmp_path / f"r{number}.jsonl").write_text(json.dumps(group) + "\n{torn\n")
@@ -353,12 +361,12 @@ def test_recorded_groups_are_shown_where_no_answers_were_kept(tmp_path):
     )
     found = read_facts(run).samples
     assert [(one["step"], one["reward"], one["num_tokens"]) for one in found] == [
-        (12, 1.0, 2),
+        (12, 1.0, 4),
         (12, 0.0, 2),
-        (1, 1.0, 2),
+        (1, 1.0, 4),
         (1, 0.0, 2),
     ]
-    assert {one["answer"] for one in found} == {"forty-two"}
+    assert {one["answer"] for one in found} == {"forty-two", "forty-two\nforty-two"}
 
 
 def test_the_network_of_a_node_is_the_block_below_its_title():
