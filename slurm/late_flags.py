@@ -27,6 +27,7 @@ BY_RENDERING = (
     "environment",
     "exclusive",
     "gpu_request",
+    "gpu_type",
     "max_driver_restarts",
     "max_failures",
     "max_preemptions",
