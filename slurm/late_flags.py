@@ -23,6 +23,7 @@ BY_VARIABLE = {
 
 BY_RENDERING = (
     "bringup_deadline_s",
+    "container_command",
     "container_mounts",
     "environment",
     "exclusive",

@@ -170,6 +170,7 @@ def _options(spec: JobSpec, **values: object) -> Options:
     if container is not None:
         fields |= {
             "container": container.backend,
+            "container_command": container.command,
             "image": container.image,
             "image_cache": container.cache or "",
             "mount": container.mounts,

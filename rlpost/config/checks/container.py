@@ -67,6 +67,11 @@ def interpreter_note(config: Config) -> str | None:
         return None
     if "PATH" in cluster.environment:
         return None
+    if cluster.container == "command":
+        return (
+            f"--python {cluster.python} is looked up on the PATH inside the container, which runtimes take from the "
+            "image (Apptainer) or from the job (Charliecloud); give an absolute path (/opt/venv/bin/python)"
+        )
     return (
         f"--python {cluster.python} is looked up on the PATH of a login shell in the container, which Debian's "
         "/etc/profile resets; give an absolute path (/opt/venv/bin/python)"

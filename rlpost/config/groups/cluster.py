@@ -101,12 +101,16 @@ class ClusterConfig(Group):
     python: str | None = None
     """Python interpreter on the nodes. Default: the one that submits; in a container, its
     python3."""
-    container: Literal["none", "auto", "pyxis", "enroot"] = "none"
+    container: Literal["none", "auto", "pyxis", "enroot", "command"] = "none"
     """Container runtime of the agents. auto: RLPOST_CONTAINER, or what the job detects: pyxis,
-    enroot or none."""
+    enroot or none. command: any other, by --container-command."""
+    container_command: str = ""
+    """Words before each command with --container command, for instance "apptainer exec --nv
+    --bind={source}:{target}:{mode} {image}". A word with {source} and {target} is repeated for each
+    mount (docs/containers.md)."""
     container_image: str | None = None
     """Absolute path of a .sqsh file, or an image in a registry that enroot imports once; may be
-    $RLPOST_IMAGE."""
+    $RLPOST_IMAGE. With --container command what that command takes."""
     container_mounts: tuple[str, ...] = ()
     """Extra mounts, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; the run folder and the code are
     always mounted."""
