@@ -81,9 +81,7 @@ class Container:
         read_only = [mount for mount in self.mounts if mount.endswith(":ro")]
         if not self.command.isprintable():
             raise SpecError("container_command: contains a line break or another control character")
-        problem = template_problem(
-            self.command, read_only=read_only, has_mounts=bool(self.mounts)
-        )
+        problem = template_problem(self.command, read_only=read_only, has_mounts=bool(self.mounts))
         if problem:
             raise SpecError(f"container_command: {problem}")
 
@@ -100,7 +98,11 @@ class Container:
     @property
     def is_imported(self) -> bool:
         """Whether the image has to be imported first."""
-        return self.backend != "command" and not is_file_name(self.image) and not self.image.startswith("$")
+        return (
+            self.backend != "command"
+            and not is_file_name(self.image)
+            and not self.image.startswith("$")
+        )
 
 
 def check_mountable(field: str, path: str | None) -> None:

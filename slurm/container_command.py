@@ -44,17 +44,20 @@ def template_problem(
         fields = [_fields(word) for word in words]
     except ValueError as error:
         return f"cannot be read ({error}); close each quote, and write {{{{ or }}}} for a brace"
-    known = set().union(*fields)
+    known: Set[str] = set().union(*fields)
     unknown = sorted(known - set(FIELDS))
     if unknown:
-        return f"has no field {{{unknown[0]}}}; use {{image}}, {{source}}, {{target}}, {{mode}}, and {{{{ or }}}} for a brace"
+        return (
+            f"has no field {{{unknown[0]}}}; use {{image}}, {{source}}, {{target}}, {{mode}}, and {{{{ or }}}} for a "
+            "brace"
+        )
     if fields[0]:
         return f"must begin with the program, not with {words[0]}"
     if "image" not in known:
         return f"has no {{image}}; put it where the runtime expects the image, as in '{EXAMPLE}'"
-    for word, its_fields in zip(words, fields):
-        if its_fields & OF_MOUNTS and not {"source", "target"} <= its_fields:
-            return f"has the word {word}, which needs both {{source}} and {{target}}: it is repeated for each mount"
+    halves = [word for word in words if _fields(word) & OF_MOUNTS and not _has_both(word)]
+    if halves:
+        return f"has the word {halves[0]}, which needs both {{source}} and {{target}}: it is repeated for each mount"
     if has_mounts and "source" not in known:
         return (
             "has no word with {source} and {target}, so --container-mounts would have no effect; add one, such as "
@@ -66,14 +69,6 @@ def template_problem(
             "leave out :ro where the runtime has no read-only mounts"
         )
     return ""
-
-
-def mounts_folders(template: str) -> bool:
-    """Whether a template mounts folders; otherwise the runtime alone decides what is visible."""
-    try:
-        return any(_fields(word) & OF_MOUNTS for word in shlex.split(template))
-    except ValueError:
-        return True
 
 
 def program_of(template: str) -> str:
@@ -92,6 +87,10 @@ def command_words(template: str, image: str, mounts: Sequence[Mount]) -> List[st
         repeated = mounts if _fields(word) & OF_MOUNTS else [Mount("", "")]
         words += [word.format(image=image, **mount._asdict()) for mount in repeated]
     return words
+
+
+def _has_both(word: str) -> bool:
+    return {"source", "target"} <= _fields(word)
 
 
 def _fields(word: str) -> Set[str]:

@@ -47,18 +47,18 @@ class Inside:
         home: folder of the run's code, the step's working directory; outside the run's folder after
             a plain sbatch.
         container: the agents' container; None for the node itself.
-        prefix: words before a command with the backend ``command``.
         num_restarts: restart count of the job, part of the container's name.
         environment: (name, value) of variables that the recipe and Ray's commands need in addition
             to the environment of srun.
+        prefix: words before a command with the backend ``command``.
     """
 
     run_folder: Path
     home: Path
     container: Container | None = None
-    prefix: tuple[str, ...] = ()
     num_restarts: int = 0
     environment: tuple[tuple[str, str], ...] = ()
+    prefix: tuple[str, ...] = ()
 
 
 def step_argv(

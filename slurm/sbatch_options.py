@@ -61,8 +61,14 @@ GPU_REQUESTS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
 RESOURCES = ("gres", "tres-per-task")
 """Options that list resources, GPUs or others."""
 _BESIDE_GPUS = (
-    "cpus-per-gpu gpu-bind gpu-freq gres-flags mem-per-gpu tres-bind"  # mean nothing without GPUs
-).split()
+    "cpus-per-gpu",
+    "gpu-bind",
+    "gpu-freq",
+    "gres-flags",
+    "mem-per-gpu",
+    "tres-bind",
+)
+"""Options that mean nothing without a request for GPUs."""
 _GPU = re.compile(r"(?:gres[/:])?(?:gpu|mps|shard)(?![^:/=])")
 """An entry of a list of resources that names GPUs. Slurm rejects gpu beside mps or shard (src/
 interfaces/gres.c, have_gres_shared)."""

@@ -119,7 +119,7 @@ def check(
         problems += export_problems(config.checkpoint, run)
         problems += _prompt_problems(config)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
-        problems += [] if no_image or _shows_more(config) else container_problems(config, always)
+        problems += [] if no_image else container_problems(config, always)
     problems += _option_problems(config)
     if option_names() is not None and config.cluster.container == "none":
         problems += _package_problems(config)
@@ -130,12 +130,6 @@ def check(
             lines = name_wrong_model_file(lines, config, origins, recipe=own)
             lines = [with_origins(line, config, origins) for line in lines]
         raise ConfigError("\n".join(lines))
-
-
-def _shows_more(config: Config) -> bool:
-    """Whether a container runtime's own configuration decides which folders are visible."""
-    cluster = config.cluster
-    return cluster.container == "command" and not mounts_folders(cluster.container_command)
 
 
 def _settings_problems(config: Config) -> list[str]:

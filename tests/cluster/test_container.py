@@ -405,7 +405,9 @@ def test_a_runtime_that_is_a_prefix_runs_is_entered_and_passes_signals_on(
     assert "error" not in messages.lower(), messages
 
     site.lab.run("ctl", ["scancel", "--signal=TERM", f"{job}.0"])
-    until(lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=180)
+    until(
+        lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=180
+    )
     log = "".join(path.read_text() for path in folder.parent.glob(f"**/slurm-{job}.out"))
     assert job_info(site.lab, job).state is JobState.COMPLETED, log
     # the first agent that gets it stops the other one too

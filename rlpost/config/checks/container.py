@@ -28,6 +28,8 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     """
     if config.cluster.container in ("none", "auto"):
         return []
+    if config.cluster.container == "command" and "{source}" not in config.cluster.container_command:
+        return []  # the runtime's own configuration decides what is visible
     user_mounts = config.cluster.container_mounts
     mounts = [_ends(mount) for mount in (*user_mounts, *always)]
     shown = (

@@ -16,7 +16,7 @@ from slurm.batch.options import parse
 from slurm.batch.place import Place, find_place
 from slurm.batch.steps import command_prefix, in_container
 from slurm.container import Container
-from slurm.container_command import command_words, mounts_folders, template_problem
+from slurm.container_command import command_words, template_problem
 from slurm.errors import SpecError
 from slurm.job_step import Inside, step_argv
 from slurm.render import render_sbatch
@@ -104,7 +104,7 @@ def test_a_template_that_cannot_be_rendered_is_refused(template: str, problem: s
 def test_mounts_that_a_template_cannot_express_are_refused() -> None:
     """They would have no effect, or files that must not change could be written."""
     bare = "site-wrapper {image}"
-    assert template_problem(bare) == "" and not mounts_folders(bare)
+    assert template_problem(bare) == ""
     with pytest.raises(SpecError, match="--container-mounts would have no effect"):
         Container("command", "/i.sif", ("/a",), command=bare)
     writable = "ch-run --bind={source}:{target} {image} --"
@@ -139,9 +139,8 @@ def test_a_further_step_has_the_words_of_the_agents_step() -> None:
     """So that a command finds the same files; the folder of the code is entered in both."""
     words = in_container(PLACE)
     prefix = tuple(json.loads(json.dumps(command_prefix(PLACE))))
-    inside = Inside(
-        Path("/run"), Path("/code"), Container("command", "/i.sif", command=APPTAINER), prefix
-    )
+    container = Container("command", "/i.sif", command=APPTAINER)
+    inside = Inside(Path("/run"), Path("/code"), container, prefix=prefix)
     argv = step_argv("7", ["id"], nodes=["n1"], inside=inside)
     assert argv[-len(words) - 1 :] == [*words, "id"]
     named = replace(inside, environment=(("A", "x y"),))

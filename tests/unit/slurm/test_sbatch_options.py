@@ -25,8 +25,14 @@ SITE = ("--licenses=site:8", "--comment=it's 8 # a", "--nice", "--wckey=rl")
 TASK = JobSpec(home="/h", python="/p", run_folder="/r", sbatch=SITE, output="/r/log")
 TYPED = "--gres=gpu:h100:8"
 
+
+def words_of(text: str) -> list[str]:
+    return text.split()
+
+
 # Every option of sbatch: the table common_options of src/common/slurm_opt.c, Slurm 24.11.5.
-OF_24_11 = """
+OF_24_11 = words_of(
+    """
 account acctg-freq array autocomplete batch bb bbf begin chdir cluster cluster-constraint clusters
 comment constraint container container-id context contiguous core-spec cores-per-socket cpu-freq
 cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude exclusive
@@ -39,10 +45,13 @@ overcommit oversubscribe parsable partition prefer priority profile propagate qo
 requeue reservation resv-ports segment signal sockets-per-node spread-job stepmgr switches
 tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
 usage use-min-nodes verbose version wait wait-all-nodes wckey wrap
-""".split()
-SINCE_24_11 = """
+"""
+)
+SINCE_24_11 = words_of(
+    """
 consolidate-segments container-type external mem-update resources spread-segments
-""".split()  # in 26.05.3, which has all of 24.11.5
+"""
+)  # in 26.05.3, which has all of 24.11.5
 
 REFUSED = {
     "a job has one task on each node; use --nodes": (
@@ -80,7 +89,8 @@ REFUSED = {
         for option in OF_SETTINGS
     },
 }
-PASSED = """
+PASSED = words_of(
+    """
 acctg-freq batch bb bbf begin cluster-constraint comment consolidate-segments context contiguous
 core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
 distribution extra extra-node-info gpu-bind gpu-freq gres gres-flags hint hold ignore-pbs input
@@ -89,7 +99,8 @@ nodefile nodelist ntasks-per-core ntasks-per-socket oom-kill-step overcommit pre
 propagate reboot resources resv-ports sockets-per-node spread-job spread-segments stepmgr switches
 thread-spec threads-per-core time-min tmp tres-bind tres-per-task use-min-nodes verbose
 wait-all-nodes wckey
-""".split()
+"""
+)
 """Options that collide with nothing that a run with the default settings states."""
 
 
@@ -118,7 +129,9 @@ def test_every_option_of_sbatch_is_passed_or_refused_with_its_reason() -> None:
     assert sorted({*refused, *PASSED}) == sorted({*OF_24_11, *SINCE_24_11})
     for name in PASSED:
         assert word_problem(f"--{name}=1", Job()) == ""
-        assert f"#SBATCH --{name}" in render_sbatch(JobSpec(sbatch=(f"--{name}",))) or name == "gres"
+        assert (
+            f"#SBATCH --{name}" in render_sbatch(JobSpec(sbatch=(f"--{name}",))) or name == "gres"
+        )
     for name, reason in refused.items():
         assert reason in word_problem(f"--{name}=1", Job()), name
 
@@ -244,7 +257,9 @@ def test_other_jobs_inherit_neither_gpus_nor_dependencies_of_the_run(tmp_path: P
     assert "--gres=gpu:h100:1,nvme:1" in engine and "--gpu-freq=low" in engine
     assert not stated(server) & {"gres", "gpu-freq"}
     own = {"sandbox_partition": "cpu"}
-    assert "constraint" not in stated(sandbox_script(config_of(constraint="ib", sandbox=own), tmp_path))
+    assert "constraint" not in stated(
+        sandbox_script(config_of(constraint="ib", sandbox=own), tmp_path)
+    )
     named = config_of(constraint="gpu", sandbox={**own, "sandbox_constraint": "cpu"})
     assert "--constraint=cpu" in sandbox_script(named, tmp_path)
 
