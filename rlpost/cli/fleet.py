@@ -68,9 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     add_switch(parser, "--dry-run", "print the batch script and submit nothing")
     parser.add_argument("--cluster", metavar="PROFILE", help="profile of the engine jobs")
     for name in PLACES:
-        many = {"action": "append"} if name == "sbatch" else {}
+        action = "append" if name == "sbatch" else "store"
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, metavar=name.upper(), help=f"{name} of the engine jobs", **many)
+        parser.add_argument(
+            flag, metavar=name.upper(), action=action, help=f"{name} of the engine jobs"
+        )
     return parser
 
 
