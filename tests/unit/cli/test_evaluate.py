@@ -155,7 +155,7 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path: Path) -> N
 def test_an_evaluation_of_a_run_does_not_wait_for_the_job_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That job is over, and Slurm refuses a dependency on one that it has forgotten."""
+    """That job is over: Slurm may refuse a dependency on one that it has forgotten."""
     run, config = run_of(tmp_path / "run", 3)
     words = ("--dependency=afterok:7", "--nice")
     run.run_json.write_text(dump(with_values(config, sbatch=words)))
