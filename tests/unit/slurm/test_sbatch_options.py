@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from common.run_folder import RunFolder
+from rlpost.cli.check import check_problems
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec
 from rlpost.cli.job import job_spec
 from rlpost.cli.sandboxes import sandbox_spec
+from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from slurm.arrays import FleetSpec, SandboxSpec
@@ -262,6 +264,21 @@ def test_other_jobs_inherit_neither_gpus_nor_dependencies_of_the_run(tmp_path: P
     )
     named = config_of(constraint="gpu", sandbox={**own, "sandbox_constraint": "cpu"})
     assert "--constraint=cpu" in sandbox_script(named, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("[fleet]\nengines = 1", "--engine-sbatch"),
+        ("[sandbox]\nsandbox_backend = 'slurm'\nsandbox_constraint = 'a b'", "constraint"),
+    ],
+)
+def test_a_check_makes_the_other_jobs_too(tmp_path: Path, table: str, said: str) -> None:
+    """Before the run is submitted, not after it."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"[cluster]\ngpu_request = 'none'\nsbatch = ['{TYPED}']\n{table}\n")
+    lines = check_problems(load([recipe], {}), None)
+    assert any(said in line for line in lines), lines
 
 
 def test_engines_of_a_run_with_its_own_gpu_request_need_theirs(tmp_path: Path) -> None:
