@@ -38,6 +38,8 @@ REPLACEABLE_FILE = "replaceable"
 PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
 LAUNCH_LOG = "launch.log"
+CONTAINER_PREFIX = "container_prefix"
+"""Words before each command in the agents' container, JSON; with ``--container command`` alone."""
 
 
 def create_attempt(attempts: Path, number: int = 0) -> Path:

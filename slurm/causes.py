@@ -17,6 +17,7 @@ from common.units import first_names
 
 MAX_LINES = 8
 MAX_CHARS = 1200
+LAST_SIGNAL = 64
 SIGN_LINES = 30  # number of last lines of a log in which a permanent pattern counts
 
 # as text, or as JSON (common.log_format)
@@ -39,7 +40,8 @@ class Sign(NamedTuple):
 
 
 # Messages of the kernel, curl, enroot, pip and Slurm about disks, networks, registries and memory.
-_DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
+# Of a namespace ENOSPC means its limit, not a disk (user_namespaces(7)).
+_DISK_FULL = re.compile(r"(?<!namespaces: )no space left on device|disk quota exceeded", re.I)
 _TRANSIENT = re.compile(
     r"temporary failure in name resolution|could not resolve host"
     r"|connection (?:refused|reset)|network is unreachable|no route to host|timed out"
@@ -205,6 +207,48 @@ _LASTING = (
         "the image cannot be imported ({})",
         "correct --container-image",
     ),
+    # Runtimes of --container-command: Charliecloud 0.31, Apptainer 1.4, podman 5.
+    Sign(
+        r"container command: (.+)",
+        "the environment of the job does not reach the container ({})",
+        "let --container-command pass it: no --cleanenv with Apptainer, --env-host with podman",
+    ),
+    Sign(
+        r"(?:can(?:no|')t open '?|sh: )(/\S*/slurm/enter\.sh)",
+        "the folder of the code is not visible in the container ({})",
+        "add a word with {source} and {target} to --container-command, such as --bind={source}:{target}",
+    ),
+    Sign(
+        r"(?:can't bind: source not found: |mount source |Error: statfs )(/[^\s:]*)",
+        "the mount source {} does not exist",
+        "correct --container-mounts",
+    ),
+    Sign(
+        r"(?:can't bind: destination not found: |can't mkdir: |destination )"
+        r"(/[^\s:]*)(?: doesn't exist in container|: Read-only file system| \()",
+        "the mount target {} does not exist in the image",
+        "create it in the image, or let the runtime do so (ch-run --write)",
+    ),
+    Sign(
+        r"(?:can't stat: |could not open image )(\S+): ",
+        "the image {} does not exist or is damaged",
+        "correct --container-image, which must be visible on every node",
+    ),
+    Sign(
+        r"((?:can't init user\+mount namespaces|Failed to create user namespace): .+)",
+        "the runtime cannot create namespaces ({})",
+        "ask the site for user namespaces (sysctl user.max_user_namespaces), or use --container none",
+    ),
+    Sign(
+        r"(?:ch-run: unrecognized option |unknown (?:shorthand )?flag: )(\S+)",
+        "the container runtime does not know {}",
+        "correct --container-command",
+    ),
+    Sign(
+        r"(?:can't execve\(2\): |FATAL: +\")(\S+?)\"?: (?:No such file|executable file not found)",
+        "the container has no program {}",
+        "use an image with /bin/sh, and --python of the image",
+    ),
 )
 _LASTING_PATTERNS = tuple((re.compile(sign.pattern, re.M), sign) for sign in _LASTING)
 
@@ -241,9 +285,12 @@ class HostEnd(NamedTuple):
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the task failed without a signal (128 or more: one below a shell)."""
+        """Whether the task failed without a signal: N below a shell gives 128 + N.
+
+        Apptainer fails with 255.
+        """
         code = re.fullmatch(r"Exited with exit code (\d+)", self.how)
-        return code is not None and int(code[1]) < 128
+        return code is not None and not 128 <= int(code[1]) <= 128 + LAST_SIGNAL
 
     @property
     def agent_began(self) -> bool:

@@ -266,7 +266,7 @@ _REMEDIES: tuple[tuple[str, str, Callable[[Sequence[NodesOfPartition]], str]], .
     ),
     (
         r"generic resource|\bgres\b|node configuration is not available|TRES",
-        "choose --num-gpus-per-node, --nodes and --partition that exist, or how GPUs are requested "
+        "choose --num-gpus-per-node, --gpu-type, --nodes and --partition that exist, or how GPUs are requested "
         "(--gpu-request gres, gpus-per-node or none)",
         _sizes,
     ),
@@ -276,6 +276,12 @@ _REMEDIES: tuple[tuple[str, str, Callable[[Sequence[NodesOfPartition]], str]], .
         _node_counts,
     ),
     (r"invalid feature", "choose --constraint", _features),
+    (
+        r"dependency problem",
+        "the job in --sbatch=--dependency=... is not known to Slurm any more (MinJobAge after its end): leave the "
+        "option out",
+        _nothing,
+    ),
     (r"reservation", "choose --reservation from: scontrol show reservation", _nothing),
     (
         r"unable to contact slurm controller|socket timed out",

@@ -2,7 +2,8 @@
 
 Input: backend, image, mounts. Output: a ``Container`` that a batch file can hold. The run folder and
 the code are always mounted; everything else that the run reads must be listed. ``slurm.batch.steps``
-writes the arguments of pyxis and enroot. With ``auto`` the job chooses (``container_choice``).
+writes the arguments of pyxis and enroot, ``slurm.container_command`` the words of any other runtime.
+With ``auto`` the job chooses (``container_choice``).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from slurm.container_command import template_problem
 from slurm.errors import SpecError
 from slurm.image import is_file_name
 
-Backend = Literal["auto", "pyxis", "enroot"]
-BACKENDS = ("auto", "pyxis", "enroot")
+Backend = Literal["auto", "pyxis", "enroot", "command"]
+BACKENDS = ("auto", "pyxis", "enroot", "command")
 
 # Both tools split mount lists at ',' and ':' and expand '$'; enroot splits its table at blanks.
 _PATH = r"/[A-Za-z0-9/._@%+=-]*"
@@ -32,14 +34,16 @@ class Container:
     """The container of a job's agents.
 
     Attributes:
-        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), or ``auto``
-            (detected; may be none).
+        backend: ``pyxis`` (options of srun), ``enroot`` (a script on each node), ``command`` (the
+            words of ``command``), or ``auto`` (detected; may be none).
         image: absolute path of a squashfs file; or a name in a registry, imported into ``cache``
             once; or ``$NAME``, a variable that holds either of these when the job is submitted.
+            With ``command`` whatever its runtime takes; nothing is imported.
         mounts: SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, absolute paths, which may begin with a
             variable ``$NAME``.
         cache: folder on the shared file system for imported images; needed for names. None for a
             variable: $RLPOST_IMAGE_CACHE, or runs/images in the job's $RLPOST_HOME.
+        command: the template of ``slurm.container_command``; of backend ``command`` alone.
 
     Raises:
         SpecError: names the field, its value and the allowed values.
@@ -49,6 +53,7 @@ class Container:
     image: str
     mounts: tuple[str, ...] = ()
     cache: str | None = None
+    command: str = ""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -64,11 +69,21 @@ class Container:
                     f"container_mounts: {mount!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths "
                     "of letters, digits and ._@%+=- (pyxis and enroot cannot quote others)"
                 )
+        if self.backend == "command":
+            self._check_command()
         has_cache = self.cache is not None and self.cache.startswith("/")
         if not has_cache and (self.is_imported or self.cache is not None):
             raise SpecError(
                 f"image_cache: {self.cache!r}; set an absolute path to import image {self.image} into"
             )
+
+    def _check_command(self) -> None:
+        read_only = [mount for mount in self.mounts if mount.endswith(":ro")]
+        if not self.command.isprintable():
+            raise SpecError("container_command: contains a line break or another control character")
+        problem = template_problem(self.command, read_only=read_only, has_mounts=bool(self.mounts))
+        if problem:
+            raise SpecError(f"container_command: {problem}")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -83,7 +98,11 @@ class Container:
     @property
     def is_imported(self) -> bool:
         """Whether the image has to be imported first."""
-        return not is_file_name(self.image) and not self.image.startswith("$")
+        return (
+            self.backend != "command"
+            and not is_file_name(self.image)
+            and not self.image.startswith("$")
+        )
 
 
 def check_mountable(field: str, path: str | None) -> None:

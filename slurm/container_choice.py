@@ -56,7 +56,7 @@ def choose(
     """The container that this host gives a job, and a line with the reason.
 
     Args:
-        backend: auto, pyxis or enroot.
+        backend: auto, pyxis, enroot or command.
         image: path or name; empty if unknown.
         variables: names that must be set in the environment, with or without a container.
 

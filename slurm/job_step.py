@@ -5,7 +5,8 @@ Input: job, nodes, command, and the agents' container. Output: an argv.
 A pyxis container is entered by name, with all its mounts. pyxis joins the running container and
 ignores the mounts; if it does not find the running one (its data on a bind mount), it starts a
 second one on the same files, which needs the mounts, and reports that. An enroot container is
-entered by the pid of a process in it (``enroot.py``).
+entered by the pid of a process in it (``enroot.py``). A container of ``--container-command`` is
+started again, with the words that its batch host wrote: the same files, mounts and processes.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Inside:
         num_restarts: restart count of the job, part of the container's name.
         environment: (name, value) of variables that the recipe and Ray's commands need in addition
             to the environment of srun.
+        prefix: words before a command with the backend ``command``.
     """
 
     run_folder: Path
@@ -56,6 +58,7 @@ class Inside:
     container: Container | None = None
     num_restarts: int = 0
     environment: tuple[tuple[str, str], ...] = ()
+    prefix: tuple[str, ...] = ()
 
 
 def step_argv(
@@ -95,6 +98,9 @@ def step_argv(
     container = inside.container
     if container is None:
         return [*argv, f"--chdir={inside.home}", *command]
+    if container.backend == "command":
+        enter = ["sh", f"{inside.home}/slurm/enter.sh", str(inside.home)]
+        return [*argv, *inside.prefix, *enter, *command]
     name = container_name(number_of(job_id), str(inside.num_restarts))
     if container.backend == "enroot":
         return [*argv, "python3", "-I", f"{inside.home}/slurm/enroot.py", "exec", name, *command]

@@ -23,10 +23,12 @@ BY_VARIABLE = {
 
 BY_RENDERING = (
     "bringup_deadline_s",
+    "container_command",
     "container_mounts",
     "environment",
     "exclusive",
     "gpu_request",
+    "gpu_type",
     "max_driver_restarts",
     "max_failures",
     "max_preemptions",

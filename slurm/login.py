@@ -134,7 +134,7 @@ def problems(
             print(f"container: {why}", file=sys.stderr)
         except SpecError as error:
             lines += str(error).splitlines()
-    if container != "none" and image and image_problem(image):
+    if container in ("pyxis", "enroot") and image and image_problem(image):
         lines.append(image_problem(image))
     if lines:
         return lines  # checking the settings would only report consequences of these

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.batch.options import Options, needed_variables, words
-from slurm.sbatch_options import OF_SETTINGS
+from slurm.sbatch_options import OF_SETTINGS, split_gres
 from slurm.spec import JobSpec
 from slurm.variables import OURS
 
@@ -89,10 +89,13 @@ def directives(
     nodes = [f"--nodes={spec.nodes + spec.spare_nodes}", "--ntasks-per-node=1"]
     nodes += ["--no-kill"] if spec.spare_nodes else []
     nodes += ["--exclusive", "--mem=0"] if spec.exclusive else []
+    gpus = ":".join(filter(None, (spec.gpu_type, str(spec.num_gpus_per_node))))
+    further, gres = split_gres(spec.sbatch)
     if spec.gpu_request == "gres":
-        nodes.append(f"--gres=gpu:{spec.num_gpus_per_node}")
+        gres.insert(0, f"gpu:{gpus}")
     elif spec.gpu_request == "gpus-per-node":
-        nodes.append(f"--gpus-per-node={spec.num_gpus_per_node}")
+        nodes.append(f"--gpus-per-node={gpus}")
+    nodes += [_option("gres", ",".join(gres))] if gres else []
     stated = {option.name: getattr(spec, option.key) for option in OF_SETTINGS}
     stated["exclude"] = ",".join(spec.exclude)
     name, time, *place = [_option(name, value) for name, value in stated.items() if value]
@@ -100,7 +103,7 @@ def directives(
     again += ["--dependency=singleton"] if spec.requeue == "chain" else []
     warning = [f"--signal=B:USR2@{spec.signal_lead_s}"] if is_warned else []
     # Of an option that is stated twice sbatch takes the last: the job's own come after any other.
-    lines = [*([_option(*word[2:].split("=", 1))] for word in spec.sbatch), *first]
+    lines = [*([_option(*word[2:].split("=", 1))] for word in further), *first]
     lines += [[name], nodes, place, [time, *warning, *again, "--open-mode=append"]]
     lines.append([_option("output", spec.output or "slurm-%j.out")])
     return "#!/bin/bash\n" + "".join(f"#SBATCH {' '.join(line)}\n" for line in lines if line)
@@ -167,6 +170,7 @@ def _options(spec: JobSpec, **values: object) -> Options:
     if container is not None:
         fields |= {
             "container": container.backend,
+            "container_command": container.command,
             "image": container.image,
             "image_cache": container.cache or "",
             "mount": container.mounts,

@@ -1,19 +1,20 @@
-"""The options of sbatch: which settings have, which the job itself decides, and all others. Pure.
+"""The options of sbatch: which settings have, which a job itself decides, and all others. Pure.
 
 Input: words of ``[cluster] sbatch``, passed to sbatch as they are. Output: what is wrong with them.
 An option with a setting of its own is a row of ``OF_SETTINGS``, a key of [cluster] and a field of
-``JobSpec``. Python 3.6.
+``JobSpec``. An option is refused only where it collides with something that the job states or
+relies on; ``_REFUSED`` says with what. Python 3.6.
 """
 
 import re
-from typing import NamedTuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAMES = r"[A-Za-z0-9][A-Za-z0-9._,-]*"
 # man sbatch, --constraint: features, AND, OR, counts, matching and exclusive or
 _CONSTRAINT = r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]=-]*"
 _BY_NAME = "use letters, digits, '.', '_' and '-', a letter or digit first"
-_WORD = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:=[^\\$`]*)?")
+_WORD = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^\\$`]*))?")
 
 
 class Option(NamedTuple):
@@ -49,49 +50,99 @@ OF_SETTINGS = (
     Option("segment"),
     Option("exclude"),
 )
+GPU_TYPE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+"""Type of a GPU in a request of Slurm: h100, or a MIG profile such as 1g.10gb."""
 
 OF_WHOLE_NODES = ("exclusive", "mem", "mem-per-cpu", "mem-per-gpu", "oversubscribe")
 """Options that a job may have unless it requests whole nodes."""
 
-_OPTIONS_BY_REMEDY = {
-    "a job has one task on each node; use --nodes": (
-        "ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket"
-    ),
-    "a job runs as the user who submits it": "gid uid",
-    "a run is one job; use rlpost sweep, or sbatch --array=... jobs/NAME.sbatch": "array",
-    "export SBATCH_CLUSTERS=...": "clusters",
-    "jobs of a run depend on each other; submit it when the other job has ended": "dependency",
-    "the job changes to the folder of its code; use --runs-dir for its files": "chdir",
-    "the job of a run is submitted once, and its id is read; leave the option out": (
-        "help parsable quiet usage verbose version"
-    ),
-    "the log is in the run folder": "error open-mode output",
-    "the script is that of the job; use --setup-commands": "wrap",
-    "use --container and --container-image": "container",
-    "use --environment": "export export-file get-user-env",
-    "use --gpu-request and --num-gpus-per-node": (
-        "gpus gpus-per-node gpus-per-socket gpus-per-task gres"
-    ),
-    "use --nodes and --spare-nodes": "nodes no-kill",
-    "use --requeue": "requeue no-requeue",
-    "use --signal-lead-s": "signal",
-    "use rlpost submit --test-only": "test-only",
-    "use rlpost submit --wait": "wait",
-    "use --exclusive false to request a part of each node": " ".join(OF_WHOLE_NODES),
-    **{f"use --{option.name}": option.name for option in OF_SETTINGS},
-}
-RESERVED = {name: remedy for remedy, names in _OPTIONS_BY_REMEDY.items() for name in names.split()}
-"""Options on which the job's script relies, and what to do instead."""
+GPU_REQUESTS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
+"""Options that request GPUs alone."""
+RESOURCES = ("gres", "tres-per-task")
+"""Options that list resources, GPUs or others."""
+_BESIDE_GPUS = (
+    "cpus-per-gpu",
+    "gpu-bind",
+    "gpu-freq",
+    "gres-flags",
+    "mem-per-gpu",
+    "tres-bind",
+)
+"""Options that mean nothing without a request for GPUs."""
+_GPU = re.compile(r"(?:gres[/:])?(?:gpu|mps|shard)(?![^:/=])")
+"""An entry of a list of resources that names GPUs. Slurm rejects gpu beside mps or shard (src/
+interfaces/gres.c, have_gres_shared)."""
+_OF_THE_RUN = ("dependency", "kill-on-invalid-dep", "nodelist", "nodefile", "batch")
+"""Options that belong to the job of a run alone, not to its engines and sandboxes on other jobs."""
 
 
-def word_problem(word: str, *, is_exclusive: bool) -> str:
+class Job(NamedTuple):
+    """What a job states itself, where that depends on its settings."""
+
+    is_exclusive: bool = True
+    gpu_request: str = "gres"
+    requeue: str = "requeue"
+
+
+_STATED = "the job states --{} itself"
+_REFUSED = (
+    # names, why (empty: the job states it itself), what to do instead
+    (
+        "ntasks ntasks-per-gpu ntasks-per-node ntasks-per-tres tasks-per-node",
+        "a job has one task on each node",
+        "use --nodes",
+    ),
+    ("gid uid", "a job runs as the user who submits it", "leave the option out"),
+    ("array", "a run is one job", "use rlpost sweep, or sbatch --array=... jobs/NAME.sbatch"),
+    (
+        "clusters cluster",
+        "all commands for a run read the cluster where they look for its jobs",
+        "export SBATCH_CLUSTERS=...",
+    ),
+    ("chdir", "the job changes to the folder of its code", "use --runs-dir for its files"),
+    (
+        "autocomplete help usage version",
+        "sbatch would answer without submitting anything",
+        "leave the option out",
+    ),
+    ("parsable", "", "leave the option out"),
+    ("quiet", "sbatch would not print the id of the job", "leave the option out"),
+    ("external", "Slurm would start no batch script", "leave the option out"),
+    ("error", "the run folder has one log for output and errors", "leave the option out"),
+    ("open-mode output", "", "leave the option out: the log is in the run folder"),
+    ("wrap", "the script is that of the job", "use --setup-commands"),
+    (
+        "container container-id container-type",
+        "the batch script must run on the node itself",
+        "use --container and --container-image",
+    ),
+    (
+        "export export-file get-user-env",
+        "variables of a run are a setting, which holds inside containers too",
+        "use --environment, or export SBATCH_EXPORT=NONE or SBATCH_GET_USER_ENV=... in the shell",
+    ),
+    ("nodes", "", "use --nodes and --spare-nodes"),
+    ("no-kill", "without spare nodes a run needs all of its nodes", "use --spare-nodes"),
+    ("requeue no-requeue", "", "use --requeue"),
+    ("signal", "", "use --signal-lead-s"),
+    ("test-only", "sbatch would submit nothing", "use rlpost submit --test-only"),
+    ("wait", "the run is followed through its folder", "use rlpost submit --wait"),
+    *((option.name, "", f"use --{option.name}") for option in OF_SETTINGS),
+)
+_REMEDIES = {name: (why, remedy) for names, why, remedy in _REFUSED for name in names.split()}
+_KNOWN = (
+    *_REMEDIES,
+    *(*OF_WHOLE_NODES, *GPU_REQUESTS, *RESOURCES, *_BESIDE_GPUS, *_OF_THE_RUN),
+)
+"""Full names of the options that this module treats differently from all others."""
+
+
+def word_problem(word: str, job: Job) -> str:
     """What is wrong with an option that is passed through; empty if nothing.
 
-    ``is_exclusive``: the job requests whole nodes.
-
-    >>> word_problem("--licenses=site:8", is_exclusive=True)
+    >>> word_problem("--licenses=site:8", Job())
     ''
-    >>> word_problem("--part=gpu", is_exclusive=True)
+    >>> word_problem("--part=gpu", Job())
     "sbatch: '--part=gpu'; the job states --partition itself; use --partition"
     """
     match = _WORD.fullmatch(word)
@@ -100,11 +151,84 @@ def word_problem(word: str, *, is_exclusive: bool) -> str:
             f"sbatch: {word!r}; write --NAME or --NAME=VALUE in one word, the long name of an option "
             "of sbatch, without a backslash, '$' or '`': nothing is expanded"
         )
-    name = match.group("name")
-    if name.startswith("container-"):  # of pyxis
-        name = "container"
-    # sbatch accepts the beginning of a name
-    meant = name if name in RESERVED else next((o for o in RESERVED if o.startswith(name)), "")
-    if not meant or (meant in OF_WHOLE_NODES and not is_exclusive):
+    name = _full_name(match.group("name"))
+    why, remedy = _REMEDIES.get(name) or _collision(name, match.group("value") or "", job)
+    if not remedy:
         return ""
-    return f"sbatch: {word!r}; the job states --{meant} itself; {RESERVED[meant]}"
+    return f"sbatch: {word!r}; {why or _STATED.format(name)}; {remedy}"
+
+
+def _full_name(name: str) -> str:
+    """The option that sbatch takes for this name: it accepts the beginning of a name."""
+    if name.startswith("container-"):  # of pyxis
+        return "container"
+    if name in _KNOWN:
+        return name
+    return next((one for one in _KNOWN if one.startswith(name)), name)
+
+
+def _collision(name: str, value: str, job: Job) -> Tuple[str, str]:
+    """Why an option collides with the settings of this job, and the remedy; empty if it does not."""
+    if name in OF_WHOLE_NODES and job.is_exclusive:
+        return "the job requests whole nodes with all their memory", "use --exclusive false"
+    if name == "dependency" and job.requeue == "chain":
+        return "with --requeue chain the job states --dependency itself", (
+            "submit it when the other job has ended"
+        )
+    is_for_gpus = name in GPU_REQUESTS or (name in RESOURCES and has_gpus(value))
+    if is_for_gpus and job.gpu_request != "none":
+        return f"the job states --{job.gpu_request} itself", (
+            "use --num-gpus-per-node and --gpu-type, or --gpu-request none beside this option"
+        )
+    return "", ""
+
+
+def has_gpus(resources: str) -> bool:
+    """Whether a list of resources names GPUs, or parts of them.
+
+    >>> has_gpus("nvme:1,gpu:h100:4"), has_gpus("cpu:8,gres/shard=2"), has_gpus("gpu_memory:1")
+    (True, True, False)
+    """
+    return any(_GPU.match(entry) for entry in resources.split(","))
+
+
+def split_gres(words: Sequence[str]) -> Tuple[List[str], List[str]]:
+    """The words but for --gres, and the resources of all --gres: sbatch would take the last alone.
+
+    >>> split_gres(["--gres=nvme:1", "--nice", "--gres=tmpfs:4"])
+    (['--nice'], ['nvme:1', 'tmpfs:4'])
+    """
+    flag = "--gres="
+    others = [word for word in words if not word.startswith(flag)]
+    return others, [word[len(flag) :] for word in words if word.startswith(flag)]
+
+
+def words_of_engines(words: Sequence[str], gpu_request: str) -> Tuple[List[str], bool]:
+    """The words of a run that hold for its engines on other jobs; and whether GPUs are requested.
+
+    Left out are the requests for GPUs, which are the trainer's, and what belongs to one job.
+    """
+    kept, has_request = [], False
+    for word in words:
+        name, value = _name_and_value(word)
+        is_request = name in GPU_REQUESTS
+        if name in RESOURCES:
+            others = [entry for entry in value.split(",") if not _GPU.match(entry)]
+            is_request = has_gpus(value)
+            word = f"--{name}={','.join(others)}" if others else ""
+        has_request = has_request or is_request
+        is_beside = gpu_request == "none" and name in _BESIDE_GPUS
+        if word and not (name in GPU_REQUESTS or is_beside or name in _OF_THE_RUN):
+            kept.append(word)
+    return kept, has_request
+
+
+def words_of_sandboxes(words: Sequence[str]) -> List[str]:
+    """The words of a run that hold for its sandbox servers, on CPU nodes with their own memory."""
+    left_out = (*_OF_THE_RUN, *GPU_REQUESTS, *RESOURCES, *_BESIDE_GPUS, "mem-per-cpu")
+    return [word for word in words if _name_and_value(word)[0] not in left_out]
+
+
+def _name_and_value(word: str) -> Tuple[str, str]:
+    name, _, value = word[2:].partition("=")
+    return _full_name(name), value

@@ -21,7 +21,7 @@ from common.host_lists import HostListError, expand
 from common.run_folder import RunFolder
 from slurm.container import Container, check_mountable
 from slurm.errors import SpecError
-from slurm.sbatch_options import NAME, OF_SETTINGS, word_problem
+from slurm.sbatch_options import GPU_TYPE, NAME, OF_SETTINGS, Job, word_problem
 
 GpuRequest = Literal["gres", "gpus-per-node", "none"]
 GPU_REQUESTS = ("gres", "gpus-per-node", "none")
@@ -43,6 +43,7 @@ class JobSpec:
         spare_nodes: extra nodes to allocate; the agents use the healthy ones.
         gpu_request: how this site requests GPUs: ``--gres=gpu:N``, ``--gpus-per-node=N`` or not at
             all.
+        gpu_type: type of the GPUs in that request, ``--gres=gpu:TYPE:N``; None: any.
         time: limit of one attempt, in any form that sbatch accepts.
         segment: nodes of each group that Slurm places within one block (topology/block only).
         exclusive: allocate whole nodes with all their memory; otherwise the site's defaults per
@@ -84,6 +85,7 @@ class JobSpec:
     spare_nodes: int = 0
     num_gpus_per_node: int = 8
     gpu_request: GpuRequest = "gres"
+    gpu_type: str | None = None
     time: str = "04:00:00"
     partition: str | None = None
     account: str | None = None
@@ -134,8 +136,10 @@ class JobSpec:
             value = getattr(self, option.key)
             if option.pattern and value is not None and not re.fullmatch(option.pattern, value):
                 raise SpecError(f"{option.key}: {value!r}; {option.syntax}")
+        self._check_gpu_type()
+        job = Job(self.exclusive, self.gpu_request, self.requeue)
         for word in self.sbatch:
-            if problem := word_problem(word, is_exclusive=self.exclusive):
+            if problem := word_problem(word, job):
                 raise SpecError(problem)
         for hosts in self.exclude:
             try:
@@ -153,9 +157,22 @@ class JobSpec:
                 raise SpecError(
                     f"environment: {name!r}={value!r}: use letters, digits and '_'; not SLURM_*"
                 )
+
+    def _check_gpu_type(self) -> None:
         if self.gpu_request not in GPU_REQUESTS:
             raise SpecError(
                 f"gpu_request: {self.gpu_request!r}; choose one of {', '.join(GPU_REQUESTS)}"
+            )
+        if self.gpu_type is None:
+            return
+        if not re.fullmatch(GPU_TYPE, self.gpu_type):
+            raise SpecError(
+                f"gpu_type: {self.gpu_type!r}; give a type as sinfo --format=%G lists it, such as h100 or 1g.10gb"
+            )
+        if self.gpu_request == "none":
+            raise SpecError(
+                f"gpu_type: {self.gpu_type!r} has no effect with --gpu-request none; use --gpu-request gres or "
+                f"gpus-per-node, or --sbatch=--gres=gpu:{self.gpu_type}:{self.num_gpus_per_node} instead"
             )
 
     def _check_numbers(self) -> None:
@@ -184,7 +201,7 @@ class JobSpec:
         if self.segment is not None and (self.segment < 1 or num_nodes % self.segment):
             divisors = [str(size) for size in range(1, num_nodes + 1) if num_nodes % size == 0]
             raise SpecError(
-                f"segment: --segment {self.segment} does not divide the {num_nodes} nodes, spare ones "
+                f"segment: '{self.segment}' does not divide the {num_nodes} nodes, spare ones "
                 f"included; use one of {', '.join(divisors)}"
             )
         if self.time_limit_s <= self.signal_lead_s:

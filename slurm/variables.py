@@ -1,4 +1,5 @@
-"""Which environment variables reach Slurm's commands, a job's steps, and rlpost. Pure. Python 3.6.
+"""Which environment variables reach Slurm's commands, a job's steps, and rlpost. Pure, except for
+``login_variables``. Python 3.6.
 
 Slurm's commands read options from variables, and the shell that submits a job may itself run in
 another job, which sets them. Both functions therefore keep a few of Slurm's variables and drop all
@@ -9,6 +10,8 @@ scancel, squeue, scontrol, sinfo and sacct.
 """
 
 import difflib
+import os
+import pwd
 import re
 from typing import Dict, List, Mapping, Set
 
@@ -154,6 +157,15 @@ def chosen_for_a_chain(environ: Mapping[str, str]) -> Dict[str, str]:
 def without_array(environ: Mapping[str, str]) -> Dict[str, str]:
     """Drop the variables of an array, in which only the submitting shell ran."""
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_ARRAY_")}
+
+
+def login_variables() -> Dict[str, str]:
+    """Variables of a login that container runtimes need (ch-run: USER) and that a job may lack."""
+    try:
+        user = pwd.getpwuid(os.getuid())
+    except KeyError:  # a user whom this host does not know
+        return {}
+    return {"USER": user.pw_name, "HOME": user.pw_dir}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> List[str]:

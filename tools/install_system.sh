@@ -12,11 +12,13 @@ browser=chromium
 for program in chromium chromium-browser google-chrome chrome; do
     if command -v "$program" > /dev/null; then browser=; fi
 done
+charliecloud=charliecloud # one test runs a real container with it
+if command -v ch-run > /dev/null; then charliecloud=; fi
 promtool=promtool
 if command -v promtool > /dev/null; then promtool=; fi
-[ "${#missing[@]}" -gt 0 ] || [ -n "$browser$promtool" ] || exit 0
+[ "${#missing[@]}" -gt 0 ] || [ -n "$browser$charliecloud$promtool" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-    echo "install: ${missing[*]} $browser $promtool"
+    echo "install: ${missing[*]} $browser $charliecloud $promtool"
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
     if [ "${#missing[@]}" -gt 0 ]; then
@@ -25,6 +27,10 @@ if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     if [ -n "$browser" ]; then # on Ubuntu, chromium is available as a snap only
         apt-get install -y -qq --no-install-recommends "$browser" > /dev/null ||
             echo "no package $browser here; tests in a browser will be skipped"
+    fi
+    if [ -n "$charliecloud" ]; then
+        apt-get install -y -qq --no-install-recommends "$charliecloud" > /dev/null ||
+            echo "no package $charliecloud here; the test with it will be skipped"
     fi
     if [ -n "$promtool" ]; then # alone: the package would start a server as well
         folder=$(mktemp -d)
@@ -36,5 +42,5 @@ if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
         rm -rf "$folder"
     fi
 else
-    echo "missing: ${missing[*]} $browser $promtool; tests that need them will be skipped (install them as root, e.g. with apt-get)"
+    echo "missing: ${missing[*]} $browser $charliecloud $promtool; tests that need them will be skipped (install them as root, e.g. with apt-get)"
 fi

@@ -67,11 +67,13 @@ _CAUSES = (
     ),
     ("setup command failed", "one of --setup-commands fails there"),
     (
-        r"\[error\] no such file|invalid image format|superblock|uncompress failed",
+        r"\[error\] no such file|invalid image format|superblock|uncompress failed"
+        r"|could not open image|can't stat: ",
         "its image is missing or damaged",
     ),
     (
-        r"source path does not exist|enroot-mount: failed to mount: \S+ at \S+: no such file",
+        r"source path does not exist|enroot-mount: failed to mount: \S+ at \S+: no such file"
+        r"|can't bind: source not found|mount source \S+ doesn't exist",
         "a folder of --container-mounts is missing there",
     ),
     (

@@ -193,7 +193,8 @@ def _driver(facts: ImageFacts) -> Check:
         return Check(
             "GPU driver",
             "FATAL_CONFIG",
-            f"the host has GPUs, but libcuda.so.1 is missing ({why}): see enroot's hook 98-nvidia; {hint}",
+            f"the host has GPUs, but libcuda.so.1 is missing ({why}): with enroot see its hook 98-nvidia, and {hint}; "
+            "with Apptainer --nv, with podman-hpc --gpu in --container-command",
         )
     if requested in ("", "void", "none"):
         text = f"no GPU on this host, and NVIDIA_VISIBLE_DEVICES is {requested or 'unset'}: {hint}"
@@ -293,5 +294,5 @@ def _shows_what_slurm_gave(environment: Mapping[str, str]) -> bool:
 def _entrypoint(facts: ImageFacts) -> Check:
     if not facts.entrypoints:
         return Check("entrypoint", "OK", "none")
-    said = f"{', '.join(facts.entrypoints)}: not run, neither by pyxis nor by enroot"
+    said = f"{', '.join(facts.entrypoints)}: not run by pyxis, enroot and `apptainer exec`"
     return Check("entrypoint", "OK", said)

@@ -8,6 +8,7 @@ queried once, for the nodes; the rest is in the run folder.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.addresses import host_port, http_url
-from common.attempt import SECRET_FILE
+from common.attempt import CONTAINER_PREFIX, SECRET_FILE
 from common.host_lists import expand
 from common.run_folder import RunFolder
 from rlpost.cli.runs import (
@@ -37,7 +38,7 @@ from slurm.client import job_info
 from slurm.job_id import cluster_of, on_cluster
 from slurm.job_step import Inside, step_argv
 from slurm.states import JobState
-from slurm.variables import submission_environment
+from slurm.variables import login_variables, submission_environment
 
 DASHBOARD_PORT = 8265  # of the tunnel, on the user's machine
 _IGNORED_MOUNTS = re.compile(
@@ -191,23 +192,26 @@ def _inside(run: RunFolder, job_id: str) -> Inside:
     from rlpost.cli.job import container_of_attempt
     from rlpost.config.load import parse_dump
 
+    attempt, prefix = (run.attempts / "latest").resolve(), []
     try:
         cluster = parse_dump(run.run_json.read_text()).cluster
-        container = container_of_attempt(cluster, (run.attempts / "latest").resolve())
+        container = container_of_attempt(cluster, attempt)
+        if container is not None and container.backend == "command":
+            prefix = json.loads((attempt / CONTAINER_PREFIX).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{run.run_json}: cannot be read, so the run's container is not known: {error}"
+            f"{run.run_json} or {attempt}: cannot be read, so the run's container is not known: {error}"
         ) from error
     # Ray's commands authenticate with the attempt's secret.
-    secret = (run.attempts / "latest").resolve() / SECRET_FILE
+    secret = attempt / SECRET_FILE
     variables = {
         **cluster.environment,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(secret),
     }
     inside = Inside(run.root, home_of(run), environment=tuple(variables.items()))
-    if container is None:
-        return inside
+    if container is None or container.backend == "command":
+        return replace(inside, container=container, prefix=tuple(prefix))
     info = job_info(job_id)
     if info.state is JobState.UNKNOWN:
         raise ConfigError(
@@ -246,7 +250,7 @@ def _check_node(node: str | None, nodes: Sequence[str]) -> str | None:
 def _run(argv: Sequence[str], inside: Inside) -> int:
     home = str(inside.home)
     environ = submission_environment(without_keys(os.environ))
-    environ |= {"RLPOST_HOME": home, "PYTHONPATH": home}
+    environ = {**login_variables(), **environ, "RLPOST_HOME": home, "PYTHONPATH": home}
     container = inside.container
     if container is None or container.backend != "pyxis" or "--pty" in argv:
         return subprocess.run(argv, env=environ).returncode

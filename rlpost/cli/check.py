@@ -14,16 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.run_folder import RunFolder
 from common.units import count_text, counted, size_text
 from rlpost.cli.check_settings import check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
+from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.job import as_the_job_would, job_spec, time_notes
+from rlpost.cli.sandboxes import sandbox_spec, wants_servers
 from rlpost.cli.stack_check import StackCheck
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.missing import image_problems
 from rlpost.config.critic_ranks import critic_ranks
-from rlpost.config.engine_groups import engine_groups
+from rlpost.config.engine_groups import engine_groups, engine_jobs
 from rlpost.config.load import Loaded
 from rlpost.config.plan.engine_memory import engine_weights
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
@@ -105,12 +108,21 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
     if image_problems(loaded.config):  # reported already; the job would report it again
         return problems
     try:
-        job_spec(loaded.config)
+        _make_jobs(loaded.config)
     except (ConfigError, SpecError) as error:
         problems += (
             with_origins(line, loaded.config, loaded.origins) for line in str(error).splitlines()
         )
     return problems
+
+
+def _make_jobs(config: Config) -> None:
+    """Make the jobs of a run as a submission would. Raises ConfigError, SpecError."""
+    job_spec(config)
+    if engine_jobs(config):
+        job_spec(engine_settings(config))
+    if wants_servers(config):
+        sandbox_spec(RunFolder(Path.cwd()), config)
 
 
 def _print_object(

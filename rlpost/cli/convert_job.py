@@ -73,6 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     job: dict[str, object] = {"job_name": f"convert_{recipe.stem}"}
     if "cluster.nodes" not in on_command_line:
         job["nodes"] = CONVERSION_NODES.get(recipe.stem, 1)
+    if "cluster.segment" not in on_command_line:
+        job["segment"] = None  # it divides the nodes of the run
     if "cluster.time" not in on_command_line:
         job["time"] = TIME
     config = with_values(loaded.config, **job)

@@ -32,7 +32,7 @@ from rlpost.config.checks.export_folder import folder_of
 from rlpost.config.load import Loaded, parse_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
-from rlpost.config.wording import near_path
+from rlpost.config.wording import near_path, with_values
 from rlpost.durable.commit import checkpoint_name, step_of, was_committed
 from rlpost.errors import ConfigError
 from rlpost.observe.evaluation_answers import EVALUATION, Estimate, SetResult, read_results
@@ -114,6 +114,9 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     out = out or run.root / FOLDER / f"step_{step:07d}-{stamp}"
     recipe = out.with_suffix(".toml")
     recipe.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # the job for which the run waited is over
+    others = [word for word in config.cluster.sbatch if not word.startswith("--dep")]
+    config = with_values(config, sbatch=tuple(others))
     write_atomic(recipe, resolved(Loaded(config, {})))
     if not (weights / "config.json").is_file():
         weights = convert(weights, config.checkpoint.hf_checkpoint, out.parent / f"hf_{step:07d}")

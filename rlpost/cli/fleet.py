@@ -68,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     add_switch(parser, "--dry-run", "print the batch script and submit nothing")
     parser.add_argument("--cluster", metavar="PROFILE", help="profile of the engine jobs")
     for name in PLACES:
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{name} of the engine jobs")
+        action = "append" if name == "sbatch" else "store"
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            flag, metavar=name.upper(), action=action, help=f"{name} of the engine jobs"
+        )
     return parser
 
 
@@ -76,15 +80,18 @@ def _act(run: RunFolder, options: argparse.Namespace) -> int:
     shown = [FleetFolder(run.root, options.group or POLICY)]
     if options.group is not None:
         check_group(_read_config(run), options.group)
-    elif not (options.drain or options.stop):
+    elif not options.stop:
         shown = fleet_folders(run) or shown
     options.group = options.group or POLICY
     if options.engines is not None:
         return _add(run, options, options.engines)
     if options.scale is not None:
         return _scale(run, options, fleet_views(run, options.group))
-    if options.drain or options.stop:
-        return _let_go(shown[0], fleet_views(run, options.group), options)
+    if options.drain:
+        return _drain(run, shown, options)
+    if options.stop:
+        views = fleet_views(run, options.group)
+        return _let_go(shown[0], views, [one.engine for one in views], options)
     for folder in shown:
         title = "" if folder.group == POLICY else f"[engines.{folder.group}]"
         print(table(fleet_views(run, folder.group), folder.lease(), title, folder.command))
@@ -97,11 +104,11 @@ def _scale(run: RunFolder, options: argparse.Namespace, found: Sequence[EngineVi
     staying = [one for one in found if one.stays]
     if (missing := options.scale - len(staying)) > 0:
         return _add(run, options, missing)
-    options.drain = surplus(staying, options.scale)
-    if not options.drain:
+    leaving = surplus(staying, options.scale)
+    if not leaving:
         print(f"{run.root.name} has {counted(options.scale, 'engine')} already")
         return 0
-    return _let_go(FleetFolder(run.root, options.group), found, options)
+    return _let_go(FleetFolder(run.root, options.group), found, leaving, options)
 
 
 def _add(run: RunFolder, options: argparse.Namespace, number: int) -> int:
@@ -125,19 +132,36 @@ def _add(run: RunFolder, options: argparse.Namespace, number: int) -> int:
     return 0
 
 
-def _let_go(folder: FleetFolder, engines: Sequence[EngineView], options: argparse.Namespace) -> int:
+def _drain(run: RunFolder, folders: Sequence[FleetFolder], options: argparse.Namespace) -> int:
+    """Order engines to leave, by their names in any of the fleets. Raises ConfigError."""
+    fleets = [(folder, fleet_views(run, folder.group)) for folder in folders]
+    known = [one.engine for _, views in fleets for one in views]
+    if unknown := [name for name in options.drain if name not in known]:
+        raise ConfigError(
+            f"--drain {unknown[0]}: no such engine; there are: {', '.join(known) or 'none'}"
+        )
+    for folder, views in fleets:
+        members = {one.engine for one in views}
+        names = [name for name in options.drain if name in members]
+        if names:
+            _let_go(folder, views, names, options)
+    return 0
+
+
+def _let_go(
+    folder: FleetFolder,
+    engines: Sequence[EngineView],
+    names: Sequence[str],
+    options: argparse.Namespace,
+) -> int:
     """Order engines to leave, and cancel the jobs of those that wait in the queue."""
     known = {one.engine: one for one in engines}
-    names = list(known) if options.stop else list(options.drain)
-    if unknown := [name for name in names if name not in known]:
-        listed = ", ".join(known) or "none"
-        raise ConfigError(f"--drain {unknown[0]}: no such engine; there are: {listed}")
     if not folder.exists():
         raise ConfigError(f"{folder.run.name} has no fleet; {folder.command} starts one")
     if options.dry_run:
         print(f"would leave: {', '.join(names) or 'no engine'}")
         return 0
-    folder.order(drain=[] if options.stop else names, stop=True if options.stop else None)
+    folder.order(drain=[] if options.stop else list(names), stop=True if options.stop else None)
     for name in names:
         if known[name].job_state is JobState.PENDING:
             try:

@@ -25,13 +25,14 @@ from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.keys import without_keys
 from rlpost.config.load import absolute_paths
 from rlpost.config.tree import Config
-from rlpost.config.wording import listed
+from rlpost.config.wording import listed, spelled
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError, suggestion
 from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import queue
+from slurm.sbatch_options import words_of_engines
 
 PROJECT = Path(__file__).parents[2]
 PLACES = [
@@ -50,11 +51,13 @@ def engine_settings(config: Config, changed: Mapping[str, object] | None = None)
 
     ``changed`` takes precedence over [fleet], and [fleet] over the run's own settings.
 
-    Raises ConfigError.
+    Raises ConfigError, also where the run requests its GPUs in a way that says nothing of engines.
     """
     overrides = {name: getattr(config.fleet, f"engine_{name}") for name in PLACES}
     cluster = {name: value for name, value in overrides.items() if value is not None}
     cluster |= changed or {}
+    if config.cluster.sbatch and "sbatch" not in cluster:
+        cluster["sbatch"] = _inherited_words(config)
     if not cluster:
         return config
     merged = config.model_dump(mode="json")
@@ -63,6 +66,19 @@ def engine_settings(config: Config, changed: Mapping[str, object] | None = None)
         return absolute_paths(Config.model_validate(merged), Path.cwd())
     except ValueError as error:
         raise ConfigError(f"[cluster] of the engine jobs: {error}") from None
+
+
+def _inherited_words(config: Config) -> list[str]:
+    """Return the options of sbatch that the engine jobs have from the run. Raises ConfigError."""
+    run = config.cluster
+    words, has_request = words_of_engines(run.sbatch, run.gpu_request)
+    if has_request and run.gpu_request == "none":
+        raise ConfigError(
+            f"{spelled(config, 'sbatch')}: requests the GPUs of the run's own job, and the engines on other jobs need "
+            "their own request; use --engine-sbatch (rlpost fleet --sbatch), for instance "
+            f"--engine-sbatch=--gres=gpu:{config.cluster.rollout_num_gpus_per_engine}"
+        )
+    return words
 
 
 def check_group(config: Config, group: str) -> None:
@@ -119,6 +135,7 @@ def fleet_spec(
         job_name=f"{cluster.job_name}-{folder}",
         nodes=1,
         spare_nodes=0,
+        segment=None,
         num_gpus_per_node=num_gpus,
         exclusive=cluster.exclusive and num_gpus == cluster.num_gpus_per_node,
         requeue="requeue" if cluster.requeue == "requeue" else "never",

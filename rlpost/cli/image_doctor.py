@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
                 job_name="rlpost-image",
                 nodes=1,
                 spare_nodes=0,
+                segment=None,
                 requeue="never",
                 time="30",
                 signal_lead_s=60,

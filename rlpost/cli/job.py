@@ -107,7 +107,8 @@ def container_of(cluster: ClusterConfig) -> Container | None:
     cache = (
         cluster.image_cache or os.environ.get(IMAGE_CACHE) or str(Path(cluster.runs_dir) / "images")
     )
-    return Container(cluster.container, image, cluster.container_mounts, cache)
+    command = cluster.container_command if cluster.container == "command" else ""
+    return Container(cluster.container, image, cluster.container_mounts, cache, command)
 
 
 def container_of_attempt(cluster: ClusterConfig, attempt: Path) -> Container | None:

@@ -16,6 +16,7 @@ from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
 from slurm.arrays import SandboxSpec
 from slurm.job_id import cluster_of, number_of
+from slurm.sbatch_options import words_of_sandboxes
 
 SPARE_MIB = 2048  # of a server, besides its sandboxes
 
@@ -29,17 +30,22 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
     """Return the array of servers of a run. Raises SpecError for a value that Slurm cannot take."""
     sandbox, cluster = config.sandbox, config.cluster
     base = job_spec(config)
+    constraint = sandbox.sandbox_constraint
+    if constraint is None and sandbox.sandbox_partition is None:
+        constraint = cluster.constraint  # features of GPU nodes say nothing of another partition
     each_mib = sandbox.sandbox_memory_mib + sandbox.sandbox_disk_mib
     job = replace(
         replace(base, container=None).with_python(sys.executable),
         job_name=f"{cluster.job_name}-sandboxes",
         nodes=1,
         spare_nodes=0,
+        segment=None,
         gpu_request="none",
+        gpu_type=None,
         exclusive=False,
-        # a server states its memory per node, which sbatch does not accept beside these
-        sbatch=tuple(word for word in base.sbatch if not word.startswith("--mem-per-")),
+        sbatch=tuple(words_of_sandboxes(base.sbatch)),
         partition=sandbox.sandbox_partition or cluster.partition,
+        constraint=constraint,
         time=sandbox.sandbox_time,
         requeue="requeue" if cluster.requeue == "requeue" else "never",
         environment=(),

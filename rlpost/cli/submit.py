@@ -27,7 +27,7 @@ from rlpost.cli.job import as_the_job_would, job_spec, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
 from rlpost.cli.run_claim import choose_folder, claim
-from rlpost.cli.sandboxes import submit_servers, wants_servers
+from rlpost.cli.sandboxes import sandbox_spec, submit_servers, wants_servers
 from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
 from rlpost.cli.stack_check import StackCheck
 from rlpost.config.arguments import add_switch
@@ -79,6 +79,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         engines = _missing_engines(config, planned, options)
         for group, number in engines.items():  # a problem is found before the run is submitted
             fleet_spec(planned, engine_settings(config), number, group=group)
+        if wants_servers(config):
+            sandbox_spec(planned, config)
         if options.dry_run:
             print(render_sbatch(completed(spec, planned, home=planned.code)), end="")
             for group, number in engines.items():

@@ -17,10 +17,13 @@ from slurm.batch.place import Place, find_place
 from slurm.batch.signals import Signals
 from slurm.batch.slurm_job import SlurmJob
 from slurm.batch.steps import removal_step, stale_removal_step
+from slurm.variables import login_variables
 
 POLL_S = 1.0
 REMOVAL_S = 60
 KILL_AFTER_S = 1.0
+NOT_IMPORTED = ("none", "command")
+"""Containers whose image this package neither imports nor extracts nor removes."""
 
 
 class End(NamedTuple):
@@ -60,6 +63,8 @@ class Host:
     def find_place(self, options: Options, words: Sequence[str], run_folder: str) -> Place:
         """``place.find_place``; logs the choice of the container. Raises SpecError."""
         place, why = find_place(options, words, run_folder, self.environ)
+        if place.container == "command":
+            self.environ = {**login_variables(), **self.environ}
         if why:
             self.log(f"container: {why}")
         return place
@@ -82,7 +87,7 @@ class Host:
                 the job has, and a job at its time limit cannot be requeued; Slurm ends the import
                 with the job.
         """
-        if place.container == "none":
+        if place.container in NOT_IMPORTED:
             return 0, place
         default = self.environ.get("RLPOST_IMAGE_CACHE") or f"{place.home}/runs/images"
 
@@ -129,7 +134,7 @@ class Host:
 
     def prepare_nodes(self, place: Place) -> None:
         """Before the agents' step: free the space of earlier containers, say what follows."""
-        if place.container == "none":
+        if place.container in NOT_IMPORTED:
             return
         if place.container == "pyxis":
             self.run_bounded(stale_removal_step(place), self.job.seconds_within(REMOVAL_S))
@@ -137,7 +142,7 @@ class Host:
 
     def remove_container(self, place: Place, folder: str = "") -> None:
         """Remove the container of this start from every node, within the time of the job."""
-        if place.container == "none":
+        if place.container in NOT_IMPORTED:
             return
         if self.signals.terminated and not self.job.is_running():
             self.log(

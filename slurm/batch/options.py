@@ -32,9 +32,11 @@ class Options(NamedTuple):
     node_python: str = ""
     """Interpreter of the agents if the container ``auto`` resolves to none."""
     container: str = "none"
-    """none, auto, pyxis or enroot."""
+    """none, auto, pyxis, enroot or command."""
+    container_command: str = ""
+    """The template of ``slurm.container_command``."""
     image: str = ""
-    """A .sqsh file, the name of an image in a registry, or ``$NAME``."""
+    """A .sqsh file, the name of an image in a registry, or ``$NAME``; what the command takes."""
     image_cache: str = ""
     mount: Tuple[str, ...] = ()
     environment: Tuple[str, ...] = ()

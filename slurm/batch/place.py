@@ -12,6 +12,7 @@ from typing import Mapping, NamedTuple, Sequence, Tuple
 from common.attempt import job_name
 from slurm.batch.options import Options, expand, expand_mount, needed_variables
 from slurm.container_choice import choose
+from slurm.container_command import program_of
 from slurm.errors import SpecError
 
 
@@ -22,10 +23,11 @@ class Place(NamedTuple):
         home: folder of the code.
         run_folder: absolute; one for each task of an array.
         python: interpreter of the agents, in their container if any.
-        container: none, pyxis or enroot.
+        container: none, pyxis, enroot or command.
         image: path or name of the image; empty without a container.
         container_name: name of this start's container on every node.
         mounts: SOURCE:TARGET[:MODE] beside the run folder and the code.
+        command: the template of ``slurm.container_command``; empty for other containers.
     """
 
     home: str
@@ -35,6 +37,7 @@ class Place(NamedTuple):
     image: str
     container_name: str
     mounts: Tuple[str, ...]
+    command: str = ""
 
 
 def find_place(
@@ -57,6 +60,8 @@ def find_place(
             raise SpecError(f"not set: {' '.join(missing)}; export before sbatch")
     else:
         container, why = choose(options.container, image, needed, environ)
+        if container == "command":
+            _require_program(program_of(options.container_command), environ)
     if container == "none":
         python = _python_of_the_node(options, environ)
     else:
@@ -71,8 +76,17 @@ def find_place(
             environ["SLURM_JOB_ID"], environ.get("SLURM_RESTART_COUNT") or "0"
         ),
         mounts=tuple(expand_mount(mount, environ) for mount in options.mount),
+        command=options.container_command,
     )
     return place, why
+
+
+def _require_program(program: str, environ: Mapping[str, str]) -> None:
+    if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+        raise SpecError(
+            f"--container-command {program}: not on the PATH of {socket.gethostname()}; give its absolute path, or "
+            "load its module where sbatch is called"
+        )
 
 
 def container_name(job_id: str, num_restarts: str) -> str:

@@ -4,13 +4,14 @@ Invariant: a job that committed its state is requeued whatever fails here, unles
 its budgets are spent, or its end is final.
 """
 
+import json
 import subprocess
 import time
 import traceback
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
-from common.attempt import STOP_FILE, VERDICT_FILE
+from common.attempt import CONTAINER_PREFIX, STOP_FILE, VERDICT_FILE
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there, text_or_empty
 from common.stop_file import write_stop
@@ -20,7 +21,7 @@ from slurm.batch.host import End, Host, shell_code
 from slurm.batch.options import Options, expand
 from slurm.batch.place import Place, find_run_folder
 from slurm.batch.signals import ignore_term
-from slurm.batch.steps import agents_step, watch_step
+from slurm.batch.steps import agents_step, command_prefix, watch_step
 from slurm.causes import Finding
 from slurm.evidence import leave_verdict
 from slurm.job_id import explain_submission, find_by_script, read_submission
@@ -84,6 +85,9 @@ def run(host: Host, options: Options, command: Command) -> End:
 def _record_start(host: Host, place: Place, attempt: Attempt) -> bool:
     try:
         (attempt.folder / "container").write_text(place.container + "\n")
+        if place.container == "command":
+            prefix = json.dumps(command_prefix(place))
+            (attempt.folder / CONTAINER_PREFIX).write_text(prefix + "\n")
         return supervise.record_start(
             attempt.run_folder, attempt.number, host.job.name, place.image, host.environ
         )

@@ -21,6 +21,7 @@ from typing import List, Sequence
 
 from slurm.batch.options import Options
 from slurm.batch.place import Place
+from slurm.container_command import Mount, command_words
 
 HOST_VARIABLES = ("PYTHONPATH", "RLPOST_HOME")
 """Host variables that override the image's."""
@@ -38,6 +39,8 @@ def in_container(place: Place) -> List[str]:
     """Words of the srun command that enter the container; empty for the node itself."""
     if place.container == "none":
         return []
+    if place.container == "command":
+        return [*command_prefix(place), "sh", f"{place.home}/slurm/enter.sh", place.home]
     always = [f"{path}:{path}" for path in (place.run_folder, place.home)]
     mounts = [*always, *map(_both_ends, place.mounts)]
     if place.container == "pyxis":
@@ -53,6 +56,21 @@ def in_container(place: Place) -> List[str]:
         ]
     start = [*enroot_program(place), "start", place.image, place.container_name]
     return [*start, *map(_enroot_mount, mounts), "--"]
+
+
+def command_prefix(place: Place) -> List[str]:
+    """The words of ``--container-command`` for this job; further steps use the same.
+
+    A code folder below the run folder is not mounted twice: some runtimes create each target.
+    """
+    always = [place.run_folder]
+    if not place.home.startswith(f"{place.run_folder}/"):
+        always.append(place.home)
+    mounts = [Mount(path, path) for path in always]
+    for mount in map(_both_ends, place.mounts):
+        source, target, *mode = mount.split(":")
+        mounts.append(Mount(source, target, "ro" if mode else "rw"))
+    return command_words(place.command, place.image, mounts)
 
 
 def enroot_program(place: Place) -> List[str]:

@@ -1,4 +1,5 @@
-"""Agents in containers on real Slurm, with stand-ins for pyxis and enroot that check every argument.
+"""Agents in containers on real Slurm: a real Charliecloud where it is installed, and stand-ins for
+pyxis, enroot and Apptainer that check every argument.
 
 The stand-ins (tests/fakes/bin) hide the shared folder except for what is mounted, so an agent that
 runs proves that code, run folder and interpreter are mounted. Probes run inside, as setup commands.
@@ -7,6 +8,7 @@ runs proves that code, run folder and interpreter are mounted. Probes run inside
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -344,3 +346,75 @@ def test_a_command_runs_in_the_agents_containers(
     assert len(site.left(enroot_data)) == 2
     site.run(f"after-{job}", container, enroot_data=enroot_data)
     assert site.left(enroot_data) == []
+
+
+COMMANDS = {
+    "apptainer": "apptainer exec --nv --no-home --bind={source}:{target}:{mode} {image}",
+    "ch-run": "ch-run --write --set-env --bind=/usr --bind={source}:{target} {image} --",
+}
+
+
+def charliecloud_image(site: Site) -> Path:
+    """A folder that lacks its programs, which are the node's, and the shared folder."""
+    image = site.lab.shared / "image"
+    for name in ("ch", "dev", "etc", "home", "proc", "sys", "tmp", "usr"):
+        (image / name).mkdir(parents=True)
+    for name in ("passwd", "group"):
+        (image / "etc" / name).touch()
+    for name in ("bin", "lib", "lib64", "sbin"):
+        (image / name).symlink_to(f"usr/{name}")
+    variables = {"IMAGE": "yes", "MARK": "the image's", "PYTHONPATH": "/image", "RLPOST_HOME": "/"}
+    lines = (f"{name}={value}\n" for name, value in variables.items())
+    (image / "ch/environment").write_text("".join(lines))
+    return image
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_a_runtime_that_is_a_prefix_runs_is_entered_and_passes_signals_on(
+    site: Site, program: str
+) -> None:
+    """TERM to the step alone, as at a preemption, reaches the agents; the run is requeued and ends.
+    Nothing is imported, and nothing is left on a node.
+    """
+    if program == "ch-run" and shutil.which("ch-run") is None:
+        pytest.skip("no ch-run on this machine; apt-get install charliecloud")
+    is_real = program == "ch-run"
+    image = charliecloud_image(site) if is_real else site.image
+    inside = site.lab.shared / "inside"
+    mount = f"{site.data}:{inside}" + ("" if is_real else ":ro")
+    container = Container("command", str(image), (mount,), command=COMMANDS[program])
+    spec = site.spec(container, "wait-once")
+    if is_real:  # it has no read-only mounts
+        spec = replace(spec, setup_commands=(f"cat {inside}/weights", f"! test -e {site.data}"))
+    environ = {**site.environ(NODES_OWN), "RLPOST_RUN_FOLDER": f"{site.lab.shared}/run-{program}"}
+    job = sbatch(site.lab, f"{program}.sbatch", render_sbatch(spec), env=environ)
+    folder = Path(environ["RLPOST_RUN_FOLDER"])
+    agents = folder / "attempts/0"
+    until(lambda: len(list(agents.glob("argv-*.json"))) == 2, site.lab, "both agents run")
+    cluster = {"container": "command", "container_image": str(image)}
+    cluster |= {"container_command": container.command, "environment": {"MARK": "of the run"}}
+    (folder / "run.json").write_text(dump(load([], {"cluster": cluster}).config))
+    script = f"echo $(hostname) $IMAGE $MARK $PWD; cat {inside}/weights; ls $RAY_AUTH_TOKEN_PATH"
+    lines, messages = rlpost_exec(site, folder, NODES_OWN, "sh", "-c", script)
+    said = ("yes of the run " + str(site.home), "weights", f"{agents}/secret")
+    assert lines == sorted(
+        f"{number}: {f'n0{number + 1} ' if line == said[0] else ''}{line}"
+        for number in (0, 1)
+        for line in said
+    )
+    assert "error" not in messages.lower(), messages
+
+    site.lab.run("ctl", ["scancel", "--signal=TERM", f"{job}.0"])
+    until(
+        lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=180
+    )
+    log = "".join(path.read_text() for path in folder.parent.glob(f"**/slurm-{job}.out"))
+    assert job_info(site.lab, job).state is JobState.COMPLETED, log
+    # the first agent that gets it stops the other one too
+    assert "SIGTERM" in "".join(path.read_text() for path in agents.glob("signals-*"))
+    for host in ("n01", "n02"):
+        left = site.lab.run(host, ["sh", "-c", "ls -d /tmp/apptainer-* 2>/dev/null || true"])
+        assert left.stdout == ""
+    for attempt in (0, 1):
+        assert_inside(site, folder, attempt)
+    assert Ledger(folder / "ledger.jsonl").read()[0]["image"]["path"] == str(image)

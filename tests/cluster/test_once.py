@@ -132,7 +132,10 @@ def examine(lab: Lab, profile: str) -> tuple[int, dict[str, dict[str, str]], str
     return done.returncode, {row["name"]: row for row in rows}, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("backend", ["pyxis", "enroot"])
+COMMAND = "container_command = 'apptainer exec --bind={source}:{target}:{mode} {image}'\n"
+
+
+@pytest.mark.parametrize("backend", ["pyxis", "enroot", "command"])
 def test_a_job_reports_what_the_image_of_a_profile_lacks(lab, backend):
     """It runs in the container, with the image's Python and variables, and leaves nothing behind.
     The output of enroot and of setup commands is not among the findings.
@@ -141,7 +144,9 @@ def test_a_job_reports_what_the_image_of_a_profile_lacks(lab, backend):
     variables = {"PATH": "/usr/bin:/bin", "NCCL_IB_HCA": "the image's"}
     image.write_text("hsqs" + json.dumps({"environment": variables, "hides": str(lab.shared)}))
     code, rows, output = examine(
-        lab, f"container = '{backend}'\ncontainer_image = '{image}'\nsetup_commands = ['echo up']\n"
+        lab,
+        f"container = '{backend}'\ncontainer_image = '{image}'\nsetup_commands = ['echo up']\n"
+        + (COMMAND if backend == "command" else ""),
     )
     assert code == 1, output
     assert "/usr/bin/python3" in rows["python"]["found"]

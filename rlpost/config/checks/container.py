@@ -28,6 +28,8 @@ def container_problems(config: Config, always: Sequence[str] = ()) -> list[str]:
     """
     if config.cluster.container in ("none", "auto"):
         return []
+    if config.cluster.container == "command" and "{source}" not in config.cluster.container_command:
+        return []  # the runtime's own configuration decides what is visible
     user_mounts = config.cluster.container_mounts
     mounts = [_ends(mount) for mount in (*user_mounts, *always)]
     shown = (
@@ -67,6 +69,11 @@ def interpreter_note(config: Config) -> str | None:
         return None
     if "PATH" in cluster.environment:
         return None
+    if cluster.container == "command":
+        return (
+            f"--python {cluster.python} is looked up on the PATH inside the container, which runtimes take from the "
+            "image (Apptainer) or from the job (Charliecloud); give an absolute path (/opt/venv/bin/python)"
+        )
     return (
         f"--python {cluster.python} is looked up on the PATH of a login shell in the container, which Debian's "
         "/etc/profile resets; give an absolute path (/opt/venv/bin/python)"

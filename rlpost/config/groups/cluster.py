@@ -76,8 +76,9 @@ class ClusterConfig(Group):
     exclude: tuple[str, ...] = ()
     """Host lists to exclude, for instance n[01-03]; nodes that fail during the run are added."""
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch for every job of the run, --NAME or --NAME=VALUE as its manual page
-    has them, for instance --licenses=site:8 or --comment=TEXT. Not those that another setting has."""
+    """Further options of sbatch, --NAME or --NAME=VALUE as its manual page has them, for instance
+    --licenses=site:8 or --gres=nvme:1. Not those that another setting has. Engines and sandboxes in
+    other jobs get them too, but for requests for GPUs and --dependency."""
     requeue: Literal["requeue", "chain", "never"] = "requeue"
     """How the run restarts after an attempt ends: Slurm's requeue, a new job (where requeueing is
     forbidden), or never."""
@@ -100,12 +101,16 @@ class ClusterConfig(Group):
     python: str | None = None
     """Python interpreter on the nodes. Default: the one that submits; in a container, its
     python3."""
-    container: Literal["none", "auto", "pyxis", "enroot"] = "none"
+    container: Literal["none", "auto", "pyxis", "enroot", "command"] = "none"
     """Container runtime of the agents. auto: RLPOST_CONTAINER, or what the job detects: pyxis,
-    enroot or none."""
+    enroot or none. command: any other, by --container-command."""
+    container_command: str = ""
+    """Words before each command with --container command, for instance "apptainer exec --nv
+    --bind={source}:{target}:{mode} {image}". A word with {source} and {target} is repeated for each
+    mount (docs/containers.md)."""
     container_image: str | None = None
     """Absolute path of a .sqsh file, or an image in a registry that enroot imports once; may be
-    $RLPOST_IMAGE."""
+    $RLPOST_IMAGE. With --container command what that command takes."""
     container_mounts: tuple[str, ...] = ()
     """Extra mounts, SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro; the run folder and the code are
     always mounted."""
@@ -119,7 +124,11 @@ class ClusterConfig(Group):
     time: str = "04:00:00"
     """Time limit of one attempt, in Slurm's --time syntax."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How to request GPUs at this site: --gres, --gpus-per-node, or not at all."""
+    """How to request GPUs at this site: --gres, --gpus-per-node, or not at all. With none, --sbatch
+    may request them in another way."""
+    gpu_type: str | None = None
+    """Type of the GPUs in that request (--gres=gpu:TYPE:N), as `sinfo --format=%G` lists it: h100,
+    or a MIG profile such as 1g.10gb. Default: any type."""
     signal_lead_s: Positive = 120
     """Seconds before the time limit at which Slurm signals the job; the job signals itself where
     Slurm does not. Also the assumed grace period of a preemption where the job cannot query

@@ -30,6 +30,11 @@ class FleetConfig(Group):
     """Slurm reservation of the engine jobs."""
     engine_constraint: str | None = None
     """Node features that the engine jobs require."""
+    engine_gpu_type: str | None = None
+    """Type of the GPUs of the engine jobs."""
+    engine_sbatch: tuple[str, ...] | None = None
+    """Further options of sbatch for the engine jobs. Default: those of the run, but for its requests
+    for GPUs and its --dependency."""
     engine_time: str | None = None
     """Time limit of the engine jobs, in Slurm's --time syntax."""
     engine_lost_after_s: Annotated[float, Field(ge=10.0, allow_inf_nan=False)] = 30.0

@@ -42,5 +42,8 @@ class SandboxConfig(Group):
     """Nodes with sandboxes, with --sandbox-backend slurm."""
     sandbox_partition: str | None = None
     """Slurm partition of the sandbox servers. Default: --partition."""
+    sandbox_constraint: str | None = None
+    """Node features that the sandbox servers require. Default: --constraint, unless
+    --sandbox-partition is given."""
     sandbox_time: str = "1-00:00:00"
     """Time limit of a sandbox server; it is requeued until the run ends."""

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from common.run_folder import RunFolder
+from rlpost.cli import evaluate
 from rlpost.cli.evaluate import MAKER, convert, main, remove_leftovers, weights_of
 from rlpost.config.load import dump, files_of, load
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.durable.commit import begin, commit
 from rlpost.errors import ConfigError
 from tests.cluster.lab_host import wait_until
@@ -148,6 +150,18 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=message):
             main(words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_of_a_run_does_not_wait_for_the_job_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That job is over: Slurm may refuse a dependency on one that it has forgotten."""
+    run, config = run_of(tmp_path / "run", 3)
+    words = ("--dependency=afterok:7", "--nice")
+    run.run_json.write_text(dump(with_values(config, sbatch=words)))
+    monkeypatch.setattr(evaluate, "convert", lambda *_: tmp_path / "hf")
+    _, (recipe, *_) = evaluate._evaluation_of(run, 3, None)
+    assert load([Path(recipe)], {}).config.cluster.sbatch == ("--nice",)
 
 
 def test_a_dry_run_prints_the_job_of_an_evaluation(tmp_path: Path, capsys: Any) -> None:

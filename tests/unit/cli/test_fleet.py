@@ -154,6 +154,25 @@ def test_draining_needs_an_engine_that_is_there(run, slurm):
     assert "scancel" not in slurm[0].read_text()  # it leaves by itself
 
 
+def test_an_engine_is_drained_by_its_name_whatever_its_group(with_judge, slurm, capsys):
+    """The table without a group shows it, so its name alone suffices."""
+    run = with_judge
+    call(run, "--group", "judge", "--engines", "1")
+    slurm[1].write_text("70_0|RUNNING|1:00|N/A|n1|None\n")
+    with pytest.raises(ConfigError, match="--drain 9_9: no such engine; there are: 70_0"):
+        call(run, "--drain", "9_9")
+    call(run, "--drain", "70_0")
+    assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_0",))
+    assert not FleetFolder(run.root).exists()
+
+
+def test_engine_jobs_get_other_options_of_sbatch_and_another_gpu_type(run, capsys):
+    words = ("--gpu-type", "a100", "--sbatch=--nice", "--sbatch=--gres=nvme:1")
+    call(run, "--engines", "1", "--dry-run", *words)
+    script = capsys.readouterr().out
+    assert "#SBATCH --nice\n" in script and "gpu:a100:4,nvme:1" in script
+
+
 def test_stopping_stops_all_and_new_engines_take_it_back(run, slurm):
     call(run, "--engines", "1")
     slurm[1].write_text("70_0|PENDING|1:00|N/A||Priority\n")

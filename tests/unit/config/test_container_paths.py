@@ -65,6 +65,17 @@ def test_the_run_folder_and_the_code_are_mounted_without_being_listed():
     assert "--hf-checkpoint /shared/models/m" in problem
 
 
+@pytest.mark.parametrize(
+    ("command", "is_named"),
+    [("apptainer exec --bind={source}:{target} {image}", True), ("site-wrapper {image}", False)],
+)
+def test_a_command_that_mounts_nothing_itself_is_not_judged(command, is_named):
+    """The configuration of its runtime decides what is visible."""
+    cluster = {"container": "command", "container_image": "/i", "container_command": command}
+    config = load([], {"cluster": cluster, **MODEL}).config
+    assert bool(container_problems(config)) is is_named
+
+
 def test_a_container_that_the_job_chooses_is_not_judged_before():
     assert problems(container="auto", **MODEL) == []
 

@@ -147,7 +147,7 @@ def test_arguments_reach_the_tool_unchanged_and_are_not_executed(backend, chosen
 
 def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch, capsys):
     """``rlpost convert``: the same job as jobs/convert_NAME.sbatch, in a separate folder, submitted
-    from any folder.
+    from any folder. The profile's --segment divides the nodes of a run, not its one node.
     """
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -159,12 +159,15 @@ def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch
     monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlpost.cli.submit.PROJECT", make_code(tmp_path / "project"))
-    assert main(["convert", "qwen3_30b_a3b", "--partition", "low"]) == 0
+    (tmp_path / "racks.toml").write_text("[cluster]\nsegment = 2\n")
+    words = ["--partition", "low", "--cluster", "racks.toml"]
+    assert main(["convert", "qwen3_30b_a3b", *words]) == 0
     assert "submitted 7" in capsys.readouterr().out
     (folder,) = (tmp_path / "runs").glob("convert_qwen3_30b_a3b-*")
     script = (folder / "job.sbatch").read_text()
     assert (folder / "code/rlpost/__init__.py").is_file()
     assert f"home={folder}/code\n" in script and "--partition=low" in script
+    assert "--segment" not in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "--nodes=1 " in script and "--time=04:00:00" in script
     source = tmp_path / "assets/Qwen3-30B-A3B"

@@ -47,6 +47,8 @@ OTHER: dict[str, Any] = {
 GIVEN = {"nodes": 2, "container": "enroot", "container_image": "a/b:c", "ray_dashboard": True}
 # a batch file gets its run folder and its interpreter from variables
 ONLY_FOR_SUBMIT = {"runs_dir", "python"}
+# rendered with the container "command" alone, which needs one
+ONLY_WITH_ITS_CONTAINER = {"container_command"}
 # the script has it for a check of the preflight; the driver's late value decides for the run
 ONLY_FOR_CHECKS = {"colocate"}
 
@@ -73,7 +75,10 @@ def test_exactly_the_settings_in_the_text_of_a_script_are_refused(
         monkeypatch.delenv(name, raising=False)
     plain = script()
     rendered = {key for key in ClusterConfig.model_fields if script(**{key: other(key)}) != plain}
-    assert (rendered - ONLY_FOR_CHECKS) | ONLY_FOR_SUBMIT == LATE
+    also = ONLY_FOR_SUBMIT | ONLY_WITH_ITS_CONTAINER
+    assert (rendered - ONLY_FOR_CHECKS) | also == LATE
+    commands = ({"container": "command", "container_command": f"{word} {{image}}"} for word in "ab")
+    assert len({script(**values, container_mounts=[]) for values in commands}) == 2
 
 
 @pytest.mark.parametrize("key", sorted({*LATE, "run_folder", "resume"}))

@@ -117,6 +117,35 @@ setup command failed: pip install psutil
 """
 
 
+CH_RUN = "ch-run[11292]: error: "  # of Charliecloud 0.31
+CH_NO_IMAGE = CH_RUN + "can't stat: /images/rl: No such file or directory (ch_core.c:255 2)\n"
+CH_NO_SOURCE = CH_RUN + "can't bind: source not found: /nowhere (ch_core.c:104)\n"
+CH_NO_TARGET = CH_RUN + "can't mkdir: /images/rl/data: Read-only file system (ch_misc.c:409 30)\n"
+CH_NO_PASSWD = CH_RUN + "can't bind: destination not found: /images/rl/etc/passwd (ch_core.c:111)\n"
+CH_NO_SHELL = CH_RUN + "can't execve(2): sh: No such file or directory (ch_core.c:410 2)\n"
+CH_NAMESPACES = (
+    CH_RUN + "can't init user+mount namespaces: No space left on device (ch_core.c:436 28)\n"
+)
+CH_OPTION = "ch-run: unrecognized option '--bnd=/usr'\n"
+SIF_MISSING = (
+    "FATAL:   could not open image /images/rl.sif: failed to retrieve path for /images/rl.sif: "
+    "lstat /images/rl.sif: no such file or directory\n"
+)
+SIF_SOURCE = (
+    "FATAL:   container creation failed: mount hook function failure: mount /nowhere->/data error: "
+    "while mounting /nowhere: mount source /nowhere doesn't exist\n"
+)
+SIF_TARGET = (
+    "FATAL:   container creation failed: mount hook function failure: mount "
+    "/var/apptainer/mnt/session/storage->/storage error: while mounting "
+    "/var/apptainer/mnt/session/storage: destination /storage doesn't exist in container\n"
+)
+SIF_SHELL = 'FATAL:   "sh": executable file not found in $PATH\n'
+SIF_OPTION = 'Error for command "exec": unknown flag: --nvv\n'
+NO_ENVIRONMENT = "container command: SLURM_JOB_ID is not set inside\n"
+NOT_MOUNTED = "sh: 0: cannot open /home/u/rlpost/slurm/enter.sh: No such file\n"  # dash
+NOT_MOUNTED_BASH = "sh: /home/u/rlpost/slurm/enter.sh: No such file or directory\n"
+
 IMPORT = "enroot import docker://r.org#rl/train:9 failed (exit 1):\n"
 CAPABILITIES = (
     IMPORT + "[INFO] Converting whiteouts...\n"
@@ -177,6 +206,21 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (NO_CODE, "code is not visible", "mount"),
         (OLD_PYTHON, "SyntaxError", "3.11"),
         (SETUP, "pip install -r /models/more.txt", "--setup-commands"),
+        (CH_NO_IMAGE, "the image /images/rl does not exist", "--container-image"),
+        (CH_NO_SOURCE, "the mount source /nowhere does not exist", "--container-mounts"),
+        (CH_NO_TARGET, "mount target /images/rl/data does not exist", "--write"),
+        (CH_NO_PASSWD, "mount target /images/rl/etc/passwd does not exist", "--write"),
+        (CH_NO_SHELL, "the container has no program sh", "/bin/sh"),
+        (CH_NAMESPACES, "cannot create namespaces (can't init user+mount", "max_user_namespaces"),
+        (CH_OPTION, "does not know '--bnd=/usr'", "--container-command"),
+        (SIF_MISSING, "the image /images/rl.sif does not exist", "--container-image"),
+        (SIF_SOURCE, "the mount source /nowhere does not exist", "--container-mounts"),
+        (SIF_TARGET, "the mount target /storage does not exist", "create it in the image"),
+        (SIF_SHELL, "the container has no program sh", "/bin/sh"),
+        (SIF_OPTION, "does not know --nvv", "--container-command"),
+        (NO_ENVIRONMENT, "SLURM_JOB_ID is not set inside", "--env-host"),
+        (NOT_MOUNTED, "/home/u/rlpost/slurm/enter.sh", "{source} and {target}"),
+        (NOT_MOUNTED_BASH, "/home/u/rlpost/slurm/enter.sh", "{source} and {target}"),
     ],
 )
 def test_what_every_host_will_meet_again_is_not_tried_again(
@@ -189,6 +233,10 @@ def test_what_every_host_will_meet_again_is_not_tried_again(
     assert headline.startswith("n01, n02: ") and named in headline and EXIT_1 in headline
     assert advice.startswith("remedy: ") and remedy in advice
     assert last_words(words).splitlines()[-1] in finding.cause
+
+
+def test_apptainer_ends_a_task_with_255_which_is_no_signal() -> None:
+    assert both(SIF_MISSING, "Exited with exit code 255").verdict == "config"
 
 
 @pytest.mark.parametrize("words", [ENROOT_DISK, SETUP_OFFLINE, "Segmentation fault\n", ""])

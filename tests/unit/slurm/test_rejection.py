@@ -50,6 +50,7 @@ GPUS = (
         (f"{FAILED}Requested node configuration is not available", "--num-gpus-per-node", GPUS),
         (f"{FAILED}Node count specification invalid", "--nodes", "cpu: 9 nodes"),
         (f"{FAILED}Invalid feature specification", "--constraint", "gpu: h100,ib or a100"),
+        (f"{FAILED}Job dependency problem", "--sbatch=--dependency", "leave the option out"),
         (f"{FAILED}Requested reservation is invalid", "--reservation", "scontrol show reservation"),
         (
             f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
