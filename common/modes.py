@@ -12,7 +12,7 @@ import re
 import stat
 import struct
 from pathlib import Path
-from typing import Optional
+from typing import Dict, Optional
 
 PRIVATE = 0o077
 USER_UMASK = "RLPOST_UMASK"
@@ -62,7 +62,9 @@ def follow_umask(folder: Path) -> None:
 
 def acl_mode(acl: bytes) -> int:
     """Return the permissions that a default ACL, as the kernel's xattr, gives to a new folder."""
-    permissions = {tag: perm for tag, perm, _ in _ENTRY.iter_unpack(acl[_ENTRIES_AT:])}
+    permissions: Dict[int, int] = {}
+    for tag, permission, _ in _ENTRY.iter_unpack(acl[_ENTRIES_AT:]):
+        permissions[tag] = permission
     # Where an ACL has a mask, the group's bits of the mode are the mask.
     group = permissions.get(_MASK, permissions[_GROUP])
     return permissions[_USER] << 6 | group << 3 | permissions[_OTHER]

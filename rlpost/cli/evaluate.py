@@ -25,7 +25,6 @@ from pathlib import Path
 
 from common.files import sync, write_atomic
 from common.ledger import Entry
-from common.modes import follow_umask
 from common.process_end import ProcessId, has_ended, this_process
 from common.run_folder import RunFolder
 from common.run_identity import read_identity
@@ -176,21 +175,22 @@ def _why_not(exported: Path, run: RunFolder, step: int) -> str:
         return f"{exported} is of another run"
     if marker.step != step:
         return f"{exported} is of step {marker.step}"
-    trained_by = attempt_of(run.ledger.read(), step)
-    if marker.attempt is not None and trained_by not in (None, marker.attempt):
-        return f"{exported} is of attempt {marker.attempt}, and attempt {trained_by} trained the step again"
+    if was_saved_again(run.ledger.read(), step, marker.attempt):
+        return f"{exported} is of attempt {marker.attempt}, and a later one trained the step again"
     return ""
 
 
-def attempt_of(entries: Sequence[Entry], step: int) -> str | None:
-    """Return the attempt that saved the newest checkpoint of a step; None if none did."""
-    attempt = saved_by = None
+def was_saved_again(entries: Sequence[Entry], step: int, attempt: str | None) -> bool:
+    """Return whether a later attempt than ``attempt`` saved a checkpoint of a step."""
+    current, is_later = None, False
     for entry in entries:
         if entry["event"] == "started":
-            attempt = str(entry.get("attempt"))
+            is_later = is_later or current == attempt
+            current = str(entry.get("attempt"))
         elif entry["event"] == "committed" and entry.get("step") == step:
-            saved_by = attempt
-    return saved_by
+            if attempt is not None and is_later and current != attempt:
+                return True
+    return False
 
 
 def conversion_of(run: RunFolder, step: int, checkpoint: Path, model: str, parent: Path) -> Path:
@@ -258,7 +258,6 @@ def convert(checkpoint: Path, model: str, target: Path, marker: Marker) -> Path:
                 f"{done.returncode}); its error is above"
             )
         mark(converted, marker)
-        follow_umask(converted)
         for path in (*converted.rglob("*"), converted):
             sync(path)
         try:

@@ -31,9 +31,9 @@ def input_digests(config: Config) -> dict[str, str]:
         for table, key, _ in SETTINGS
         if (path := getattr(getattr(config, table), key))
     }
-    for name in parse_envs(config.env.env):
-        if name.kind == "own":
-            functions[f"--env {name.target}"] = name.target
+    for env in parse_envs(config.env.env):
+        if env.kind == "own":
+            functions[f"--env {env.target}"] = env.target
     with suppress(ConfigError):
         for one in eval_sets(config.eval):
             for key, _ in OF_A_SET:
