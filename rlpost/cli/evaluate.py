@@ -182,14 +182,14 @@ def _why_not(exported: Path, run: RunFolder, step: int) -> str:
 
 def was_saved_again(entries: Sequence[Entry], step: int, attempt: str | None) -> bool:
     """Return whether a later attempt than ``attempt`` saved a checkpoint of a step."""
-    current, is_later = None, False
+    current, is_later = "", False
     for entry in entries:
         if entry["event"] == "started":
             is_later = is_later or current == attempt
             current = str(entry.get("attempt"))
-        elif entry["event"] == "committed" and entry.get("step") == step:
-            if attempt is not None and is_later and current != attempt:
-                return True
+        saves = entry["event"] == "committed" and entry.get("step") == step
+        if saves and is_later and current != attempt:
+            return True
     return False
 
 
