@@ -111,9 +111,12 @@ def _is_copy(recorded: RunIdentity, run: Path) -> bool:
     try:
         if os.path.samefile(original, run):
             return False
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # who moved it may not look
+        return False
+    try:
         record = json.loads((original / IDENTITY_FILE).read_text())
         return isinstance(record, dict) and record.get("id") == recorded.id
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, ValueError):
         return False
-    except PermissionError:  # something is there, of another user
+    except PermissionError:  # a run of another user
         return True

@@ -62,6 +62,30 @@ def test_a_copy_gets_a_new_identity_once_and_its_original_keeps_its_own(run: Pat
     assert original_of(run.with_name("branch of the branch")) == copy
 
 
+def test_a_place_that_cannot_be_looked_into_is_no_original(run: Path, monkeypatch) -> None:
+    identity, moved = settle_identity(run), run.with_name("moved")
+    run.rename(moved)
+
+    def refuse(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.path.samefile", refuse)
+    assert settle_identity(moved).id == identity.id
+
+
+def test_a_run_of_another_user_is_an_original(run: Path, monkeypatch) -> None:
+    settle_identity(run)
+    copy, read = shutil.copytree(run, run.with_name("copy")), Path.read_text
+
+    def refuse(path: Path) -> str:
+        if path == run / IDENTITY_FILE:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert original_of(copy) == run
+
+
 def test_a_link_to_a_run_is_the_run(run: Path) -> None:
     identity, link = settle_identity(run), run.with_name("latest")
     link.symlink_to(run)
