@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -52,14 +53,17 @@ def _copy_all(source: Path, target: Path) -> CodeSnapshot:
         raise SnapshotError(
             f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}"
         )
-    beside = target.with_name(f".{target.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)
+    # Fresh names: on NFS a folder stays as long as a process holds one of its files.
+    for kind in ("new", "old"):
+        for leftover in target.parent.glob(f".{target.name}.{kind}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    unique = secrets.token_hex(4)
+    beside = target.with_name(f".{target.name}.new-{unique}")
+    old = target.with_name(f".{target.name}.old-{unique}")
     beside.mkdir(mode=0o700, parents=True)
     num_files = 0
     for path in paths:
         num_files += _copy(source / path, beside / path)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)  # removal takes seconds, during which a job may start
     beside.rename(target)

@@ -112,6 +112,7 @@ OTHERS_OF_OURS = {
     "RLPOST_RUNS_DIR",
     "RLPOST_SGLANG",
     "RLPOST_TORCH",
+    "RLPOST_UMASK",
     "RLPOST_WATCH_S",
 }
 """Variables that other parts of rlpost read or set."""

@@ -33,6 +33,7 @@ from common.attempt import SECRET_FILE, VERDICT_FILE
 from common.files import write_first
 from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
+from common.modes import become_private
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ async def _run(facts: Facts, options: Options, secret: bytes) -> None:
 
 def main() -> int:
     """Run the agent; returns its exit code."""
-    os.umask(0o077)
+    become_private()
     raise_limits()
     options = parse_options(sys.argv[1:])
     host = os.environ.get("SLURMD_NODENAME", socket.gethostname())

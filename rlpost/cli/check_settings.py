@@ -117,7 +117,7 @@ def check(
         problems += _model_folder_problems(config)
         problems += group_folder_problems(config)
         problems += _save_problems(config)
-        problems += export_problems(config.checkpoint, run)
+        problems += export_problems(config.checkpoint, run, num_steps=config.rollout.num_rollout)
         problems += _prompt_problems(config)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
         problems += [] if no_image else container_problems(config, always)

@@ -24,6 +24,7 @@ from pathlib import Path
 from common.files import write_first
 from common.host_lists import expand
 from common.jit_caches import jit_cache_environment
+from common.modes import follow_umask
 from common.units import counted
 from rlpost.cli import command_line as command_line
 from rlpost.config.tree import Config
@@ -212,6 +213,8 @@ def _main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> i
             converter.close()
             if here.rank == 0:
                 secret_file.unlink(missing_ok=True)
+        if here.rank == 0:
+            follow_umask(Path(folder))  # safetensors writes files for their owner alone
     except RlpostError as error:
         print(error, file=sys.stderr)
         return 1

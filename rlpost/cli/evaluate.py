@@ -9,31 +9,42 @@ The weights of a step are those that --save-hf exported, else its checkpoint is 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
 from common.files import sync, write_atomic
+from common.ledger import Entry
 from common.process_end import ProcessId, has_ended, this_process
 from common.run_folder import RunFolder
+from common.run_identity import read_identity
 from rlpost.cli.runs import RUNS_DIR, RUNS_DIR_VARIABLE, find_run
 from rlpost.cli.submit import submit_main
 from rlpost.cli.terminal import aligned
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.config.checks.export_folder import folder_of
+from rlpost.config.checks.export_folder import (
+    Marker,
+    folder_of,
+    is_complete,
+    mark,
+    names_a_step,
+    read_marker,
+)
 from rlpost.config.load import Loaded, parse_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_values
-from rlpost.durable.commit import checkpoint_name, step_of, was_committed
+from rlpost.durable.commit import COMMITTED, checkpoint_name, step_of, was_committed
 from rlpost.errors import ConfigError
 from rlpost.observe.evaluation_answers import EVALUATION, Estimate, SetResult, read_results
 
@@ -46,6 +57,8 @@ NOT_OF_THE_RUN = (
 """Settings of a run that write to its folders, or start jobs that an evaluation does not need."""
 MAKER = ".made-by"
 """A file in the folder of a conversion: its host and process."""
+WHOLE_BYTES = 32 << 20
+"""Files up to this size enter a digest with their content."""
 FOLDER = "evaluations"  # of a run, one folder for each evaluation
 
 
@@ -96,6 +109,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
         print("\n".join(table(results)))
+        for weights in dict.fromkeys(result.weights for result in results):
+            print(f"weights: {weights}")
         print(f"answers: {near_path(str(answers))}/*.jsonl")
     return 0
 
@@ -119,7 +134,7 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     config = with_values(config, sbatch=tuple(others))
     write_atomic(recipe, resolved(Loaded(config, {})))
     if not (weights / "config.json").is_file():
-        weights = convert(weights, config.checkpoint.hf_checkpoint, out.parent / f"hf_{step:07d}")
+        weights = conversion_of(run, step, weights, config.checkpoint.hf_checkpoint, out.parent)
     return out, [str(recipe), "--hf-checkpoint", str(weights), *NOT_OF_THE_RUN]
 
 
@@ -133,16 +148,18 @@ def weights_of(run: RunFolder, config: Config, step: int | None) -> tuple[int, P
     steps = sorted(step_of(path) for path in folders)
     if step is None and steps:
         step = steps[-1]
-    template = config.checkpoint.save_hf
-    if step is not None and template is not None:
+    template, others = config.checkpoint.save_hf, ""
+    # A folder that each export replaces may change while it is evaluated.
+    if step is not None and template is not None and names_a_step(template):
         exported = folder_of(template, step)
-        if exported != folder_of(template, step + 1) and (exported / "config.json").is_file():
+        others = _why_not(exported, run, step)
+        if not others:
             return step, exported
     if step is None or step not in steps:
         known = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
             f"--step {step if step is not None else '(newest)'}: {saved} has no checkpoint of it, and --save-hf no "
-            f"folder; checkpoints of the steps: {known}"
+            f"folder{others and f' ({others})'}; checkpoints of the steps: {known}"
         )
     if config.lora.lora_rank is not None:
         raise ConfigError(
@@ -152,16 +169,82 @@ def weights_of(run: RunFolder, config: Config, step: int | None) -> tuple[int, P
     return step, saved / checkpoint_name(step)
 
 
-def convert(checkpoint: Path, model: str, target: Path) -> Path:
-    """Convert a checkpoint to a Hugging Face folder; an earlier one is used again.
+def _why_not(exported: Path, run: RunFolder, step: int) -> str:
+    """Return why a folder does not have the run's weights of a step; empty if it has them."""
+    if not (exported / "config.json").is_file():
+        return f"{exported} has no config.json"
+    marker, identity = read_marker(exported), read_identity(run.root)
+    if marker is None or identity is None or marker.id != identity.id:
+        return f"{exported} is of another run"
+    if marker.step != step:
+        return f"{exported} is of step {marker.step}"
+    if was_saved_again(run.ledger.read(), step, marker.attempt):
+        return f"{exported} is of attempt {marker.attempt}, and a later one trained the step again"
+    return ""
+
+
+def was_saved_again(entries: Sequence[Entry], step: int, attempt: str | None) -> bool:
+    """Return whether a later attempt than ``attempt`` saved a checkpoint of a step."""
+    current, is_later = "", False
+    for entry in entries:
+        if entry["event"] == "started":
+            is_later = is_later or current == attempt
+            current = str(entry.get("attempt"))
+        saves = entry["event"] == "committed" and entry.get("step") == step
+        if saves and is_later and current != attempt:
+            return True
+    return False
+
+
+def conversion_of(run: RunFolder, step: int, checkpoint: Path, model: str, parent: Path) -> Path:
+    """Return the Hugging Face folder of a checkpoint in ``parent``; convert it unless it is there.
+
+    Its name has a digest of all that it is made from, so another run, the step trained again, or
+    another model give another folder. Raises ConfigError.
+    """
+    identity = read_identity(run.root)
+    try:  # COMMITTED is a digest of the manifest, which has the digests of all files
+        source = {"checkpoint": (checkpoint / COMMITTED).read_text().strip()}
+        source["model"] = digest(model)
+    except OSError as error:
+        raise ConfigError(f"--step {step}: {error.filename}: {error.strerror}") from error
+    marker = Marker(
+        identity.id if identity else "",
+        identity.label if identity else run.root.name,
+        step,
+        source=source,
+    )
+    unique = hashlib.sha256(json.dumps(asdict(marker)).encode()).hexdigest()[:12]
+    return convert(checkpoint, model, parent / f"hf_{step:07d}-{unique}", marker)
+
+
+def digest(model: str) -> str:
+    """Return a digest of a model's folder: contents of small files, size and time of weights.
+
+    Raises OSError.
+    """
+    parts: list[object] = []
+    for path in sorted(Path(model).rglob("*")):
+        if not path.is_file():
+            continue
+        name, status = str(path.relative_to(model)), path.stat()
+        if status.st_size > WHOLE_BYTES:
+            parts.append([name, status.st_size, status.st_mtime_ns])
+        else:
+            parts.append([name, hashlib.sha256(path.read_bytes()).hexdigest()])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def convert(checkpoint: Path, model: str, target: Path, marker: Marker) -> Path:
+    """Convert a checkpoint to a Hugging Face folder; an earlier one with ``marker`` is used again.
 
     It is written in a hidden folder beside the target, synced and renamed. The hidden folder of an
     evaluation that was killed is removed by the next one on the same host.
 
-    Raises ConfigError when the conversion fails.
+    Raises ConfigError when the conversion fails, or the name is taken.
     """
-    if (target / "config.json").is_file():
-        return target
+    if os.path.lexists(target):
+        return _own_conversion(target, marker)
     remove_leftovers(target)
     work = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
     converted = work / "hf"
@@ -177,16 +260,34 @@ def convert(checkpoint: Path, model: str, target: Path) -> Path:
                 f"{checkpoint} was not converted to a Hugging Face folder (exit code "
                 f"{done.returncode}); its error is above"
             )
+        mark(converted, marker)
         for path in (*converted.rglob("*"), converted):
             sync(path)
         try:
             os.rename(converted, target)
         except OSError:
-            if not (target / "config.json").is_file():  # else another evaluation was faster
+            if not os.path.lexists(target):  # else another evaluation was faster
                 raise
+            return _own_conversion(target, marker)
         sync(target.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _own_conversion(target: Path, marker: Marker) -> Path:
+    """Return ``target`` if this user converted it from the same; raise ConfigError otherwise."""
+    status, problem = target.lstat(), ""
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        problem = f"is not a folder of this user (its owner is user {status.st_uid})"
+    else:
+        existing = read_marker(target)
+        if existing is None or replace(existing, files=()) != marker:
+            problem = "was not converted from this checkpoint"
+        elif not is_complete(target):
+            problem = "lacks some of its files"
+    if problem:
+        raise ConfigError(f"{target}: {problem}; remove it, or name another --out")
     return target
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 
 from common.ledger import Entry
 from common.run_folder import RunFolder
+from common.run_identity import original_of
 from rlpost.errors import ConfigError, suggestion
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import QueueEntry, queue
@@ -86,7 +88,13 @@ def all_runs(runs_dir: Path) -> list[RunFolder]:
 
 
 def job_ids(run: RunFolder) -> list[str]:
-    """The jobs of a run in order, see ``slurm.job_id``. A run of plain sbatch is NAME-JOBID."""
+    """The jobs of a run in order, see ``slurm.job_id``. A run of plain sbatch is NAME-JOBID.
+
+    A copy of a run has none before it is resumed: its ledger names those of the original.
+    """
+    with suppress(OSError):
+        if original_of(run.root) is not None:
+            return []
     entries = [entry for entry in run.ledger.read() if entry.get("job_id")]
     if entries:
         return _with_clusters(entries)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
+from common.run_identity import copy_words, original_of, settle_identity
 from common.units import counted
 from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
@@ -69,6 +70,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     root = choose_folder(options.run_folder, loaded.config, resume=options.resume)
     if options.resume and options.run_folder is None:
         print(f"resuming {root}")
+    if options.resume and (original := original_of(root)) is not None:
+        print_notes([copy_words(root, original)])
     config, local, said = check_run(options, loaded, root)
     planned = RunFolder(root.absolute())
     print_notes(said, told)
@@ -97,6 +100,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             where = "debug"
         with claim(root, is_given=options.resume or options.run_folder is not None) as root:
             run = create_run_folder(root, dump(config), resume=options.resume)
+            settle_identity(run.root)
             snapshot_code(PROJECT, run.code)
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             job_id = submit(spec, run, home=run.code, where=where)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.modes import follow_umask
 from rlpost.cli import arithmetic_data
 from rlpost.models.model_types import HfConfig
 
@@ -247,6 +248,7 @@ def produce(out: Path, settings: Mapping[str, object], make: Callable[[Path], fl
     built.mkdir()
     try:
         share = make(built)
+        follow_umask(built)  # safetensors writes files for their owner alone
         publish(built, out, {"settings": settings, "heldout_accuracy": share})
     finally:
         shutil.rmtree(built, ignore_errors=True)

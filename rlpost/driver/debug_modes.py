@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from common.run_folder import RunFolder
+from rlpost.config.checks.export_folder import name_weights
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.run_stages import RunStages
@@ -79,8 +80,10 @@ class EvalOnly(RolloutOnly):
         """Evaluate; write the answers of each set to RUN/report/evaluation. Raises OSError."""
         metrics = await self.generation.evaluate()
         folder = RunFolder(self.run_folder).report / EVALUATION
+        weights = await asyncio.to_thread(name_weights, self.config.checkpoint.hf_checkpoint)
+        decode = self.generation.tokenizer.decode
         for name, groups in self.generation.answered.items():
-            write = partial(write_answers, folder, name, groups, self.generation.tokenizer.decode)
+            write = partial(write_answers, folder, name, groups, decode, weights=weights)
             await asyncio.to_thread(write)
         return metrics
 

@@ -20,6 +20,7 @@ from common.cluster import Cluster
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import write_atomic
 from common.run_folder import RunFolder
+from common.run_identity import copy_words, original_of, settle_identity
 from rlpost.compat.slime import adapters as slime_adapters
 from rlpost.config.tree import Config
 from rlpost.driver.checkpoints import Checkpoints, folder_bytes
@@ -29,6 +30,7 @@ from rlpost.driver.loop import Loop
 from rlpost.driver.loop_lag import LoopLag
 from rlpost.driver.observation import num_engine_restarts, run_metrics, steps_again
 from rlpost.driver.preemption import StopRequest
+from rlpost.driver.run_inputs import input_digests
 from rlpost.driver.run_stages import RunStages
 from rlpost.durable.daemon_threads import in_daemon, start_in_daemon, within
 from rlpost.durable.journal import Journal
@@ -48,7 +50,7 @@ from rlpost.errors import (
 from rlpost.observe.mirrors import mirrors
 from rlpost.observe.report.write import Reporter, try_to_write_report
 from rlpost.observe.samples import SampleWriter
-from rlpost.observe.wandb import Write, run_id
+from rlpost.observe.wandb import Write
 from rlpost.observe.writer import MetricsWriter, read_metrics
 from rlpost.tasks.prompt_settings import data_fingerprint
 
@@ -89,6 +91,9 @@ def _run_attempt(config: Config, run: RunFolder, cluster: Cluster, stop: StopReq
     Raises Fenced, and errors that are bugs of rlpost.
     """
     try:
+        if (original := original_of(run.root)) is not None:
+            logger.warning(copy_words(run.root, original))
+        settle_identity(run.root)  # before anything has its name
         with mirrors(config, run.root, cluster) as also:
             asyncio.run(_attempt(config, run, cluster, stop, also))
     except Preempted as request:
@@ -319,9 +324,8 @@ def _rounded(seconds: float | None) -> float | None:
 def _provenance(config: Config, run: RunFolder) -> Provenance:
     """Return the provenance that every checkpoint records."""
     model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
-    return Provenance.of(
-        config, model, wandb_run_id=run_id(run.root) if config.wandb.is_on else None
-    )
+    label = settle_identity(run.root).label if config.wandb.is_on else None
+    return Provenance.of(config, model, inputs=input_digests(config), wandb_run_id=label)
 
 
 async def _journal(

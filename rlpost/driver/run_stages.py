@@ -88,7 +88,10 @@ class RunStages(Stages):
         self.closing = AsyncExitStack()
         self.ranks: TrainingRanks
         """The ranks that train; a mode that trains creates them."""
-        self._hf_export = HuggingFaceExport(config.checkpoint, run, check=checkpoints.check_owner)
+        attempt = Path(cluster.attempt_dir).name
+        self._hf_export = HuggingFaceExport(
+            config.checkpoint, run, attempt=attempt, check=checkpoints.check_owner
+        )
 
     @abstractmethod
     async def start(self, checkpoint: Path | None) -> None:

@@ -47,20 +47,32 @@ FIXED = frozenset(
 """Keys of config.json that must be equal for the tensors of a checkpoint to fit the model."""
 # fmt: on
 MODEL = "config.json: "
+CONTENT = "content of "
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The settings that affect results, by key; keys of config.json have the prefix MODEL."""
+    """The settings that affect results, by key; keys of config.json have the prefix MODEL, digests
+    of files the prefix CONTENT."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     wandb_run_id: str | None = None
 
     @classmethod
     def of(
-        cls, config: Config, model: Mapping[str, object], *, wandb_run_id: str | None = None
+        cls,
+        config: Config,
+        model: Mapping[str, object],
+        *,
+        inputs: Mapping[str, str] | None = None,
+        wandb_run_id: str | None = None,
     ) -> Provenance:
-        """Return the provenance of an attempt; ``model`` is the config.json of --hf-checkpoint."""
+        """Return the provenance of an attempt.
+
+        Args:
+            model: the config.json of --hf-checkpoint.
+            inputs: digests of files by name, such as the code of reward functions.
+        """
         tree = config.model_dump(mode="json")
         held = {
             key: value
@@ -75,6 +87,7 @@ class Provenance:
             or config.optimizer.weight_decay_incr_style != "constant"
         ):
             held["lr_decay_iters"] = config.lr_decay_iters
+        held |= {CONTENT + name: digest for name, digest in (inputs or {}).items()}
         return cls(
             held | {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}, wandb_run_id
         )

@@ -9,11 +9,13 @@ Answers to one prompt are not independent, so an interval is that of the mean ov
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
+from urllib.parse import quote
 
 from common.files import write_atomic
 from rlpost.algorithm.answers import answers_of
@@ -27,12 +29,14 @@ from rlpost.errors import DataError
 from rlpost.types import SampleGroup
 
 EVALUATION = "evaluation"
+LONGEST_NAME = 180  # of a file, which may have 255 bytes
 
 
 class EvaluatedAnswer(TypedDict):
     """One line of the file of a set: one answer, with the prompt of its first sample."""
 
     set: str
+    weights: str
     prompt_id: int
     index: int
     prompt: str
@@ -67,6 +71,8 @@ class SetResult:
     pass_at: Mapping[int, Estimate]
     tokens: float
     truncated: float
+    weights: str = ""
+    """Whose answers they are: run and step, or the folder of the model."""
 
 
 def write_answers(
@@ -74,14 +80,17 @@ def write_answers(
     name: str,
     groups: Sequence[SampleGroup],
     decode: Callable[[Sequence[int]], str],
+    *,
+    weights: str,
 ) -> None:
-    """Write the answers of a set, atomically. Raises OSError."""
+    """Write the answers of a set, atomically; ``weights`` says whose they are. Raises OSError."""
     lines = []
     for group in groups:
         for answer in answers_of(group):
             first, last = answer.samples[0].sample, answer.samples[-1].sample
             line: EvaluatedAnswer = {
                 "set": name,
+                "weights": weights,
                 "prompt_id": first.prompt_id,
                 "index": first.index,
                 "prompt": decode(first.prompt_ids),
@@ -93,7 +102,21 @@ def write_answers(
             }
             lines.append(json.dumps(line) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{name.replace('/', '_')}.jsonl", lines)
+    write_atomic(folder / answers_file(name), lines)
+
+
+def answers_file(name: str) -> str:
+    """Return the name of a set's file, another one for each set.
+
+    >>> answers_file("math/500")
+    'math%2F500.jsonl'
+    """
+    quoted = quote(name, safe=" +,;=@()")
+    if len(quoted) > LONGEST_NAME or quoted.startswith("."):
+        quoted = (
+            f"{quoted[:LONGEST_NAME].lstrip('.')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        )
+    return f"{quoted}.jsonl"
 
 
 def read_results(folder: Path) -> list[SetResult]:
@@ -102,7 +125,8 @@ def read_results(folder: Path) -> list[SetResult]:
     for path in sorted(folder.glob("*.jsonl")):
         try:
             answers = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-            results.append(result_of(answers[0]["set"], answers))
+            result = result_of(answers[0]["set"], answers)
+            results.append(replace(result, weights=answers[0].get("weights", "")))
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path}: not the answers of an evaluation: {error!r}") from error
     return results

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cluster import Cluster
+from common.run_identity import settle_identity
 from common.scrape_targets import DRIVER_TARGETS
 from rlpost import __version__
 from rlpost.config.tree import Config
@@ -38,7 +39,7 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
     writes: list[Write] = []
     with ExitStack() as open_ones:
         if settings.use_tensorboard:
-            board = TensorBoardWriter(Path(settings.tensorboard_dir or run_folder / "tensorboard"))
+            board = TensorBoardWriter(tensorboard_folder(settings.tensorboard_dir, run_folder))
             open_ones.callback(board.close)
             writes.append(board.write)
         if settings.use_prometheus:
@@ -64,6 +65,16 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
                 one(step, metrics)
 
         yield write if writes else None
+
+
+def tensorboard_folder(shared: str | Path | None, run_folder: Path) -> Path:
+    """Return the folder of the run's events; in a ``shared`` folder it has the run's label.
+
+    TensorBoard shows one curve for a folder, and a new session in it hides the steps of another.
+    """
+    if shared is None:
+        return run_folder / "tensorboard"
+    return Path(shared) / settle_identity(run_folder).label
 
 
 def about(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Log the lines of ``metrics.jsonl`` to Weights & Biases, under the same names.
 
 Input: the table [wandb], the run's folder, its settings, then one mapping per step.
-Output: one W&B run, which every requeue resumes by the id in RUN/wandb/run_id. The key is read from
+Output: one W&B run, which every requeue resumes: its id is the label of the run's identity. The key is read from
 WANDB_API_KEY of this process. If W&B is unreachable, training continues: ``metrics.jsonl`` is
 complete, and ``wandb sync`` uploads the local files later.
 """
@@ -9,14 +9,12 @@ complete, and ``wandb sync`` uploads the local files later.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.files import write_atomic
+from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import WandbConfig
 from rlpost.errors import ConfigError, Preempted
 
@@ -25,7 +23,6 @@ logger = logging.getLogger(__name__)
 Write = Callable[[int, Mapping[str, float]], None]
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 30.0  # short: a preempted run has little time left
-MAX_NAME = 60
 
 
 class WandbWriter:
@@ -41,7 +38,7 @@ class WandbWriter:
                 f"wandb.use_wandb = true (--use-wandb): {error}; pip install wandb on the nodes, or leave it out"
             ) from None
         self._teardown = wandb.teardown
-        identity = run_id(run_folder)
+        identity = settle_identity(run_folder).label
         server = {} if settings.wandb_host is None else {"base_url": settings.wandb_host}
         begin = functools.partial(
             wandb.init,
@@ -116,20 +113,3 @@ def mirrored(
         writer.finish(error)
         raise
     writer.finish(None)
-
-
-def run_id(run_folder: Path) -> str:
-    """Return the permanent W&B id of a run; create it on first use.
-
-    It is the folder's name with a hash of path and creation time, so a later folder of the same
-    name is a different run.
-    """
-    path = run_folder / "wandb" / "run_id"
-    if path.exists():
-        return path.read_text().strip()
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", run_folder.name)[:MAX_NAME]
-    made = (run_folder / "run.json").stat().st_mtime_ns
-    identity = f"{name}-{hashlib.sha256(f'{run_folder}:{made}'.encode()).hexdigest()[:8]}"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_atomic(path, identity + "\n")
-    return identity

@@ -7,8 +7,10 @@ adapters. Collective: call on every rank.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,7 @@ from rlpost.trainer import parallel
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.weights.exporter import Exporter, export_folder
+from rlpost.trainer.weights.hf_folder import copy_files, tokenizer_files
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.peft_folder import write_peft_folder
 
@@ -44,7 +47,13 @@ def export(
     """
     if config.lora.lora_export == "peft":
         writes, adapters = dist.get_rank() == 0, peft_settings(config)
-        write = partial(write_peft_folder, inventory, folder, settings=adapters, writes=writes)
+
+        def write() -> None:
+            write_peft_folder(inventory, folder, settings=adapters, writes=writes)
+            if writes:  # training may have used other templates or tokens than the hub's model has
+                base = Path(config.checkpoint.hf_checkpoint)
+                copy_files(tokenizer_files(base), base, Path(folder))
+
         write_everywhere(write, folder)
     else:
         export_merged(exporter, folder, description, config)
@@ -109,6 +118,10 @@ def commit(temporary: Path, folder: Path) -> int:
     """Flush ``temporary`` to disk and rename it to ``folder``, replacing it; returns its bytes."""
     for path in (*temporary.iterdir(), temporary):
         sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    # A fresh name: on NFS a folder stays as long as a reader holds one of its files.
+    replaced = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(folder, replaced)
     os.rename(temporary, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     return sum(path.stat().st_size for path in folder.iterdir())

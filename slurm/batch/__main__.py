@@ -17,6 +17,7 @@ from typing import Dict, List, Sequence
 
 from common.attempt import job_name
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.modes import become_private
 from slurm import login
 from slurm.batch import engine, once, run
 from slurm.batch.host import End, Host
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_job(verb: str, options: Options, groups: List[List[str]]) -> int:
     """Run a job in its allocation; make its end final unless Slurm is to start it again."""
     if verb in ("run", "engine", "sandbox"):
-        os.umask(0o077)
+        become_private()
     signals = Signals()
     chosen = chosen_for_a_chain(os.environ)
     environ = _environment()

@@ -110,3 +110,14 @@ def _logprobs(actor: Any, samples: Sequence[TrainSample]) -> list[list[float]]:
         for sample, column in zip(micro, of_micro, strict=True)
     }
     return [found[sample.token_ids] for sample in samples]
+
+
+def export_both_ways(
+    actor: Any, steps: Sequence[Sequence[TrainSample]], *, folder: str
+) -> dict[str, Any]:
+    """Train, then export the merged weights and the adapters; return the merged tensors."""
+    trained = train_adapters(actor, steps)
+    actor.export(f"{folder}/merged")
+    actor.config = with_values(actor.config, lora_export="peft")
+    actor.export(f"{folder}/peft")
+    return trained

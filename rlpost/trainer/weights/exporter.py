@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from rlpost.config.plan.weight_update import Travelling, deal
 from rlpost.models.names import LOADED_TOGETHER
 from rlpost.trainer.weights import layouts
+from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
 from rlpost.trainer.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory, all_gather
 from rlpost.trainer.weights.layouts import as_bytes, num_bytes, pack, unpack
@@ -34,7 +34,6 @@ from rlpost.types import Bucket
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
-COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer
 
 
 def _joins(entries: Sequence[Entry]) -> list[bool]:
@@ -225,8 +224,8 @@ def export_folder(
     Args:
         exporter: of this rank.
         folder: created if missing.
-        template: the folder that the model came from. Its configuration and tokenizer files are
-            copied, with the dtype of the weights; so are weights that are not trained.
+        template: the folder that the model came from. It gives configuration and tokenizer
+            (``hf_folder``), and weights that are not trained.
         writes: true on the one rank that writes.
         config: replaces the config.json of ``template``.
         shard_bytes: bound of a file.
@@ -258,8 +257,8 @@ def export_folder(
             return
         try:
             if not file_of:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                _copy_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
             file_of.update(dict.fromkeys(tensors, _write(tensors, folder, number, num_files)))
         except (OSError, SafetensorError) as error:
             failures.append(error)
@@ -317,18 +316,14 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -
     os.replace(temporary, folder / name)
 
 
-def _copy_configuration(
+def _write_configuration(
     template: Path, folder: Path, *, config: Mapping[str, object] | None, dtype: torch.dtype
 ) -> None:
-    for pattern in COPIED_FILES:
-        for file in template.glob(pattern):
-            if file.name != INDEX and file.parent != folder:
-                shutil.copyfile(file, folder / file.name)
-    written = dict(json.loads((template / "config.json").read_text()) if config is None else config)
-    written.pop("quantization_config", None)  # the exported weights are not quantised
-    key = "torch_dtype" if "torch_dtype" in written else "dtype"
-    written[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    if template.resolve() != folder.resolve():
+        copy_files(exported_files(template), template, folder)
+    origin = json.loads((template / "config.json").read_text()) if config is None else config
+    cleaned = clean_config(origin, str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(cleaned, indent=2, sort_keys=True) + "\n")
 
 
 Shape = tuple[int, ...]

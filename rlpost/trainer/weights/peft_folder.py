@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from rlpost.models.names import Rule
 from rlpost.trainer.weights.exporter import SHARD_BYTES, Exporter, save_tensors
+from rlpost.trainer.weights.hf_folder import name_base
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,7 +53,7 @@ def write_peft_folder(
         return
     folder = Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, folder, TENSORS)
         config = peft_config(tensors, settings, all_modules=_modules(inventory))
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -155,27 +156,45 @@ def _modules(inventory: Inventory) -> set[str]:
 def peft_config(
     tensors: Mapping[str, torch.Tensor], settings: PeftSettings, *, all_modules: set[str]
 ) -> dict[str, object]:
-    """Return adapter_config.json.
-
-    ``target_modules`` are last parts of names, as most tools expect them, if all modules with such
-    a name have adapters; otherwise whole names.
-    """
+    """Return adapter_config.json."""
     adapted = {
         name.removeprefix(PREFIX).removesuffix(".lora_B.weight")
         for name in tensors
         if name.endswith(".lora_B.weight")
     }
-    leaves = {name.rpartition(".")[2] for name in adapted}
-    others = {name.rpartition(".")[2] for name in all_modules - adapted}
+    base, revision = name_base(Path(settings.base))
+    alpha = settings.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": settings.base,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "r": settings.rank,
-        "lora_alpha": settings.alpha,
+        # an int in PEFT's and vLLM's declarations
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": sorted(adapted if leaves & others else leaves),
+        "target_modules": shortest_suffixes(adapted, all_modules - adapted),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def shortest_suffixes(adapted: set[str], others: set[str]) -> list[str]:
+    """Return endings of names, in whole parts, that match all adapted modules and no other.
+
+    PEFT and engines compare ``target_modules`` with the ends of names; most expect last parts.
+
+    >>> shortest_suffixes({"0.shared.up_proj", "0.q_proj"}, {"0.experts.1.up_proj"})
+    ['q_proj', 'shared.up_proj']
+    """
+    of_others = {ending for name in others for ending in _endings(name)}
+    return sorted(
+        {next(each for each in _endings(name) if each not in of_others) for name in adapted}
+    )
+
+
+def _endings(name: str) -> list[str]:
+    """The ends of a name in whole parts, shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]

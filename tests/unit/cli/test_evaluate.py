@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,17 @@ from typing import Any
 import pytest
 
 from common.run_folder import RunFolder
+from common.run_identity import settle_identity
 from rlpost.cli import evaluate
-from rlpost.cli.evaluate import MAKER, convert, main, remove_leftovers, weights_of
+from rlpost.cli.evaluate import (
+    MAKER,
+    conversion_of,
+    convert,
+    main,
+    remove_leftovers,
+    weights_of,
+)
+from rlpost.config.checks.export_folder import MARKER, Marker, mark, name_weights
 from rlpost.config.load import dump, files_of, load
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
@@ -33,14 +44,20 @@ def run_of(root: Path, *steps: int, **checkpoint: Any) -> tuple[RunFolder, Confi
     return run, config
 
 
+def exported_by(run: RunFolder, folder: Path, step: int, attempt: str = "1") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    identity = settle_identity(run.root)
+    mark(folder, Marker(identity.id, identity.label, step, attempt))
+
+
 def test_the_weights_of_a_step_are_exported_ones_or_a_committed_checkpoint(tmp_path: Path) -> None:
     template = str(tmp_path / "hf-{step}")
     run, config = run_of(tmp_path / "run", 10, 20, save_hf=template)
     begin(run.checkpoints, 30)  # not committed
     assert weights_of(run, config, None) == (20, run.checkpoints / "iter_0000020")
     assert weights_of(run, config, 10) == (10, run.checkpoints / "iter_0000010")
-    (tmp_path / "hf-15").mkdir()
-    (tmp_path / "hf-15" / "config.json").write_text("{}")
+    exported_by(run, tmp_path / "hf-15", 15)
     assert weights_of(run, config, 15) == (15, tmp_path / "hf-15")
     for step in (30, 5):
         with pytest.raises(ConfigError, match=f"--step {step}: .*no checkpoint of it.*: 10, 20"):
@@ -51,10 +68,76 @@ def test_the_weights_of_a_step_are_exported_ones_or_a_committed_checkpoint(tmp_p
 
 
 def test_a_folder_that_each_export_replaces_is_not_taken_for_that_of_a_step(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / "config.json").write_text("{}")
     run, config = run_of(tmp_path / "run", 10, save_hf=str(tmp_path / "latest"))
+    exported_by(run, tmp_path / "latest", 10)
     assert weights_of(run, config, 10)[1] == run.checkpoints / "iter_0000010"
+
+
+def test_weights_that_another_run_exported_are_never_those_of_a_step(tmp_path: Path) -> None:
+    """Another run, a copy of the run, the same step before it was trained again, no export."""
+    template = str(tmp_path / "hf-{step}")
+    run, config = run_of(tmp_path / "run", 10, save_hf=template)
+    exported = tmp_path / "hf-10"
+    exported_by(run, exported, 10)
+    assert weights_of(run, config, 10)[1] == exported
+    other, _ = run_of(tmp_path / "other", 10, save_hf=template)
+    copy = RunFolder(shutil.copytree(run.root, tmp_path / "copy"))
+    for each in (other, copy):
+        assert weights_of(each, config, 10)[1] == each.checkpoints / "iter_0000010"
+        with pytest.raises(ConfigError, match=r"save-hf no folder \(.*hf-11 has no config.json\)"):
+            weights_of(each, config, 11)
+    exported_by(other, tmp_path / "hf-12", 12)
+    with pytest.raises(ConfigError, match=r"save-hf no folder \(.*hf-12 is of another run\)"):
+        weights_of(run, config, 12)
+    for attempt in ("1", "2"):  # the second starts from step 5, and saves step 10 again
+        run.ledger.append("started", attempt=attempt, step=0 if attempt == "1" else 5)
+        run.ledger.append("committed", step=10)
+        expected = exported if attempt == "1" else run.checkpoints / "iter_0000010"
+        assert weights_of(run, config, 10)[1] == expected
+    exported_by(run, exported, 10, attempt="2")
+    assert weights_of(run, config, 10)[1] == exported
+    (exported / MARKER).unlink()
+    assert weights_of(run, config, 10)[1] == run.checkpoints / "iter_0000010"
+
+
+def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", converted)
+    model, out = tmp_path / "model", tmp_path / "evals"
+    for folder in (model, out):
+        folder.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    run, _ = run_of(tmp_path / "run", 10)
+    other, _ = run_of(tmp_path / "other", 10)
+
+    def conversion(run: RunFolder) -> Path:
+        return conversion_of(run, 10, run.checkpoints / "iter_0000010", str(model), out)
+
+    first = conversion(run)
+    assert name_weights(first) == f"{run.root.name} step 10"
+    assert conversion(run) == first and first.name.startswith("hf_0000010-")
+    assert conversion(other) != first, "another run"
+    (model / "tokenizer.json").write_text("[]")
+    second = conversion(run)
+    assert second != first, "another model under the same path"
+    saved = run.checkpoints / "iter_0000010"
+    shutil.rmtree(saved)
+    writing = begin(run.checkpoints, 10)
+    (writing / "weights").write_text("trained again")
+    commit(writing)
+    third = conversion(run)
+    assert third not in (first, second)
+    (third / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"hf_0000010-.*: lacks some of its files; remove it"):
+        conversion(run)
+    shutil.rmtree(third)
+    shutil.copytree(second, third)
+    with pytest.raises(ConfigError, match="was not converted from this checkpoint"):
+        conversion(run)
+    monkeypatch.setattr("rlpost.cli.evaluate.os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=f"its owner is user {os.getuid()}"):
+        conversion(run)
 
 
 def test_adapters_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -68,8 +151,18 @@ def test_adapters_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 def test_a_conversion_that_fails_leaves_no_folder(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ConfigError, match=r"was not converted .*exit code 1"):
-        convert(tmp_path / "none", str(tmp_path / "no-model"), tmp_path / "hf")
+        convert(tmp_path / "none", str(tmp_path / "no-model"), tmp_path / "hf", MADE)
     assert list(tmp_path.iterdir()) == []
+
+
+MADE = Marker("0123", "run-0123", 10, source={"checkpoint": "c", "model": "m"})
+
+
+def converted(command: list[str]) -> SimpleNamespace:
+    folder = Path(command[command.index("--output-dir") + 1])
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return SimpleNamespace(returncode=0)
 
 
 PROGRAM = """
@@ -77,7 +170,7 @@ import sys, time
 from pathlib import Path
 from rlpost.cli import evaluate
 evaluate.subprocess.run = lambda command: (Path(command[command.index("--output-dir") + 1]).mkdir(), time.sleep(60))
-evaluate.convert(Path("x"), "m", Path(sys.argv[1]))
+evaluate.convert(Path("x"), "m", Path(sys.argv[1]), evaluate.Marker("", "", 10))
 """
 
 
@@ -97,19 +190,14 @@ def test_the_folder_of_a_killed_conversion_is_removed_by_the_next_one(
     process.kill()
     process.wait()
 
-    def converted(command: list[str]) -> SimpleNamespace:
-        folder = Path(command[command.index("--output-dir") + 1])
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        return SimpleNamespace(returncode=0)
-
     synced: list[str] = []
     monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", converted)
     monkeypatch.setattr("rlpost.cli.evaluate.sync", lambda path: synced.append(path.name))
-    assert convert(tmp_path / "x", "m", target) == target
+    assert convert(tmp_path / "x", "m", target, MADE) == target
     assert sorted(killed.iterdir()) == sorted([*others, target])
-    assert [path.name for path in target.iterdir()] == ["config.json"]
-    assert synced == ["config.json", "hf", "run"], "files before their folder, the rename last"
+    assert sorted(path.name for path in target.iterdir()) == [MARKER, "config.json"]
+    assert sorted(synced[:2]) == [MARKER, "config.json"]
+    assert synced[2:] == ["hf", "run"], "files before their folder, the rename last"
 
 
 def test_an_interrupted_conversion_leaves_no_folder(
@@ -121,7 +209,7 @@ def test_an_interrupted_conversion_leaves_no_folder(
 
     monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / "x", "m", tmp_path / "hf")
+        convert(tmp_path / "x", "m", tmp_path / "hf", MADE)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from common.run_folder import RunFolder
+from common.run_identity import settle_identity
 from rlpost.cli.run_claim import claim
-from rlpost.cli.runs import LOCAL
+from rlpost.cli.runs import LOCAL, newest_job
 from rlpost.cli.submit import main
 from rlpost.errors import ConfigError
 from tests.unit.slurm.stand_ins import commands
@@ -79,12 +81,16 @@ def test_the_folder_of_a_run_on_this_machine_is_not_used_again(tmp_path: Path) -
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
     run.ledger.append("submitted", job_id=f"{LOCAL}{sleeper.pid}")
+    settle_identity(run.root)
+    copy = RunFolder(shutil.copytree(run.root, tmp_path / "copy"))
     try:
         with (
             pytest.raises(ConfigError, match="run runs on this machine; end it with rlpost cancel"),
             claim(run.root, is_given=True),
         ):
             pass
+        with claim(copy.root, is_given=True):  # the job is that of the original
+            assert newest_job(copy) is None
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -4,15 +4,17 @@ code 2.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.run_identity import settle_identity
 from rlpost.cli.main import main as command_line
 from rlpost.cli.submit import main
-from rlpost.config.checks.export_folder import export_id, mark
+from rlpost.config.checks.export_folder import Marker, mark
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
 from rlpost.train import main as train_main
@@ -248,8 +250,13 @@ def test_an_export_to_a_new_folder_or_one_of_each_step_is_fine(project, capsys):
 def test_only_the_run_that_made_an_export_may_be_submitted_to_replace_it(project, capsys):
     (project / "run").mkdir()
     (project / "new").mkdir()
-    mark(project / "new", project / "run", export_id(project / "run", make=True))
+    identity = settle_identity(project / "run")
+    mark(project / "new", Marker(identity.id, identity.label))
     words = ["recipe.toml", "--dry-run", "--save-hf", "new"]
     assert main([*words, "--run-folder", "run", "--resume"]) == 0
     capsys.readouterr()
     assert "the export of another run" in refused(capsys, "--save-hf", "new")
+    shutil.copytree(project / "run", project / "copy")
+    message = refused(capsys, "--save-hf", "new", "--run-folder", "copy", "--resume")
+    assert f"copy is a copy of the run {project / 'run'}: it gets a new identity" in message
+    assert f"the export of another run, {identity.label}" in message

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.config.checks.export_folder import folder_of
+from common.modes import PRIVATE, USER_UMASK
+from common.run_identity import settle_identity
+from rlpost.config.checks.export_folder import MARKER, export_problems, folder_of, name_weights
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.driver.hf_export import HuggingFaceExport
 from rlpost.errors import CheckpointError, Fenced
@@ -45,11 +47,11 @@ def test_the_name_of_an_export_contains_its_step():
     assert folder_of("/a/{step}/x-{rollout_id}", 7) == Path("/a/7/x-7")
 
 
-def test_a_folder_appears_when_complete_and_is_not_written_twice(tmp_path):
+def test_a_folder_appears_when_complete_and_follows_a_step_that_is_trained_again(tmp_path):
     template, target, run = f"{tmp_path}/hf-{{step}}", tmp_path / "hf-4", made_run(tmp_path)
     export(template, 4, writer("first", seen=[target]), run=run)
     export(template, 4, writer("again"), run=run)
-    assert (target / "config.json").read_text() == "first"
+    assert (target / "config.json").read_text() == "again"
     assert names(tmp_path) == ["hf-4"]
 
 
@@ -113,11 +115,82 @@ def test_a_foreign_file_in_the_export_is_kept(tmp_path, caplog):
     assert (tmp_path / "newest/model.gguf").read_text() == "mine" and "model.gguf" in caplog.text
 
 
-def test_the_export_of_another_run_is_left_alone(tmp_path, caplog):
-    export(tmp_path / "newest", 4, writer("theirs"), run=made_run(tmp_path, "one"))
-    export(tmp_path / "newest", 4, writer("ours"), run=made_run(tmp_path, "two"))
-    assert (tmp_path / "newest/config.json").read_text() == "theirs"
-    assert "export of another run" in caplog.text and str(tmp_path / "runs/one") in caplog.text
+def second_run(tmp_path, kind):
+    """Return a run that is not the run "one", which has exported before."""
+    if kind == "another run":
+        return made_run(tmp_path, "two")
+    return shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
+
+
+@pytest.mark.parametrize("template", ["newest", "hf-{step}"])
+@pytest.mark.parametrize("kind", ["another run", "a copy"])
+def test_the_export_of_another_run_is_left_alone(tmp_path, caplog, template, kind):
+    """At the check and at the export; its marker does not have the path of the run."""
+    template, run = str(tmp_path / template), made_run(tmp_path, "one")
+    export(template, 4, writer("theirs"), run=run)
+    target, two = folder_of(template, 4), second_run(tmp_path, kind)
+    settings, label = CheckpointConfig(save_hf=template), settle_identity(run).label
+    (problem,) = export_problems(settings, two)
+    assert f"--save-hf {template}: " in problem and f"another run, {label}" in problem
+    assert export_problems(settings, run) == []
+    export(template, 4, writer("ours"), run=two)
+    assert (target / "config.json").read_text() == "theirs"
+    assert f"export of another run, {label}" in caplog.text
+    assert str(tmp_path) not in (target / MARKER).read_text()
+    assert name_weights(target) == f"{label} step 4"
+
+
+def test_a_step_that_the_run_does_not_reach_is_no_problem(tmp_path):
+    template = f"{tmp_path}/hf-{{step}}"
+    for name in ("hf-7", "hf-07", "hf-x", "hf-"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    settings = CheckpointConfig(save_hf=template)
+    assert export_problems(settings, None, num_steps=6) == []
+    (problem,) = export_problems(settings, None, num_steps=7)
+    assert "hf-7: it is not empty and no export of a run made it" in problem
+
+
+def test_a_reader_that_holds_files_does_not_stop_later_exports(tmp_path, monkeypatch):
+    """As on NFS, where a held file stays as .nfs..., and the folder with it."""
+    run, target, removals = made_run(tmp_path), tmp_path / "newest", []
+    remove = shutil.rmtree
+
+    def keep(folder, ignore_errors=False):
+        removals.append(Path(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", keep)
+    for step in (1, 2, 3, 4):
+        export(target, step, writer(str(step)), run=run)
+        assert (target / "config.json").read_text() == str(step)
+    assert len({path for path in removals if path.exists()}) == 3
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    export(target, 5, writer("5"), run=run)
+    assert names(tmp_path) == ["newest"], "leftovers are removed once they can be"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_an_export_has_the_modes_of_the_users_umask(tmp_path, monkeypatch, umask):
+    """The processes of a job have 077. The setgid bit of a project's folder is inherited."""
+    monkeypatch.setenv(USER_UMASK, f"{umask:03o}")
+    project = tmp_path / "project"
+    project.mkdir()
+    project.chmod(0o2775)
+
+    async def write(folder):
+        private = os.open(f"{folder}/model.safetensors", os.O_CREAT | os.O_WRONLY, 0o600)
+        os.close(private)
+        Path(folder, "critic").mkdir(0o700)
+
+    before = os.umask(PRIVATE)
+    try:
+        export(project / "hf/{step}", 4, write, run=made_run(tmp_path))
+    finally:
+        os.umask(before)
+    for name in ("hf", "hf/4", "hf/4/critic"):
+        assert (project / name).stat().st_mode & 0o7777 == 0o2777 & ~umask, name
+    for name in ("model.safetensors", MARKER):
+        assert (project / "hf/4" / name).stat().st_mode & 0o7777 == 0o666 & ~umask, name
 
 
 def test_a_folder_that_appears_during_the_export_is_left_alone(tmp_path):
@@ -173,15 +246,14 @@ def test_a_crash_at_any_instant_leaves_the_previous_export_or_the_new_one(tmp_pa
         assert names(folder) == ["newest"]
         if not crashed:
             break
-    assert not crashed and number > 3 and outcomes == {"first", "second"}
+    assert not crashed and number == 3 and outcomes == {"first", "second"}
 
 
 def test_a_crash_between_the_two_renames_is_undone_first(tmp_path):
     """A later failing export must not leave the run without any export."""
     run, target = made_run(tmp_path), tmp_path / "newest"
     export(target, 1, writer("first"), run=run)
-    identity = (run / "export_id").read_text().strip()
-    target.rename(tmp_path / f".newest.old-{identity}")
+    target.rename(tmp_path / f".newest.old-{settle_identity(run).id}-x")
 
     async def fail(folder):
         raise CheckpointError("no room")

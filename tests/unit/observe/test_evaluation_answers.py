@@ -44,13 +44,16 @@ def group(prompt_id: int, *rewards: float, finish: Any = "stop") -> SampleGroup:
 
 def test_answers_survive_the_file_and_give_the_result_of_their_set(tmp_path: Path) -> None:
     groups = [group(3, 1.0, 0.0), group(4, 0.0, 0.5), group(5, 1.0, 1.0, finish="length")]
-    write_answers(tmp_path / "e", "math/aime", groups, lambda ids: "".join(map(str, ids)))
-    lines = (tmp_path / "e" / "math_aime.jsonl").read_text().split("\n")[:-1]
+    weights, decode = "tiny-0123 step 4", lambda ids: "".join(map(str, ids))
+    write_answers(tmp_path / "e", "math/aime", groups, decode, weights=weights)
+    lines = (tmp_path / "e" / "math%2Faime.jsonl").read_text().split("\n")[:-1]
     assert json.loads(lines[1]) == {
-        **{"set": "math/aime", "prompt_id": 3, "index": 1, "prompt": "12", "answer": "a\u20281"},
+        **{"set": "math/aime", "weights": weights, "prompt_id": 3, "index": 1},
+        **{"prompt": "12", "answer": "a\u20281"},
         **{"label": "L", "reward": 0.0, "num_tokens": 2, "finish": "stop"},
     }
     (result,) = read_results(tmp_path / "e")
+    assert result.weights == weights
     assert (result.name, result.prompts, result.answers) == ("math/aime", 3, 6)
     assert (result.tokens, result.truncated) == (1.5, pytest.approx(1 / 3))
     assert result.reward.mean == pytest.approx((0.5 + 0.25 + 1.0) / 3)
@@ -58,6 +61,14 @@ def test_answers_survive_the_file_and_give_the_result_of_their_set(tmp_path: Pat
     head, row = table([result])
     assert head.split()[:6] == ["set", "prompts", "answers", "reward", "pass@1", "pass@2"]
     assert "0.667 [0.208, 0.939]" in row and row.endswith("33.3 %")
+
+
+def test_each_set_has_a_file_of_its_own(tmp_path: Path) -> None:
+    names = ["a/b", "a_b", "a%2Fb", "..", ".", ".a", "a", "x" * 300, "x" * 301, "é" * 90, "a b"]
+    for name in names:
+        write_answers(tmp_path, name, [group(1, 1.0)], str, weights="w")
+    assert sorted(result.name for result in read_results(tmp_path)) == sorted(names)
+    assert (tmp_path / "a b.jsonl").is_file()
 
 
 def test_pass_at_k_is_the_fraction_of_draws_with_a_right_answer() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from common.cluster import Cluster
+from common.run_identity import settle_identity
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.mirrors import mirrors
@@ -65,6 +66,23 @@ def test_tensorboards_own_reader_finds_every_step_once_after_a_resume(tmp_path):
         (line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")
     ]
     assert [step for step, _ in values] == list(range(9))
+
+
+def test_runs_that_share_a_tensorboard_folder_do_not_hide_each_others_steps(tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install -e '.[tensorboard]'")
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    settings = config(use_tensorboard=True, tensorboard_dir=str(tmp_path / "shared"))
+    for parent, steps in (("a", range(4)), ("b", range(2)), ("a", range(3, 5))):
+        run = tmp_path / parent / "tiny"
+        run.mkdir(parents=True, exist_ok=True)
+        attempt(run, settings, steps)
+    found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "shared")).Reload()
+    labels = [settle_identity(tmp_path / parent / "tiny").label for parent in ("a", "b")]
+    assert sorted(found.Runs()) == sorted(labels)
+    for label, count in zip(labels, (5, 2), strict=True):
+        steps = [event.step for event in found.Scalars(label, "reward/mean")]
+        assert steps == list(range(count))
 
 
 def test_prometheus_reads_the_newest_line_and_only_with_the_token():

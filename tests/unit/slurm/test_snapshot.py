@@ -71,6 +71,20 @@ def test_a_second_snapshot_replaces_the_first_and_never_holds_the_run(checkout: 
     assert files(target)["pkg/a.py"] == "newer"
 
 
+def test_a_process_that_holds_old_code_does_not_stop_a_submission(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the folder of a held file cannot be removed."""
+    target = tmp_path / "run/code"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
+        for _ in range(3):
+            snapshot_code(checkout, target)
+    assert len([*target.parent.iterdir()]) == 4  # with code.json
+    snapshot_code(checkout, target)
+    assert {path.name for path in target.parent.iterdir()} == {"code", "code.json"}
+
+
 def test_a_job_that_starts_during_a_submission_finds_the_whole_code(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import shutil
 import weakref
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rlpost.errors import WeightError
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions
+from rlpost.trainer import weight_files
 from rlpost.trainer.weights.exporter import Exporter, describe, export_folder, weights_hash
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import Groups, Inventory
@@ -358,6 +360,19 @@ def test_an_export_has_the_configuration_that_the_model_was_trained_with(tmp_pat
     export_folder(exporter, tmp_path / "out", template=tmp_path, config=quantised, writes=True)
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found == {"rope_theta": 10000, "dtype": "float32"}
+
+
+def test_a_version_is_written_again_while_an_engine_holds_files_of_it(tmp_path, monkeypatch):
+    """As on NFS, where the folder of a held file cannot be removed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
+        for text in ("first", "second", "third"):
+            temporary = weight_files.temporary_of(tmp_path / "version-1")
+            temporary.mkdir()
+            (temporary / "weights").write_text(text)
+            assert weight_files.commit(temporary, tmp_path / "version-1") == len(text)
+            assert (tmp_path / "version-1/weights").read_text() == text
+    assert len(list(tmp_path.glob(".version-*"))) == 2, "names that the update's removal finds"
 
 
 FP8_AND_SCALES = 1 + 4 / 128**2

@@ -1,0 +1,86 @@
+"""Every file that decides results, replaced under its path, changes one digest and is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.load import load
+from rlpost.config.tree import Config
+from rlpost.driver.run_inputs import code_of, input_digests
+from rlpost.durable.provenance import Provenance, changes
+
+FILES = {
+    "rewards/reward.py": "import helper\nfrom pkg.deep import x\ndef grade(**_): return 1.0\n",
+    "rewards/helper.py": "from . import sibling\nimport numpy\n",
+    "rewards/sibling.py": "A = 1\n",
+    "rewards/pkg/__init__.py": "",
+    "rewards/pkg/deep.py": "x = 1\n",
+    "rewards/unrelated.py": "",
+    "filter.py": "def keep(group): return True\n",
+    "environment.py": "class Calculator: pass\n",
+    "judge.toml": "template = 'x'\n",
+    "model/config.json": "{}",
+    "model/tokenizer.json": "{}",
+    "model/additional_chat_templates/tool_use.jinja": "x",
+    "model/model.safetensors": "",
+}
+NAMED_BY = {
+    **dict.fromkeys(("rewards/reward.py", "rewards/helper.py"), "--custom-rm-path"),
+    **dict.fromkeys(("rewards/sibling.py", "rewards/pkg/deep.py"), "--custom-rm-path"),
+    "rewards/pkg/__init__.py": "--custom-rm-path",
+    "filter.py": "--dynamic-sampling-filter-path",
+    "environment.py": "--env",
+    "judge.toml": "--judge",
+    "model/tokenizer.json": "tokenizer of",
+    "model/additional_chat_templates/tool_use.jinja": "tokenizer of",
+}
+"""All others are weights, configuration, or not read."""
+
+
+def config_of(root: Path) -> Config:
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    rollout = {
+        "custom_rm_path": f"{root}/rewards/reward.py:grade",
+        "dynamic_sampling_filter_path": f"{root}/filter.py:keep",
+        "judge": str(root / "judge.toml"),
+    }
+    return load(
+        [],
+        {
+            "checkpoint": {"hf_checkpoint": str(root / "model")},
+            "rollout": rollout,
+            "env": {"env": [f"calc={root}/environment.py:Calculator"]},
+        },
+    ).config
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_replaced_file_is_named_at_the_resume(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path)
+    before = Provenance.of(config, {}, inputs=input_digests(config))
+    before = Provenance.from_json(before.to_json())
+    assert (
+        changes(before, Provenance.of(config, {}, inputs=input_digests(config))).mathematics == ()
+    )
+    (tmp_path / name).write_text(FILES[name] + "\n")
+    changed = changes(before, Provenance.of(config, {}, inputs=input_digests(config)))
+    if name in NAMED_BY:
+        (line,) = changed.mathematics
+        assert line.startswith(f"content of {NAMED_BY[name]} {tmp_path}") and " -> " in line
+    else:
+        assert changed.mathematics == () == changed.model
+
+
+def test_code_is_found_by_file_and_by_module(tmp_path: Path, monkeypatch) -> None:
+    config_of(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("helper", "pkg/__init__", "pkg/deep", "reward", "sibling")
+    expected = sorted(tmp_path / f"rewards/{name}.py" for name in names)
+    for word in (f"{tmp_path}/rewards/reward.py:grade", "rewards.reward.grade"):
+        assert code_of(word) == expected
+    assert code_of("rewards.reward:Class") == expected
+    assert code_of("no.such.module") == []
