@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from common.run_folder import RunFolderError
+from common.terminal import visible_output
 from rlpost.errors import ConfigError, DataError
 from slurm.errors import SlurmError
 
@@ -27,7 +28,13 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     """Run a command and return its exit code.
 
     Bad input prints a message on standard error and returns 2. An unusable file or folder, or a
-    request that Slurm rejects, prints one and returns 1."""
+    request that Slurm rejects, prints one and returns 1. On a terminal, control characters are
+    shown as text."""
+    with visible_output():
+        return _run(command, arguments)
+
+
+def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         code = command(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -40,6 +47,9 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
             print(
                 f"error: and {len(lines) - MOST_LINES} more; fix these to see them", file=sys.stderr
             )
+        return EXIT_BAD_INPUT
+    except RecursionError:  # of the parsers of TOML and JSON, which recurse
+        print("error: the input has too many levels of arrays or tables", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (SlurmError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)

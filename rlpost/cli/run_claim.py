@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import LOCK_FILE, RunFolder, claim_folder
-from rlpost.cli.runs import LOCAL, all_runs, local_is_alive, newest_job
+from rlpost.cli.runs import LOCAL, list_runs, local_is_alive, newest_job
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 from slurm.errors import SubmitError, UnknownJobError
@@ -47,9 +47,8 @@ def choose_folder(run_folder: Path | None, config: Config, *, resume: bool) -> P
     if run_folder is None and not resume:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         return runs_dir / f"{config.cluster.job_name}-{stamp}"
-    names = [
-        run.root.name for run in all_runs(runs_dir if run_folder is None else run_folder.parent)
-    ]
+    listing = list_runs(runs_dir if run_folder is None else run_folder.parent)
+    names = [run.root.name for run in listing.runs]
     if run_folder is not None:
         if resume and not run_folder.exists():
             raise ConfigError(
