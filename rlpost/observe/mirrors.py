@@ -17,6 +17,7 @@ from typing import Any
 from common.cluster import Cluster
 from common.scrape_targets import DRIVER_TARGETS
 from rlpost import __version__
+from rlpost.config.masking import masked
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.prometheus import PrometheusServer
@@ -54,7 +55,7 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
             open_ones.callback(server.close)
             writes.append(server.write)
         wandb = open_ones.enter_context(
-            mirrored(config.wandb, run_folder, config.model_dump(mode="json"))
+            mirrored(config.wandb, run_folder, masked(config.model_dump(mode="json")))
         )
         if wandb is not None:
             writes.append(wandb)

@@ -23,6 +23,7 @@ from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.config.keys import KEYS
+from rlpost.config.masking import masked
 from rlpost.config.tree import Config
 from rlpost.observe.report.goodput import Goodput, goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
@@ -119,7 +120,7 @@ class RunFacts:
 
 def read_facts(run: RunFolder) -> RunFacts:
     """Read the current facts of a run."""
-    settings = read_object(run.run_json)
+    settings = masked(read_object(run.run_json))
     attempts = _attempts(run.attempts)
     code = read_object(run.root / "code.json")
     events = tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry)
