@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,28 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
         if wandb is not None:
             writes.append(wandb)
 
+        refused: set[str] = set()
+
         def write(step: int, metrics: Mapping[str, float]) -> None:
+            values = numbers(metrics)
+            for name in metrics.keys() - values.keys() - refused:
+                refused.add(name)
+                logger.warning(
+                    "metric %s is %.60r, no number: no mirror has it", name, metrics[name]
+                )
             for one in writes:
-                one(step, metrics)
+                one(step, values)
 
         yield write if writes else None
+
+
+def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return the metrics that are numbers: a mirror may fail on a whole line for one other value.
+
+    >>> numbers({"a": 1, "b": "1", "c": None, "d": float("nan")})
+    {'a': 1.0, 'd': nan}
+    """
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def about(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
