@@ -143,6 +143,26 @@ def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
     return "\n".join(lines[-num_lines:]) if lines else f"({path} is empty)"
 
 
+def full_words(error: OSError, path: Optional[Path] = None) -> str:
+    """What a full file system or an exceeded quota lacks, and the remedy; else empty.
+
+    ``path``: where it happened, if the error does not name it. ``df`` shows free bytes while no
+    file can be made, so free inodes are looked up.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    place = Path(os.fsdecode(error.filename2 or error.filename or path or "."))
+    if error.errno == errno.EDQUOT:
+        return "remove files, or raise the quota; it may bound bytes or the number of files"
+    try:
+        status = os.statvfs(str(place if place.exists() else place.parent))
+    except OSError:
+        return "make room there"
+    if status.f_files > 0 and status.f_favail == 0:
+        return "no inode is free (df -i): remove files, their number is the limit, not their size"
+    return "make room there, or raise the quota"
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, also for any other kind of file.
 
@@ -160,7 +180,7 @@ def read_regular(path: Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, "larger than {} bytes".format(max_bytes), str(path))
+        raise OSError(errno.EOVERFLOW, "larger than {} bytes".format(max_bytes), str(path))
     return content
 
 

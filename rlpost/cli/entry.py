@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from common.files import full_words
 from common.run_folder import RunFolderError
 from common.terminal import visible_output
 from rlpost.errors import ConfigError, DataError
@@ -61,7 +62,9 @@ def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | Non
     except OSError as error:
         if error.filename is None:  # not about a user's file: a bug
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        remedy = full_words(error)
+        words = f"{error.filename}: {error.strerror}{f'; {remedy}' if remedy else ''}"
+        print(f"error: {words}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130

@@ -72,7 +72,7 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
     """Hold a run folder while its job is submitted; yield the folder.
 
     Of two submissions at the same moment, the second finds the job of the first. If Slurm rejects
-    the job, a folder that this call made is removed.
+    the job, or the folder cannot be completed, a folder that this call made is removed.
 
     Args:
         is_given: whether to use this very folder; otherwise the first unused name is taken.
@@ -89,10 +89,16 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
         refuse_live_job(RunFolder(root.absolute()))
         try:
             yield root
-        except SubmitError as error:
-            if is_new and not isinstance(error, UnknownJobError):
+        except BaseException as error:
+            is_rejected = isinstance(error, SubmitError) and not isinstance(error, UnknownJobError)
+            if is_new and (is_rejected or not _may_have_a_job(RunFolder(root.absolute()))):
                 shutil.rmtree(root, ignore_errors=True)
             raise
+
+
+def _may_have_a_job(run: RunFolder) -> bool:
+    """Whether the submission of a run has begun: the files of its job exist."""
+    return run.script.exists() or (run.submitit.is_dir() and any(run.submitit.iterdir()))
 
 
 def _make(root: Path) -> bool:
