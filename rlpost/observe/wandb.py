@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.files import write_atomic
-from rlpost.config.groups.wandb import WandbConfig
+from rlpost.config.groups.wandb import MAX_LENGTH, WandbConfig
 from rlpost.config.masking import without_userinfo
 from rlpost.errors import ConfigError, Preempted
 
@@ -134,7 +134,7 @@ class WandbWriter:
             project=settings.wandb_project,
             entity=settings.wandb_team,
             group=settings.wandb_group,
-            name=self._run_folder.name,
+            name=self._run_folder.name[:MAX_LENGTH],
             id=run_id(self._run_folder),
             resume="allow",
             dir=self._run_folder,
