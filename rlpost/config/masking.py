@@ -93,7 +93,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 def _masked_word(key: str, word: str) -> str:
     if key in _ENVIRONMENTS:
         name, equals, value = word.partition("=")
-        return name + equals + mask(name, value, hides_texts=True)
+        return f"{name}{equals}{mask(name, value, hides_texts=True)}"
     if key == _ARGUMENTS:
         try:
             return json.dumps(mask(key, json.loads(word)))

@@ -290,7 +290,7 @@ def unique_names(names: Iterable[str]) -> dict[str, tuple[str, float, dict[str, 
     >>> [of_name[0] for of_name in unique_names(["my.metric", "my_metric"]).values()]
     ['rlpost_my_metric', 'rlpost_my_metric_a4a26d']
     """
-    taken = {(name, ()) for name in OWN_NAMES}
+    taken: set[tuple[str, tuple[tuple[str, str], ...]]] = {(name, ()) for name in OWN_NAMES}
     unique = {}
     for name in sorted(names, key=lambda name: (declared(name) is None, name)):
         shown, factor, labels = prometheus_name(name)
