@@ -20,7 +20,6 @@ from bootstrap.check_result import Check, level_of
 from bootstrap.image.checks import check_image
 from bootstrap.image.image_facts import read_image
 from bootstrap.image.pins import Requirement, parse, python_required, read_pins, requirements
-from common.terminal import visible_output
 
 CODE = Path(__file__).resolve().parents[2]
 COMPILED = ("te",)
@@ -122,5 +121,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with visible_output():
-        sys.exit(main())
+    sys.exit(main())
