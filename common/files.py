@@ -4,6 +4,7 @@ crash. Python 3.6 and later, because batch hosts use it.
 """
 
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -11,10 +12,12 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterable, Optional, Union
+from typing import Any, BinaryIO, Dict, Iterable, Optional, Union
 
 REFUSES_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF})
 """Errors of file systems without fsync of a folder (CIFS, some FUSE file systems)."""
+MAX_READ_BYTES = 1 << 28
+"""Of a file that is read as a whole: above what a run writes, below what exhausts a login node."""
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -140,11 +143,61 @@ def tail(path: Path, num_lines: int = 20, max_bytes: int = 16_384) -> str:
     return "\n".join(lines[-num_lines:]) if lines else f"({path} is empty)"
 
 
+def full_words(error: OSError, path: Optional[Path] = None) -> str:
+    """What a full file system or an exceeded quota lacks, and the remedy; else empty.
+
+    ``path``: where it happened, if the error does not name it. ``df`` shows free bytes while no
+    file can be made, so free inodes are looked up.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    place = Path(os.fsdecode(error.filename2 or error.filename or path or "."))
+    if error.errno == errno.EDQUOT:
+        return "remove files, or raise the quota; it may bound bytes or the number of files"
+    try:
+        status = os.statvfs(str(place if place.exists() else place.parent))
+    except OSError:
+        return "make room there"
+    if status.f_files > 0 and status.f_favail == 0:
+        return "no inode is free (df -i): remove files, their number is the limit, not their size"
+    return "make room there, or raise the quota"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also for any other kind of file.
+
+    Readers of run folders meet what others put there: a FIFO would block, a device never ends.
+    """
+    descriptor = os.open(str(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError, also if it has more than ``max_bytes``."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EOVERFLOW, "larger than {} bytes".format(max_bytes), str(path))
+    return content
+
+
+def read_object(path: Path) -> Dict[str, Any]:
+    """The JSON object in a file; empty if it is missing, cannot be read or holds something else."""
+    try:
+        content = json.loads(read_regular(path).decode())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def tail_text(path: Path, max_bytes: int) -> str:
     """The last ``max_bytes`` bytes of a file. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
-        return file.read().decode(errors="replace")
+        return file.read(max_bytes).decode(errors="replace")
 
 
 def tail_or_empty(path: Path, max_bytes: int) -> str:
@@ -158,7 +211,7 @@ def tail_or_empty(path: Path, max_bytes: int) -> str:
 def text_or_empty(path: Path) -> str:
     """Stripped text of a file; empty if it is missing or cannot be read."""
     try:
-        return path.read_text(errors="replace").strip()
+        return read_regular(path).decode(errors="replace").strip()
     except OSError:
         return ""
 

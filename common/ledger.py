@@ -49,6 +49,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
+from common.files import read_regular
+
 Entry = Mapping[str, Any]
 """A line of the ledger: ``time``, ``event`` and the JSON values of that event (above)."""
 TRIES = 5
@@ -96,7 +98,7 @@ class Ledger:
 
     def _lines(self) -> List[bytes]:
         try:
-            data = self.path.read_bytes()
+            data = read_regular(self.path)
         except FileNotFoundError:
             return []
         return [line for line in data.split(b"\n") if line]

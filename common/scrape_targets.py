@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import List, Mapping, Sequence, Tuple
 
-from common.files import write_atomic
+from common.files import read_regular, write_atomic
 
 DRIVER_TARGETS, ENGINE_TARGETS = "prometheus.json", "engines.json"
 NONE = "[]"
@@ -33,8 +33,8 @@ def empty_targets(run_folder: Path) -> List[Path]:
     for name in (DRIVER_TARGETS, ENGINE_TARGETS):
         path = run_folder / name
         try:
-            if path.exists() and path.read_text() != NONE:
+            if path.exists() and read_regular(path).decode() != NONE:
                 write_atomic(path, NONE)
-        except OSError:
+        except (OSError, ValueError):
             failed.append(path)
     return failed

@@ -1,24 +1,30 @@
 """Snapshot of the code at submission in RUN/code; RUN/code.json describes it.
 
 Input: the project folder. Output: a copy of its tracked, modified and new files, without ignored
-ones; or of its packages if the project is not a git checkout.
+ones; or of its packages if the project is not a git checkout. A file that the newest snapshot beside
+it has too is a hard link to that one: a copy takes 1,700 inodes, of which home folders have few.
+Files of a snapshot are read-only, because a write would change the code of other runs.
 
-Invariant: ``target`` appears atomically.
+Invariant: ``target`` appears atomically, or nothing is left of it.
 """
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import secrets
 import shutil
+import stat
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.files import write_atomic
 from slurm.errors import SnapshotError
 
+WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 PACKAGES = ("rlpost", "bootstrap", "slurm", "common", "jobs")
 
 
@@ -37,12 +43,23 @@ def snapshot_code(source: Path, target: Path) -> CodeSnapshot:
     Raises:
         SnapshotError: git cannot list the files, or there is no code.
     """
-    snapshot = _copy_all(source, target)
+    snapshot = _copy_all(source, target, _newest_snapshot(target.absolute()))
     write_atomic(target.with_name(f"{target.name}.json"), json.dumps(asdict(snapshot)) + "\n")
     return snapshot
 
 
-def _copy_all(source: Path, target: Path) -> CodeSnapshot:
+def _newest_snapshot(target: Path) -> Path | None:
+    """Return the newest snapshot of this user beside ``target``, in a folder RUNS/RUN/code."""
+    times = {}
+    for facts in target.parent.parent.glob(f"*/{target.name}.json"):
+        with suppress(OSError):
+            status = facts.stat()
+            if status.st_uid == os.geteuid():
+                times[facts.with_suffix("")] = status.st_mtime_ns
+    return max(times, key=times.__getitem__, default=None)
+
+
+def _copy_all(source: Path, target: Path, earlier: Path | None) -> CodeSnapshot:
     source, target = source.resolve(), target.absolute()
     in_git = (source / ".git").exists()
     paths = _git_files(source) if in_git else _package_files(source)
@@ -62,8 +79,12 @@ def _copy_all(source: Path, target: Path) -> CodeSnapshot:
     old = target.with_name(f".{target.name}.old-{unique}")
     beside.mkdir(mode=0o700, parents=True)
     num_files = 0
-    for path in paths:
-        num_files += _copy(source / path, beside / path)
+    try:
+        for path in paths:
+            num_files += _copy(source / path, beside / path, earlier and earlier / path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     if target.exists():
         target.rename(old)  # removal takes seconds, during which a job may start
     beside.rename(target)
@@ -74,15 +95,39 @@ def _copy_all(source: Path, target: Path) -> CodeSnapshot:
     )
 
 
-def _copy(file: Path, to: Path) -> int:
-    """Copy one entry of git's list; return the number of files."""
+def _copy(file: Path, to: Path, earlier: Path | None) -> int:
+    """Copy one entry of git's list, or link its ``earlier`` copy; return the number of files."""
     if not file.is_symlink() and not file.exists():
         return 0  # deleted, and the deletion is not committed
     if file.is_dir() and not file.is_symlink():  # a nested repository, or an empty submodule folder
-        return _copy_all(file, to).num_files if (file / ".git").exists() else 0
+        return _copy_all(file, to, earlier).num_files if (file / ".git").exists() else 0
     to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(file, to, follow_symlinks=False)
+    if earlier is None or not _link(file, earlier, to):
+        shutil.copy2(file, to, follow_symlinks=False)
+        if not to.is_symlink():
+            to.chmod(stat.S_IMODE(to.stat().st_mode) & ~WRITABLE)
     return 1
+
+
+def _link(file: Path, earlier: Path, to: Path) -> bool:
+    """Make ``to`` a hard link to ``earlier`` if that is a copy of ``file``; return whether it is.
+
+    Content is compared through the new name: no other file can take its place. Of a regular file
+    of this user that nobody can write.
+    """
+    try:
+        own, other = file.lstat(), earlier.lstat()
+        is_fixed = other.st_uid == os.geteuid() and not other.st_mode & WRITABLE
+        is_alike = own.st_mode & ~WRITABLE == other.st_mode and own.st_size == other.st_size
+        if not (is_fixed and is_alike and stat.S_ISREG(other.st_mode)):
+            return False
+        os.link(earlier, to, follow_symlinks=False)
+    except OSError:  # no hard links here, or too many of one file
+        return False
+    if os.path.samestat(to.lstat(), other) and filecmp.cmp(file, to, shallow=False):
+        return True
+    to.unlink()
+    return False
 
 
 def _git_files(source: Path) -> list[Path]:

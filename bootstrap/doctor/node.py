@@ -27,6 +27,7 @@ from bootstrap.network.here import NetworkError
 from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.probe import CANARY_DIR, raise_limits, read_host
 from bootstrap.preflight.table import Preflight, Requirements
+from common.terminal import visible_output
 
 
 def examine(
@@ -154,4 +155,5 @@ def _with_others(step: Facts, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with visible_output():
+        sys.exit(main())

@@ -8,7 +8,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -26,8 +27,12 @@ from rlpost.algorithm.kl import estimate_kl, unbiased_kl
 from rlpost.algorithm.loss import cispo_loss, policy_loss, sequence_level
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.plugin import blaming, load_function
+from rlpost.errors import ConfigError
 
 Stats = dict[str, Tensor]
+RESERVED = frozenset({"loss", "grad_norm", "lr"})
+"""Metrics train/NAME of every step, which no statistic may replace."""
+_NAME = re.compile(r"[A-Za-z0-9_./@-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,44 @@ def loss_function(settings: LossSettings) -> LossFunction:
     """
     if settings.loss_type == "custom_loss":
         key, path = "custom_loss_function_path", settings.custom_loss_function_path or ""
-        return cast(LossFunction, blaming(load_function(path, key=key), path, key=key))
+        custom = _with_checked_statistics(load_function(path, key=key), f"{key} = {path}")
+        return cast(LossFunction, blaming(custom, path, key=key))
     return LOSSES[settings.loss_type]
+
+
+def _with_checked_statistics(function: LossFunction, named: str) -> LossFunction:
+    """Return a custom loss that raises ConfigError for statistics that no metric can be."""
+
+    def checked(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
+        loss_T, stats = function(tokens, settings)
+        if why := statistics_problem({name: _shape(one) for name, one in stats.items()}, loss_T):
+            raise ConfigError(f"{named}: {why}")
+        return loss_T, stats
+
+    return checked
+
+
+def statistics_problem(shapes: Mapping[object, object], loss_T: Tensor) -> str:
+    """Return why the statistics of a custom loss cannot be metrics; empty if they can.
+
+    ``shapes``: of each statistic, by its name; None for what is no tensor.
+    """
+    plain = {name: name for name in RESERVED}
+    for name, shape in shapes.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            return f"the statistic {name!r:.60} needs a name of letters, digits, _ . / @ and -"
+        if shape != loss_T.shape:
+            return f"the statistic {name!r} needs a tensor with one number per token, as the loss"
+        other = plain.setdefault(re.sub(r"\W", "_", name), name)
+        if other != name:
+            return f"the statistics {other!r} and {name!r} become one metric; rename one"
+        if name in RESERVED:
+            return f"train/{name} is a metric of the trainer; rename the statistic"
+    return ""
+
+
+def _shape(value: object) -> object:
+    return getattr(value, "shape", None)
 
 
 def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:

@@ -62,6 +62,7 @@ from rlpost.config.checks.rollout import (
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.load import recipe_file
+from rlpost.config.masking import masking_problems
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.architecture import mtp_problem, sharding_problem
@@ -158,6 +159,7 @@ def _settings_problems(config: Config) -> list[str]:
         *load_format_problems(config),
         *fleet_problems(config),
         *observe_problems(config),
+        *masking_problems(config),
         *_collect(lambda: check_reward(config.rollout)),
         *environment_problems(config),
         *graph_problems(

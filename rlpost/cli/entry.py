@@ -11,7 +11,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from common.files import full_words
 from common.run_folder import RunFolderError
+from common.terminal import visible_output
 from rlpost.errors import ConfigError, DataError
 from slurm.errors import SlurmError
 
@@ -27,7 +29,13 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     """Run a command and return its exit code.
 
     Bad input prints a message on standard error and returns 2. An unusable file or folder, or a
-    request that Slurm rejects, prints one and returns 1."""
+    request that Slurm rejects, prints one and returns 1. On a terminal, control characters are
+    shown as text."""
+    with visible_output():
+        return _run(command, arguments)
+
+
+def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         code = command(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -41,6 +49,9 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
                 f"error: and {len(lines) - MOST_LINES} more; fix these to see them", file=sys.stderr
             )
         return EXIT_BAD_INPUT
+    except RecursionError:  # of the parsers of TOML and JSON, which recurse
+        print("error: the input has too many levels of arrays or tables", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except (SlurmError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -51,7 +62,9 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     except OSError as error:
         if error.filename is None:  # not about a user's file: a bug
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        remedy = full_words(error)
+        words = f"{error.filename}: {error.strerror}{f'; {remedy}' if remedy else ''}"
+        print(f"error: {words}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.terminal import raw_stream
 from common.units import size_text
 from rlpost.cli import arithmetic_data
 from rlpost.cli import command_line as command_line
@@ -169,8 +170,14 @@ def _fetch_all(
             f"{size_text(needed)} to download, but {root} has {size_text(free)} free: free some "
             "space, or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
-    interval_s = 0.5 if sys.stderr.isatty() else 10
+    interval_s, screen = 0.5 if sys.stderr.isatty() else 10, raw_stream(sys.stderr)
+
+    def say(text: str) -> None:
+        with tqdm.external_write_mode(file=screen):
+            print(text)
+
     with tqdm(
+        file=screen,
         total=needed,
         disable=not needed,
         unit="B",
@@ -178,10 +185,10 @@ def _fetch_all(
         miniters=1,
         mininterval=interval_s,
     ) as bar:
-        fetcher = Fetcher(root, hub, options.workers, options.wait_s, tqdm.write, bar.update)
+        fetcher = Fetcher(root, hub, options.workers, options.wait_s, say, bar.update)
         for one in statuses:
             done = fetcher.fetch(one.asset, compare=options.compare)
-            tqdm.write(f"{done.folder}: {done.remark}")
+            say(f"{done.folder}: {done.remark}")
 
 
 def _hub(token: str | None) -> Hub:

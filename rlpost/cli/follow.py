@@ -18,12 +18,11 @@ from pathlib import Path
 from common.attempt import DRIVER_LOG, VERDICT_FILE, VERDICT_JSON
 from common.error_lines import with_remedy
 from common.exit_codes import EXIT_DONE, EXIT_PREEMPTED
-from common.files import text_or_empty
+from common.files import open_regular, text_or_empty
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
 from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
 from rlpost.cli.runs import LOCAL, cause_in, local_is_alive, newest_job
-from rlpost.cli.terminal import visible
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.queue import queue
@@ -122,10 +121,10 @@ class _LogTail:
         today = wall_seconds(datetime.now()) // DAY * DAY
         for name, record in merged(new, days=dict.fromkeys(new, today), since=self._since):
             shown = record if self._wanted.is_one else prefixed(name, record, width)
-            print(visible(shown), end="", flush=True)
+            print(shown, end="", flush=True)
 
     def _new_lines(self, path: Path) -> list[str]:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(self._read.get(path.stem, 0))
             whole = file.read()
         whole = whole[: whole.rfind(b"\n") + 1]  # the rest of a line may not be written yet
@@ -163,12 +162,12 @@ def conclude(run: RunFolder, *, resume: str = "") -> int:
     """
     verdict = text_or_empty(run.attempts / "latest" / VERDICT_FILE).strip()
     if verdict == "done":
-        print(visible("\n".join(summary(run))))
+        print("\n".join(summary(run)))
         return 0
     lines = _failure(run, verdict)
     if resume:
         lines.append(f"resume: {resume}")
-    print(visible("\n".join(lines)))
+    print("\n".join(lines))
     return EXIT_CODES.get(verdict, 1)
 
 

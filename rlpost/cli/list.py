@@ -6,13 +6,14 @@ Names of runs and jobs are never truncated: they are arguments of the other comm
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from common.units import counted
 from rlpost.cli.run_status import STATE_COLOURS, Status, headline, statuses
-from rlpost.cli.runs import add_runs_dir, all_runs
-from rlpost.cli.status import console
+from rlpost.cli.runs import add_runs_dir, list_runs
+from rlpost.cli.terminal import console
 from rlpost.config.arguments import Parser, add_switch
 from rlpost.errors import ConfigError, suggestion
 from slurm.states import JobState
@@ -128,7 +129,8 @@ def main(arguments: Sequence[str]) -> int:
     add_switch(parser, "--json", "print JSON")
     options = parser.parse_args(arguments)
     states = None if options.state is None else _states(options.state)
-    runs = all_runs(options.runs_dir)
+    listing = list_runs(options.runs_dir)
+    runs = listing.runs
     if states is None:
         runs = runs[: options.num]
     shown = [one for one in statuses(runs) if states is None or one.state in states]
@@ -137,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(status) for status in shown], indent=2))
     else:
         show_list(shown)
+    if listing.num_hidden:
+        print(f"note: {listing.hidden_words}", file=sys.stderr)
     return 0
 
 

@@ -7,9 +7,11 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 
+from common.files import open_regular
 from common.run_folder import RunFolder
 from rlpost.cli.follow import follow
 from rlpost.cli.log_lines import (
@@ -22,7 +24,6 @@ from rlpost.cli.log_lines import (
     wall_seconds,
 )
 from rlpost.cli.runs import add_run_options, current_job, find_run
-from rlpost.cli.terminal import visible
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
 
@@ -85,7 +86,7 @@ def _print(
     if not logs:
         raise ConfigError(_what_there_is(run, attempt, selection))
     width = max(map(len, logs))
-    files = {name: path.open(errors="replace") for name, path in logs.items()}
+    files = {name: _open_text(path) for name, path in logs.items()}
     try:
         records = merged(
             {name: selection.records(file) for name, file in files.items()},
@@ -94,15 +95,19 @@ def _print(
         )
         for name, record in records if tail is None else deque(records, maxlen=tail):
             ended = record if record.endswith("\n") else record + "\n"
-            print(visible(ended if selection.is_one else prefixed(name, ended, width)), end="")
+            print(ended if selection.is_one else prefixed(name, ended, width), end="")
     finally:
         for file in files.values():
             file.close()
 
 
+def _open_text(path: Path) -> TextIOWrapper:
+    return TextIOWrapper(open_regular(path), errors="replace")
+
+
 def _first_day(path: Path) -> float:
     """The day of a log whose times have no date; foreign processes write such logs."""
-    with path.open(errors="replace") as file:
+    with _open_text(path) as file:
         modified = datetime.fromtimestamp(path.stat().st_mtime)
         return first_day(islice(file, _MAX_UNTIMED), modified)
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +23,7 @@ from common.units import count_text, counted
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.plan_engines import PlannedGroup, gb, planned_groups, route_words, update_rows
 from rlpost.cli.teacher_folder import teacher_shape
-from rlpost.cli.terminal import terminal_width
+from rlpost.cli.terminal import console, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.flags import flag
@@ -47,6 +45,9 @@ from rlpost.config.wording import value_of, with_values
 from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, WeightError
 from rlpost.observe.earlier_runs import earlier_step_times
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_NO_FIT = 2
 GPU_MEMORY = "H100"
@@ -120,8 +121,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(content, indent=2))
         return 0 if content["fits"] or (options.suggest and content["suggestions"]) else EXIT_NO_FIT
     columns = min(WIDTH, terminal_width() or WIDTH)
-    console = Console(file=sys.stdout, width=columns, highlight=False)
-    return show(console, config, shape, sizes, speed, wants_suggestions=options.suggest)
+    out = console(columns, highlight=False)
+    return show(out, config, shape, sizes, speed, wants_suggestions=options.suggest)
 
 
 def add_gpus(made: argparse.ArgumentParser) -> None:
@@ -184,7 +185,7 @@ def step_times(config: Config, step_s: float | None, train_s: float | None) -> S
 
 
 def show(
-    console: Console,
+    out: Console,
     config: Config,
     shape: Shape,
     sizes: Sizes,
@@ -199,26 +200,26 @@ def show(
         groups = planned_groups(config, shape, sizes["gpu_bytes"])
         problems = [*result.problems, *filter(None, (group.problem for group in groups))]
         fits = not problems
-        console.print(table(result, speed, groups))
-        console.print(bars(result, console.width))
-        console.print()
+        out.print(table(result, speed, groups))
+        out.print(bars(result, out.width))
+        out.print()
         for note in notes_of(config, shape):
-            console.print(f"note: {note}", style="yellow")
+            out.print(f"note: {note}", style="yellow")
     choices: list[FittingLayout] = []
     if wants_suggestions or not fits:
         choices = suggest(config, shape, **sizes)
     for problem in problems:
-        console.print(f"does not fit: {problem}", style="red")
+        out.print(f"does not fit: {problem}", style="red")
     if fits:
-        console.print("fits", style="green")
+        out.print("fits", style="green")
     elif near := nearest(config, choices):
-        console.print(f"the nearest layout that fits: {near.words}\n  {flags_of(near, config)}")
+        out.print(f"the nearest layout that fits: {near.words}\n  {flags_of(near, config)}")
     else:
-        console.print(
+        out.print(
             "no layout of this model fits on these GPUs; use more (--gpus), or shorter responses"
         )
     if wants_suggestions and choices:
-        console.print(suggestions(choices[:NUM_SUGGESTED]))
+        out.print(suggestions(choices[:NUM_SUGGESTED]))
     return 0 if fits or (wants_suggestions and choices) else EXIT_NO_FIT
 
 

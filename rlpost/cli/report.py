@@ -15,7 +15,6 @@ from common.run_folder import RunFolder
 from rlpost.cli.follow import summary
 from rlpost.cli.run_status import rows, statuses
 from rlpost.cli.runs import add_run_options, find_run
-from rlpost.cli.terminal import visible
 from rlpost.config.arguments import Parser
 from rlpost.observe.report.write import write_report
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     write_report(run)
     text = "\n".join(report_lines(run)) + "\n"
     write_atomic(run.report / "report.txt", text)
-    print(visible(text), end="")
+    print(text, end="")
     return 0
 
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import LOCK_FILE, RunFolder, claim_folder
-from rlpost.cli.runs import LOCAL, all_runs, local_is_alive, newest_job
+from rlpost.cli.runs import LOCAL, list_runs, local_is_alive, newest_job
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 from slurm.errors import SubmitError, UnknownJobError
@@ -47,9 +47,8 @@ def choose_folder(run_folder: Path | None, config: Config, *, resume: bool) -> P
     if run_folder is None and not resume:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         return runs_dir / f"{config.cluster.job_name}-{stamp}"
-    names = [
-        run.root.name for run in all_runs(runs_dir if run_folder is None else run_folder.parent)
-    ]
+    listing = list_runs(runs_dir if run_folder is None else run_folder.parent)
+    names = [run.root.name for run in listing.runs]
     if run_folder is not None:
         if resume and not run_folder.exists():
             raise ConfigError(
@@ -73,7 +72,7 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
     """Hold a run folder while its job is submitted; yield the folder.
 
     Of two submissions at the same moment, the second finds the job of the first. If Slurm rejects
-    the job, a folder that this call made is removed.
+    the job, or the folder cannot be completed, a folder that this call made is removed.
 
     Args:
         is_given: whether to use this very folder; otherwise the first unused name is taken.
@@ -90,10 +89,16 @@ def claim(root: Path, *, is_given: bool) -> Iterator[Path]:
         refuse_live_job(RunFolder(root.absolute()))
         try:
             yield root
-        except SubmitError as error:
-            if is_new and not isinstance(error, UnknownJobError):
+        except BaseException as error:
+            is_rejected = isinstance(error, SubmitError) and not isinstance(error, UnknownJobError)
+            if is_new and (is_rejected or not _may_have_a_job(RunFolder(root.absolute()))):
                 shutil.rmtree(root, ignore_errors=True)
             raise
+
+
+def _may_have_a_job(run: RunFolder) -> bool:
+    """Whether the submission of a run has begun: the files of its job exist."""
+    return run.script.exists() or (run.submitit.is_dir() and any(run.submitit.iterdir()))
 
 
 def _make(root: Path) -> bool:

@@ -13,16 +13,18 @@ import json
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
 from common.error_lines import error_line, with_remedy
-from common.files import tail_or_empty, text_or_empty, write_atomic
+from common.files import read_object, tail_or_empty, text_or_empty, write_atomic
 from common.host_lists import HostListError, expand
 from common.ledger import Entry
 from common.log_format import as_text
@@ -364,6 +366,10 @@ def _local_entry(
     if (is_here or host is None) and local_is_alive(job_id):
         return QueueEntry("", JobState.RUNNING)
     state = _OUTCOME_STATES.get(verdict, JobState.FAILED)
+    if state is JobState.UNKNOWN:  # no folder of an attempt, which may have been deleted
+        recorded = of_ledger(QueueEntry("", state), events)
+        if recorded.state is not JobState.UNKNOWN:
+            return recorded
     if state is JobState.UNKNOWN and is_here:
         return QueueEntry("", JobState.FAILED, reason=f"the process of {job_id} was killed")
     if state is JobState.UNKNOWN and host is not None:
@@ -388,7 +394,7 @@ def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
 
 
 def statuses(runs: Sequence[RunFolder]) -> list[Status]:
-    """Return the status of each run."""
+    """Return the status of each run; that of a run whose files are damaged says so."""
     kept = {run.root: read_cached(run) for run in runs}
     ids = {run.root: newest_job(run) for run in runs if kept[run.root] is None}
     entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
@@ -397,6 +403,7 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
         if (status := kept[run.root]) is not None:
             return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
         status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
+        check_types(asdict(status))
         state = parse_state(status.state)
         if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
             empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
@@ -404,7 +411,19 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
             keep(run, status)
         return status
 
-    return [of(run) for run in runs]
+    return [_or_unreadable(run, partial(of, run)) for run in runs]
+
+
+def _or_unreadable(run: RunFolder, read: Callable[[], Status]) -> Status:
+    """Return a status that can be shown, whatever the files of a run hold."""
+    try:
+        status = read()
+        rows(status)
+        return status
+    except Exception as error:  # a damaged or hostile folder must not end a table of other runs
+        why = str(error).partition("\n")[0][:MAX_HEADLINE]
+        reason = f"its files cannot be read: {type(error).__name__}: {why}"
+        return Status(run.root.name, str(run.root), None, str(JobState.UNKNOWN), reason=reason)
 
 
 def sources(run: RunFolder) -> list[list[str | int]]:
@@ -418,7 +437,7 @@ def sources(run: RunFolder) -> list[list[str | int]]:
 def read_cached(run: RunFolder) -> Status | None:
     """Return the status that was kept, or None when it is missing, unreadable or out of date."""
     try:
-        kept = json.loads((run.root / CACHE).read_text())
+        kept = read_object(run.root / CACHE)
         if kept["version"] != VERSION or kept["sources"] != sources(run):
             return None
         return _from_json(kept["status"])
@@ -442,10 +461,40 @@ def _stamp(path: Path, run: RunFolder) -> list[str | int] | None:
 
 
 def _from_json(values: Mapping[str, object]) -> Status:
-    """Make a status from JSON. Raises TypeError when fields are missing."""
+    """Make a status from JSON. Raises TypeError when fields are missing or of another type."""
     if values.keys() != {field.name for field in fields(Status)}:
         raise TypeError("a status of another version")
+    check_types(values)
     goodput = values["goodput"]
     if isinstance(goodput, dict):
         values = {**values, "goodput": Goodput(**goodput)}
-    return Status(**values)  # type: ignore[arg-type]  # checked by name, written by ``keep``
+    return Status(**values)  # type: ignore[arg-type]  # by ``check_types``
+
+
+def check_types(values: Mapping[str, object]) -> None:
+    """Raise TypeError unless each field of a status has the type that it declares.
+
+    The values come from files of the run, which others may have written.
+    """
+    for name, hint in get_type_hints(Status).items():
+        if not _fits(values[name], hint):
+            raise TypeError(f"{name} is {values[name]!r:.60}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a JSON value has a type of ``Status``."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
+    if kind is dict:
+        is_dict = isinstance(value, dict)
+        return is_dict and all(_fits(one, parts[1]) for one in value.values())  # type: ignore[attr-defined]
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        is_whole = isinstance(value, dict) and value.keys() == hints.keys()
+        return is_whole and all(_fits(value[name], one) for name, one in hints.items())  # type: ignore[index]
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is hint

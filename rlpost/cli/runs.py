@@ -9,19 +9,21 @@ Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from common.files import read_object
 from common.ledger import Entry
 from common.run_folder import RunFolder
 from common.run_identity import original_of
+from common.units import counted
 from rlpost.errors import ConfigError, suggestion
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import QueueEntry, queue
@@ -59,13 +61,15 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
     """Return the run that ``word`` names. Raises ConfigError with the existing names."""
     if word is not None and _is_run(Path(word)):
         return RunFolder(Path(word).absolute())
-    runs = all_runs(runs_dir)
+    listing = list_runs(runs_dir)
+    runs = listing.runs
+    hidden = f"; {listing.hidden_words}" if listing.num_hidden else ""
     if word is None:
         if not runs:
             raise ConfigError(
-                f"no run in {runs_dir.absolute()}; name one, or its folder with --runs-dir"
+                f"no run in {runs_dir.absolute()}; name one, or its folder with --runs-dir{hidden}"
             )
-        return runs[0]
+        return next((run for run in runs if _is_own(run)), runs[0])
     named = [run for run in runs if run.root.name == word] or [
         run for run in runs if any(_is_id_of(word, job) for job in job_ids(run))
     ]
@@ -75,27 +79,57 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
     known = f"; there are {', '.join(names[:NAMES_SHOWN])}" if names else ""
     raise ConfigError(
         f"{word}: neither a run folder nor the name or job id of a run in {runs_dir.absolute()}"
-        f"{suggestion(word, names)}{known}"
+        f"{suggestion(word, names)}{known}{hidden}"
     )
 
 
-def all_runs(runs_dir: Path) -> list[RunFolder]:
-    """All runs of a folder, the one submitted last first."""
-    folders = [path for path in runs_dir.iterdir() if _is_run(path)] if runs_dir.is_dir() else []
+@dataclass(frozen=True, slots=True)
+class RunsListing:
+    """The runs of a folder, the one submitted last first.
+
+    ``num_hidden`` counts folders that this user may not enter: a colleague's runs in a shared
+    folder.
+    """
+
+    runs: Sequence[RunFolder]
+    num_hidden: int = 0
+
+    @property
+    def hidden_words(self) -> str:
+        """``1 folder that you may not enter is not shown``."""
+        verb = "is" if self.num_hidden == 1 else "are"
+        return f"{counted(self.num_hidden, 'folder')} that you may not enter {verb} not shown"
+
+
+def list_runs(runs_dir: Path) -> RunsListing:
+    """List a folder of runs. Raises OSError when the folder itself cannot be read."""
+    folders, num_hidden = [], 0
+    for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
+        try:
+            if _is_run(path):
+                folders.append(path)
+        except OSError:  # Path.is_file raises EACCES, ESTALE and EIO
+            num_hidden += 1
     # run.json is written when a run is submitted, and again when it is resumed.
     newest_first = sorted(folders, key=lambda path: (_when(path), path.name), reverse=True)
-    return [RunFolder(path.absolute()) for path in newest_first]
+    return RunsListing([RunFolder(path.absolute()) for path in newest_first], num_hidden)
 
 
 def job_ids(run: RunFolder) -> list[str]:
     """The jobs of a run in order, see ``slurm.job_id``. A run of plain sbatch is NAME-JOBID.
 
-    A copy of a run has none before it is resumed: its ledger names those of the original.
+    A copy of a run has none before it is resumed: its ledger names those of the original. Empty for
+    a ledger that cannot be read.
     """
     with suppress(OSError):
         if original_of(run.root) is not None:
             return []
-    entries = [entry for entry in run.ledger.read() if entry.get("job_id")]
+    try:
+        events = run.ledger.read()
+    except OSError:
+        return []
+    ids = (entry.get("job_id") for entry in events)
+    entries = [entry for entry, one in zip(events, ids, strict=True) if one and type(one) is str]
     if entries:
         return _with_clusters(entries)
     name = run.root.name
@@ -176,12 +210,9 @@ def local_is_alive(job_id: str) -> bool:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return run.json; empty if it is missing or broken, so that a status never fails."""
-    try:
-        there = json.loads(run.run_json.read_text())
-    except (OSError, ValueError):
-        return {}
-    return there if isinstance(there, dict) else {}
+    """Return the tables of run.json; empty if it is broken, so that a status never fails."""
+    tables = read_object(run.run_json).items()
+    return {name: table for name, table in tables if isinstance(table, dict)}
 
 
 def last(entries: Iterable[Entry], event: str) -> Entry:
@@ -193,14 +224,22 @@ def _is_run(path: Path) -> bool:
     return (path / "run.json").is_file() or (path / "attempts").is_dir()
 
 
+def _is_own(run: RunFolder) -> bool:
+    """Whether this user made a run; commands without RUN do not take a colleague's."""
+    try:
+        return run.root.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def _when(path: Path) -> float:
     marker = path / "run.json"
-    return (marker if marker.exists() else path).stat().st_mtime
+    try:
+        return (marker if marker.exists() else path).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def cause_in(path: Path) -> str:
     """The cause in a verdict.json; empty if it cannot be read."""
-    try:
-        return str(json.loads(path.read_text()).get("cause", ""))
-    except (OSError, ValueError):
-        return ""
+    return str(read_object(path).get("cause", ""))

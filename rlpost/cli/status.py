@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rlpost.cli.run_status import STATE_COLOURS, Status, rows, statuses
 from rlpost.cli.runs import add_run_options, find_run
+from rlpost.cli.terminal import console
 from rlpost.config.arguments import Parser, add_switch
 from slurm.states import JobState, parse_state
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EXIT_UNKNOWN = 3
 STATUS_HELP = (
@@ -33,13 +29,6 @@ def show(status: Status) -> None:
         style = STATE_COLOURS.get(value, "") if name == "state" else ""
         table.add_row(Text(name, style="bold"), Text(value, style=style))
     console().print(table)
-
-
-def console() -> Console:
-    """Return the console; for a pipe it is so wide that no path is wrapped."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 400)
 
 
 def exit_code(status: Status) -> int:

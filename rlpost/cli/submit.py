@@ -12,9 +12,11 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.files import read_object
 from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from common.run_identity import copy_words, original_of, settle_identity
@@ -37,6 +39,7 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.engine_groups import engine_jobs
 from rlpost.config.keys import without_keys
 from rlpost.config.load import Loaded, dump
+from rlpost.config.masking import masked_words, restored
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
 from rlpost.engines.fleet.fleet_folder import FleetFolder
@@ -70,8 +73,11 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     root = choose_folder(options.run_folder, loaded.config, resume=options.resume)
     if options.resume and options.run_folder is None:
         print(f"resuming {root}")
-    if options.resume and (original := original_of(root)) is not None:
-        print_notes([copy_words(root, original)])
+    if options.resume:
+        earlier = read_object(RunFolder(root.absolute()).run_json)
+        loaded = replace(loaded, config=restored(loaded.config, earlier))
+        if (original := original_of(root)) is not None:
+            print_notes([copy_words(root, original)])
     config, local, said = check_run(options, loaded, root)
     planned = RunFolder(root.absolute())
     print_notes(said, told)
@@ -119,12 +125,12 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
 
 
 def resume_command(arguments: Sequence[str], root: Path) -> str:
-    """The command that resumes the run of a submission; without keys.
+    """The command that resumes the run of a submission; without keys and other secrets.
 
     >>> resume_command(["tiny", "--local"], Path("/runs/tiny-1"))
     'rlpost submit tiny --local --resume --run-folder /runs/tiny-1'
     """
-    words = take_keys(arguments, {})
+    words = masked_words(take_keys(arguments, {}))
     added = [] if "--resume" in words else ["--resume"]
     if not any(word.partition("=")[0] == "--run-folder" for word in words):
         added += ["--run-folder", str(root)]
@@ -248,7 +254,7 @@ def _of_the_fleet(group: str, number: int) -> str:
 def _check_wandb_key(config: Config, run: RunFolder) -> None:
     if (
         config.wandb.is_on
-        and config.wandb.wandb_mode == "online"
+        and config.wandb.mode_in(os.environ) == "online"
         and not has_wandb_key(run, os.environ)
     ):
         raise ConfigError(

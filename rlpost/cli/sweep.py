@@ -25,6 +25,7 @@ from rlpost.cli.submit import check_run, print_notes, submit_main, submit_parser
 from rlpost.config.flags import fields, flag
 from rlpost.config.keys import KEYS
 from rlpost.config.load import Loaded
+from rlpost.config.masking import masked_words
 from rlpost.config.wording import COMMAND_LINE
 from rlpost.errors import ConfigError, suggestion
 from slurm.variables import unknown_variables
@@ -209,4 +210,4 @@ def _submit_all(
 def _print_commands(heading: str, runs: Sequence[Sequence[str]]) -> None:
     print(f"{heading}:")
     for words in runs:
-        print(shlex.join(["rlpost", "submit", *take_keys(words, {})]))
+        print(shlex.join(["rlpost", "submit", *masked_words(take_keys(words, {}))]))

@@ -1,27 +1,53 @@
-"""Text for a terminal of limited width; a pipe has no width, and nothing is wrapped there."""
+"""Text for a terminal of limited width; a pipe has no width, and nothing is wrapped there.
+
+``console`` is the only place that makes a console of rich: its text passes ``visible``, like all
+that a command prints (``common.terminal``).
+"""
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that act on a terminal: controls but tab and newline, and marks of text direction."""
+from common.terminal import raw_stream, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 400  # of tables: no path is wrapped
 LEAST = 40
 """Least number of columns that are used: with fewer, lines would hold single words."""
 
 
-def visible(text: str) -> str:
-    """Return text from a run for standard output: as it is, on a terminal without its commands.
+def console(width: int | None = None, *, highlight: bool = True) -> Console:
+    """Return the console of standard output; its texts are no markup.
 
-    Logs and causes may quote an answer of the model, which could hide or forge other lines.
+    Args:
+        width: columns; by default those of the terminal, else PIPE_WIDTH.
+        highlight: whether rich colours numbers and paths.
     """
-    if not sys.stdout.isatty():
-        return text
-    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        """A console that draws no control characters of texts."""
+
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            """Render; only control segments, which rich itself makes, act on the terminal."""
+            for text, style, control in super().render(renderable, options):
+                shown = text if control or not self.is_terminal else visible(text)
+                yield Segment(shown, style, control)
+
+    if width is None and not sys.stdout.isatty():
+        width = PIPE_WIDTH
+    return VisibleConsole(
+        file=raw_stream(sys.stdout), width=width, highlight=highlight, markup=False, emoji=False
+    )
 
 
 def terminal_width() -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -22,6 +22,7 @@ from rich.text import Text
 from common.run_folder import RunFolder
 from rlpost.cli.run_status import STATE_COLOURS, Status, ago, rows, status_of
 from rlpost.cli.runs import LOCAL, newest_job
+from rlpost.cli.terminal import console
 from rlpost.errors import ConfigError
 from rlpost.observe.pace import duration
 from rlpost.observe.report.series import not_finite, points, short
@@ -86,8 +87,8 @@ def watch(run: RunFolder) -> int:
         raise ConfigError(
             "rlpost status --watch needs a terminal; rlpost status --json is for programs"
         )
-    console, asked_at, entry = Console(), -POLL_S, None
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    screen, asked_at, entry = console(), -POLL_S, None
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
                 job_id = newest_job(run)
@@ -95,7 +96,7 @@ def watch(run: RunFolder) -> int:
                 if job_id and not job_id.startswith(LOCAL) and is_due:
                     asked_at, entry = time.monotonic(), queue([job_id])[job_id]
                 view = read_view(run, job_id, entry)
-                live.update(page(view, console.width), refresh=True)
+                live.update(page(view, screen.width), refresh=True)
                 if is_over(view):
                     return 0
                 time.sleep(REFRESH_S)

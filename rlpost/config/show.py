@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from rlpost.config.flags import groups
 from rlpost.config.groups.base import Group
 from rlpost.config.load import Loaded
+from rlpost.config.masking import mask
 
 _WIDTH = 48
 
@@ -21,7 +22,8 @@ def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None
     """Every setting as one line of TOML, followed by the origin of its value.
 
     A setting without a value becomes a comment, because TOML has no null. The text, used as a
-    recipe, gives the same tree. ``comments`` are additional lines by table.
+    recipe, gives the same tree, unless it holds masked values (``masking``), which are refused.
+    ``comments`` are additional lines by table.
     """
     blocks = []
     for name in groups():
@@ -29,7 +31,10 @@ def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None
         lines = [f"[{name}]"]
         for key, value in {**dict(group), **(group.model_extra or {})}.items():
             origin = loaded.origins.get(f"{name}.{key}", "default")
-            text = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
+            if isinstance(value, BaseModel):  # a group of engines
+                value = value.model_dump(mode="json")
+            shown = toml_value(mask(key, value))
+            text = f"# {key} is not set" if value is None else f"{key} = {shown}"
             lines.append(f"{text:<{_WIDTH}}  # {_one_line(origin)}")
         blocks.append("\n".join([*lines, *(comments or {}).get(name, ())]))
     return "\n\n".join(blocks) + "\n"

@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
+from common.files import full_words
 from rlpost.errors import Fenced
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,9 @@ MAY_PASS = frozenset(
 replaced.
 """
 
-_MAKE_ROOM = "make room there, or raise the quota"
 _MEND = "repair the storage or the mount"
 _REMEDIES = {
-    errno.ENOSPC: _MAKE_ROOM,
-    errno.EDQUOT: _MAKE_ROOM,
-    errno.EFBIG: _MAKE_ROOM,
+    errno.EFBIG: "raise the limit of the size of a file",
     errno.EROFS: "mount it for writing again",
     errno.EACCES: "give the user of the job the right to write there",
     errno.EPERM: "give the user of the job the right to write there",
@@ -74,7 +72,7 @@ def storage_words(error: OSError, path: Path | str | None = None) -> str | None:
     >>> storage_words(OSError(28, "No space left on device", "/runs/a/metrics.jsonl"))
     '/runs/a/metrics.jsonl: No space left on device; make room there, or raise the quota'
     """
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy = full_words(error, Path(path) if path else None) or _REMEDIES.get(error.errno or 0)
     if remedy is None:
         return None
     place = error.filename2 or error.filename or path or "a file of the run"

@@ -1,8 +1,10 @@
 """Memory of an engine on a machine without GPUs. Pure but for the sizes of the model's files.
 
 SGLang keeps ``1 - mem_fraction_static`` of the memory that is free at its start for others, and
-fails when the KV cache does not fit into the rest. A fixed fraction is too small for a model that is
-large for its machine.
+fails when nothing is left of the rest once the weights are loaded. It measures twice, and other
+processes take memory in between. The fraction reserves nothing: ``max_total_tokens`` bounds the KV
+cache. So it is as large as it can be, except for a model with linear attention, whose states get a
+share of the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from rlpost.observe.memory import GB
 
 FLOAT32 = 4  # bytes: engines without a GPU compute in float32
 LEAST, MOST = 0.1, 0.95
+"""With and without linear attention."""
 TRAINER = 4
 """Tensors of the size of the weights that a trainer rank on the same machine allocates at the same
 time: weights, gradients and both moments."""
@@ -45,6 +48,8 @@ def memory_fraction(folder: Path, arguments: Mapping[str, object], free: int) ->
             f"and a KV cache of {tokens} tokens {cache / GB:.1f} GB (--sglang-max-total-tokens); {free / GB:.1f} GB "
             "are free"
         )
+    if hf.get("linear_num_value_heads") is None:
+        return MOST
     return min(MOST, LEAST + ((1 + TRAINER) * weights + cache) / free)
 
 

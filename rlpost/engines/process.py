@@ -21,10 +21,13 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from common.cuda_runtime import with_runtime
 from common.files import tail_text
 from rlpost.config.keys import without_keys
 from rlpost.errors import EngineDied, RolloutError
+from rlpost.observe.memory import GB
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,13 @@ ENVIRONMENT = {
     # otherwise /health generates, and fails while paused
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
+NO_CACHE_MEMORY = "leave no GPU memory for the KV cache"  # SGLang's words, also without a GPU
+NO_CACHE_REMEDY = (
+    "\nremedy: weights, KV cache and other programs need more than the memory of the GPU or, without a GPU, of this "
+    "machine ({free:.1f} GB free now); end other programs, lower --sglang-max-total-tokens, or raise "
+    "--sglang-mem-fraction-static"
+)
+"""``common.error_lines.with_remedy`` shows the line."""
 
 
 class ServerProcess:
@@ -155,7 +165,12 @@ class ServerProcess:
         code = "unknown"
         if self._process is not None and self.wait_exit(EXIT_WAIT_S):
             code = _how(self._process.returncode)
-        return EngineDied(f"{self.name} ended by itself ({code}); {self.log_tail()}")
+        tail = self.log_tail()
+        remedy = ""
+        if NO_CACHE_MEMORY in tail:
+            free = psutil.virtual_memory().available / GB
+            remedy = NO_CACHE_REMEDY.format(free=free)
+        return EngineDied(f"{self.name} ended by itself ({code}); {tail}{remedy}")
 
     def log_tail(self) -> str:
         """Return the end of the log, for an error message."""

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.cluster import Cluster
 from common.run_identity import settle_identity
 from common.scrape_targets import DRIVER_TARGETS
 from rlpost import __version__
+from rlpost.config.masking import masked
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.prometheus import PrometheusServer
@@ -55,14 +57,22 @@ def mirrors(config: Config, run_folder: Path, cluster: Cluster) -> Iterator[Writ
             open_ones.callback(server.close)
             writes.append(server.write)
         wandb = open_ones.enter_context(
-            mirrored(config.wandb, run_folder, config.model_dump(mode="json"))
+            mirrored(config.wandb, run_folder, masked(config.model_dump(mode="json")))
         )
         if wandb is not None:
             writes.append(wandb)
 
+        refused: set[str] = set()
+
         def write(step: int, metrics: Mapping[str, float]) -> None:
+            values = numbers(metrics)
+            for name in metrics.keys() - values.keys() - refused:
+                refused.add(name)
+                logger.warning(
+                    "metric %s is %.60r, no number: no mirror has it", name, metrics[name]
+                )
             for one in writes:
-                one(step, metrics)
+                one(step, values)
 
         yield write if writes else None
 
@@ -75,6 +85,15 @@ def tensorboard_folder(shared: str | Path | None, run_folder: Path) -> Path:
     if shared is None:
         return run_folder / "tensorboard"
     return Path(shared) / settle_identity(run_folder).label
+
+
+def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return the metrics that are numbers: a mirror may fail on a whole line for one other value.
+
+    >>> numbers({"a": 1, "b": "1", "c": None, "d": float("nan")})
+    {'a': 1.0, 'd': nan}
+    """
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def about(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ served. A file of targets (``file_sd``) in the run folder follows the head acros
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +35,7 @@ REQUEST_S = 5.0  # socket timeout of a client
 MAX_CLIENTS = 32
 """Connections at a time. One more ends the oldest: without a token, connections are free to all."""
 LAST_STEP = "rlpost_last_step_timestamp_seconds"
+OWN_NAMES = (LAST_STEP, "rlpost_run", "rlpost_run_info")
 COUNTERS = frozenset({"run/num_attempts", "run/num_preemptions", "run/num_engine_restarts"})
 """Metrics that only grow over a run; all others are gauges."""
 _ENDINGS = {
@@ -234,8 +236,8 @@ class Newest:
         stamp.add_metric([self._run], self._at)
         yield stamp
         families: dict[str, Any] = {}
-        for name, value in self._line.items():
-            shown, factor, of_name = prometheus_name(name)
+        for name, (shown, factor, of_name) in unique_names(self._line).items():
+            value = self._line[name]
             labels = {"run": self._run, **of_name}
             if shown not in families:
                 known = declared(name)
@@ -277,6 +279,26 @@ def prometheus_name(name: str) -> tuple[str, float, dict[str, str]]:
         plain = plain.replace("_num_", "_") + "_total"
     plain = plain.replace("@", "_at_")
     return "rlpost_" + re.sub(r"[^a-zA-Z0-9_]", "_", plain), factor, labels
+
+
+def unique_names(names: Iterable[str]) -> dict[str, tuple[str, float, dict[str, str]]]:
+    """Return ``prometheus_name`` of each name, no two equal: Prometheus drops equal samples.
+
+    A name that another one has, or the server itself, ends with a digest of the metric's name; the
+    declared metric keeps its own, else the first in order of the alphabet. Pure.
+
+    >>> [of_name[0] for of_name in unique_names(["my.metric", "my_metric"]).values()]
+    ['rlpost_my_metric', 'rlpost_my_metric_a4a26d']
+    """
+    taken: set[tuple[str, tuple[tuple[str, str], ...]]] = {(name, ()) for name in OWN_NAMES}
+    unique = {}
+    for name in sorted(names, key=lambda name: (declared(name) is None, name)):
+        shown, factor, labels = prometheus_name(name)
+        if (shown, tuple(labels.items())) in taken:
+            shown = f"{shown}_{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+        taken.add((shown, tuple(labels.items())))
+        unique[name] = shown, factor, labels
+    return unique
 
 
 def all_names() -> dict[str, str]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.files import write_all
+from common.files import open_regular, write_all
 from rlpost.durable.run_files import RunFile
 from rlpost.observe.samples import cut
 
@@ -69,7 +69,7 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
     Truncated or damaged lines are skipped.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - MAX_READ))
             lines = file.read().split(b"\n")
@@ -84,7 +84,7 @@ def read_episodes(path: Path) -> list[dict[str, object]]:
             key: tuple[object, ...] = (None, record["prompt_id"], record["index"])
             if record.get("evaluation") is not None:  # the same prompt, at several steps
                 key = (record["evaluation"], *key[1:], record["began"])
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         episodes.pop(key, None)
         episodes[key] = record

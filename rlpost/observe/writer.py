@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.files import sync, write_all
+from common.files import read_regular, sync, write_all
 from rlpost.durable.run_files import RunFile
 
 if TYPE_CHECKING:  # ``rlpost list`` reads metrics without numpy
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # ``rlpost list`` reads metrics without numpy
 logger = logging.getLogger(__name__)
 
 LONGEST_SHOWN = 60
+MAX_BYTES = 1 << 30
+"""Of a metrics file; one of 250,000 steps has this size."""
 LOST = "their steps are missing from it"
 
 
@@ -204,7 +206,7 @@ def read_lines(path: Path) -> Lines:
     Damaged lines and lines out of order are dropped and reported in ``problems``.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MAX_BYTES)
     except FileNotFoundError:
         return Lines()
     texts = data.split(b"\n")

@@ -13,7 +13,7 @@ import pytest
 
 from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import WandbConfig
-from rlpost.errors import ConfigError, Preempted
+from rlpost.errors import Preempted
 from rlpost.observe.wandb import mirrored
 from rlpost.observe.writer import MetricsWriter, read_metrics
 
@@ -113,15 +113,3 @@ def test_without_a_connection_to_wandb_the_attempt_is_written_offline(folder, mo
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert history(records(path)) == [{"step": 1, "reward/mean": 0.5}]
     assert "no route" in caplog.text
-
-
-def test_a_key_that_wandb_refuses_is_a_config_error(folder, monkeypatch):
-    def refuse(**_):
-        raise wandb.errors.AuthenticationError("invalid key")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with (
-        pytest.raises(ConfigError, match=r"invalid key.*--wandb-key"),
-        mirrored(OFFLINE, folder, {}),
-    ):
-        pass

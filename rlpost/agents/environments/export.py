@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from common.terminal import visible_output
 from rlpost.agents.environments.make import ADAPTERS
 from rlpost.agents.environments.of_harbor import options_of, prompts, sort_tasks
 from rlpost.agents.environments.of_nemogym import rows_of
@@ -81,4 +82,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with visible_output():
+        sys.exit(main())

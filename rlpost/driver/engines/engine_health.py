@@ -360,8 +360,26 @@ class EngineHealth:
     async def _start(self, sick: Sequence[int]) -> None:
         if self._shares_gpus:
             await self._before_start()
-        restarts = [self._fleet.restart(index) for index in sick]
+        restarts = [self._restart_one(index) for index in sick]
         await self._stop.unless_requested(asyncio.gather(*restarts))
+
+    async def _restart_one(self, index: int) -> None:
+        """Restart an engine, again if its process ends by itself; raise EngineDied at the limit.
+
+        The state of a machine at one moment, such as too little memory, must not end the attempt.
+        """
+        while True:
+            try:
+                await self._fleet.restart(index)
+                return
+            except EngineDied as error:
+                task = asyncio.current_task()
+                is_cancelled = task is not None and task.cancelling() > 0
+                if is_cancelled or self._nodes.engines or self._restarts[index] >= MAX_RESTARTS:
+                    raise
+                self._restarts[index] += 1
+                logger.warning("its start is tried again: %s", error)
+                await self._fleet.dismiss(index)
 
 
 async def _nothing() -> None:

@@ -18,12 +18,13 @@ from typing import Any, cast
 
 from common.attempt import DRIVER_LOG, PREFLIGHT_JSON, VERDICT_JSON
 from common.error_lines import with_remedy
-from common.files import tail_text, text_or_empty
+from common.files import read_object, tail_text, text_or_empty
 from common.ledger import Entry
 from common.log_format import as_text
 from common.run_folder import RunFolder
 from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.config.keys import KEYS
+from rlpost.config.masking import masked
 from rlpost.config.tree import Config
 from rlpost.observe.report.goodput import Goodput, goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
@@ -120,9 +121,9 @@ class RunFacts:
 
 def read_facts(run: RunFolder) -> RunFacts:
     """Read the current facts of a run."""
-    settings = _json(run.run_json)
+    settings = masked(read_object(run.run_json))
     attempts = _attempts(run.attempts)
-    code = _json(run.root / "code.json")
+    code = read_object(run.root / "code.json")
     events = tuple(entry for entry in run.ledger.read() if "time" in entry and "event" in entry)
     answers = _samples(run.report / FILE_NAME, MAX_SAMPLE_STEPS)
     return RunFacts(
@@ -135,7 +136,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         checks=tuple(
             check
             for path in attempts[-MAX_ATTEMPTS:]
-            for check in checks_of(path.name, _json(path / PREFLIGHT_JSON))
+            for check in checks_of(path.name, read_object(path / PREFLIGHT_JSON))
         ),
         network={
             path.stem.removeprefix("agent-"): network_table(text_or_empty(path))
@@ -215,7 +216,7 @@ def _failure(run: RunFolder, events: Sequence[Entry]) -> RunFailure | None:
         return None
     name = str(newest.get("attempt"))
     attempt = run.attempts / name
-    text = newest.get("cause") or _json(attempt / VERDICT_JSON).get("cause") or ""
+    text = newest.get("cause") or read_object(attempt / VERDICT_JSON).get("cause") or ""
     cause = with_remedy(str(text))  # the log is below it
     logs = [attempt / name for name in _log_names(attempt) if _tail(attempt / name)]
     log, tail = "", ""
@@ -294,11 +295,3 @@ def _recorded_answers(step: int, group: Mapping[str, Any]) -> list[RecordedAnswe
             }
         )
     return answers
-
-
-def _json(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

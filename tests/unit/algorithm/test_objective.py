@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -315,3 +316,35 @@ def test_supervised_loss_is_the_negative_log_likelihood():
     options = loss_settings(loss_type="sft_loss")
     tokens = tokens_of(range(4))
     assert torch.equal(loss_function(options)(tokens, options)[0], -tokens.logprobs)
+
+
+LOSS = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ({"a.b": LOSS, "a_b": LOSS}, "'a.b' and 'a_b' become one metric"),
+        ({"loss": LOSS}, "train/loss is a metric of the trainer"),
+        ({"grad/norm": LOSS}, "'grad_norm' and 'grad/norm' become one metric"),
+        ({"a b": LOSS}, "'a b' needs a name of letters"),
+        ({"x" * 101: LOSS}, "needs a name of letters"),
+        ({3: LOSS}, "the statistic 3 needs a name"),
+        ({"a": 0.5}, "'a' needs a tensor with one number per token"),
+        ({"a": "text"}, "'a' needs a tensor"),
+        ({"a": torch.zeros(2)}, "'a' needs a tensor"),
+        ({"a": LOSS, "b/c": LOSS, "d_max": LOSS}, None),
+    ],
+)
+def test_a_statistic_that_is_no_metric_is_refused_with_the_name_of_its_function(
+    stats, words, tmp_path
+):
+    file = tmp_path / "odd.py"
+    file.write_text("def odd(tokens, settings): return tokens\n")
+    options = loss_settings(loss_type="custom_loss", custom_loss_function_path=f"{file}:odd")
+    loss = loss_function(options)
+    if words is None:
+        assert loss((LOSS, stats), options)[1] is stats
+        return
+    with pytest.raises(ConfigError, match=rf"odd\.py:odd: .*{re.escape(words)}"):
+        loss((LOSS, stats), options)

@@ -205,7 +205,7 @@ def test_a_list_of_ended_runs_loads_neither_the_settings_nor_numpy(no_slurm, tmp
     run_of(tmp_path / "runs/ended-1", {"event": "submitted", "job_id": "1"}, {"event": "done"})
     code = (
         "import sys; from rlpost.cli.main import main; assert main(['list']) == 0;"
-        "assert 'rlpost.cli.status' in sys.modules;"
+        "assert 'rlpost.cli.run_status' in sys.modules;"
         "heavy = {'pydantic', 'numpy', 'submitit', 'transformers', 'torch', 'ray'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

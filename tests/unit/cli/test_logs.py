@@ -9,7 +9,6 @@ from datetime import datetime
 import pytest
 
 from common.run_folder import create_run_folder
-from rlpost.cli import terminal
 from rlpost.cli.follow import _LogTail
 from rlpost.cli.log_lines import LogSelection, merged, parse_since, wall_seconds
 from rlpost.cli.main import main
@@ -176,12 +175,3 @@ def test_a_follower_leaves_out_older_records(run, capsys):
     )
     _LogTail(run.attempts, LogSelection(), since).print_new()
     assert capsys.readouterr().out.splitlines()[1:] == ["2026-11-23 00:00:02 INFO new"]
-
-
-def test_on_a_terminal_control_characters_of_a_log_are_text(monkeypatch):
-    """An answer of the model may be in an error that a log quotes."""
-    hostile = "a\x1b]0;OWNED\x07\tb\x9b2J\u202ec\r\n"
-    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
-    assert terminal.visible(hostile) == "a\\x1b]0;OWNED\\x07\tb\\x9b2J\\u202ec\\r\n"
-    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: False, raising=False)
-    assert terminal.visible(hostile) == hostile

@@ -157,3 +157,35 @@ def test_resume_of_a_folder_that_does_not_exist_names_the_nearest(slurm: Path, c
     assert main(["recipe.toml", "--run-folder", "runs/mien", "--resume"]) == 2
     assert "no such folder; did you mean 'mine'?" in capsys.readouterr().err
     assert not (slurm / "runs/mien").exists()
+
+
+@pytest.mark.parametrize("words", [["--run-folder", "run"], []])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "x"), KeyboardInterrupt()]
+)
+def test_a_folder_that_cannot_be_completed_is_removed(
+    slurm: Path, capsys, monkeypatch, words: list[str], error: BaseException
+) -> None:
+    """Otherwise it is the newest run of every later command."""
+
+    def fail(project: Path, code: Path) -> None:
+        code.mkdir()
+        raise error
+
+    monkeypatch.setattr("rlpost.cli.submit.snapshot_code", fail)
+    assert main(["recipe.toml", *words]) in (1, 130)
+    assert not (slurm / "run").exists()
+    assert [path for path in (slurm / "runs").glob("*")] == []
+    (slurm / "run").mkdir()
+    assert main(["recipe.toml", "--run-folder", "run"]) in (1, 130)
+    assert (slurm / "run").is_dir(), "a folder of the user stays"
+
+
+def test_a_folder_whose_job_may_exist_is_kept(tmp_path: Path) -> None:
+    for number, name in enumerate(("job.sbatch", "submitit/1_submission.sh")):
+        root = tmp_path / str(number)
+        with pytest.raises(OSError, match="x"), claim(root, is_given=True):
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_text("")
+            raise OSError("x")
+        assert root.is_dir()

@@ -2,12 +2,21 @@
 
 import errno
 import os
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from common.files import tail, write_atomic, write_first
+from common.files import (
+    full_words,
+    read_object,
+    read_regular,
+    tail,
+    text_or_empty,
+    write_atomic,
+    write_first,
+)
 
 
 def test_the_first_writer_wins(tmp_path: Path) -> None:
@@ -113,3 +122,38 @@ def test_readers_other_than_the_owner_need_a_mode(tmp_path: Path) -> None:
         os.umask(umask)
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "shared")]
     assert modes == [0o600, 0o644]
+
+
+@pytest.mark.parametrize(
+    ("number", "free", "words"),
+    [
+        (errno.ENOSPC, 7, "make room there"),
+        (errno.ENOSPC, 0, "no inode is free"),
+        (errno.EDQUOT, 7, "the quota; it may bound bytes or the number of files"),
+        (errno.EIO, 0, ""),
+    ],
+)
+def test_what_a_full_file_system_lacks_is_named(number, free, words, monkeypatch, tmp_path):
+    status = types.SimpleNamespace(f_files=576, f_favail=free)
+    seen = []
+    monkeypatch.setattr(os, "statvfs", lambda path: seen.append(path) or status)
+    found = full_words(OSError(number, "x", str(tmp_path / "missing")))
+    assert words in found and bool(words) == bool(found)
+    assert seen in ([], [str(tmp_path)])
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    file, fifo, device = tmp_path / "file", tmp_path / "fifo", tmp_path / "zero"
+    file.write_text('{"a": 1}')
+    os.mkfifo(fifo)
+    device.symlink_to("/dev/zero")
+    assert read_regular(file, 8) == b'{"a": 1}'
+    for path in (fifo, device, tmp_path):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            read_regular(path)
+        assert read_object(path) == {} and text_or_empty(path) == ""
+    with pytest.raises(OSError, match="larger than 7 bytes"):
+        read_regular(file, 7)
+    for text in ("[" * 100_000, "[1]", "{", "\xff"):
+        file.write_bytes(text.encode("latin-1"))
+        assert read_object(file) == {}

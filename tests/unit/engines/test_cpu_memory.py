@@ -34,12 +34,21 @@ def test_the_cache_has_keys_and_values_of_all_layers_in_float32():
 
 
 @pytest.mark.parametrize("free", [30_000_000, 100_000_000, 10**12])
-def test_what_sglang_leaves_for_the_cache_is_enough_beside_a_trainer(folder, free):
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_what_sglang_leaves_for_the_cache_is_enough_beside_a_trainer(folder, free, is_linear):
     """``_profile_available_bytes``: free memory after loading, less (1 - fraction) of that before."""
+    if is_linear:
+        linear = HF | {"linear_num_value_heads": 8}
+        (folder / "config.json").write_text(json.dumps(linear))
     fraction = memory_fraction(folder, TOKENS, free)
     left = (free - 5 * 4_000_000) - free * (1 - fraction)
     assert left >= 1000 * cache_bytes(HF)
     assert LEAST <= fraction <= MOST
+    if is_linear:  # its states take about half of what is left
+        assert left <= LEAST * free + 1000 * cache_bytes(HF) + 1
+    else:
+        taken = 0.9 * free  # by other processes while the engine starts
+        assert free - taken - free * (1 - fraction) > 0
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(folder):

@@ -19,7 +19,7 @@ from common.run_identity import settle_identity
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.mirrors import mirrors
-from rlpost.observe.prometheus import MAX_CLIENTS, PrometheusServer
+from rlpost.observe.prometheus import MAX_CLIENTS, PrometheusServer, unique_names
 from rlpost.observe.writer import MetricsWriter, read_metrics
 
 TOKEN = "t0ken" * 8
@@ -244,3 +244,50 @@ def test_the_job_serves_at_its_last_port_with_its_secret(tmp_path):
         page = scrape(port)
     assert f'rlpost_run_attempts_total{{run="{tmp_path.name}"}} 3.0' in page
     assert read_metrics(tmp_path / "m") == [{"step": 1, "reward/mean": 0.5, "run/num_attempts": 3}]
+
+
+ODD_NAMES = ["a.b", "a_b", "a-b", "a b", "é", "run", "run_info", "last_step_timestamp_seconds"]
+ODD_NAMES += ["reward/mean", "reward_mean", "reward.mean", "time/step_s", "time_step_seconds"]
+ODD_NAMES += ["eval/a.b/x", "eval/a_b/x", "eval/a_b/x.y", "eval/a_b/x_y", "run/num_attempts"]
+
+
+def test_no_two_metrics_have_one_prometheus_name_and_declared_ones_keep_theirs():
+    parser = pytest.importorskip("prometheus_client.parser")
+    server = PrometheusServer("127.0.0.1", 0, token=TOKEN, run="r")
+    try:
+        server.write(1, {name: float(number) for number, name in enumerate(ODD_NAMES)})
+        families = list(parser.text_string_to_metric_families(scrape(server.port)))
+    finally:
+        server.close()
+    samples = [
+        (sample.name, tuple(sorted(sample.labels.items())), sample.value)
+        for family in families
+        for sample in family.samples
+    ]
+    assert len({sample[:2] for sample in samples}) == len(samples)
+    assert len({family.name for family in families}) == len(families)
+    assert {sample[2] for sample in samples} >= {float(n) for n in range(len(ODD_NAMES))}
+    values = {name: value for name, _, value in samples}
+    assert values["rlpost_reward_mean"] == ODD_NAMES.index("reward/mean")
+    assert values["rlpost_time_step_seconds"] == ODD_NAMES.index("time/step_s")
+    assert unique_names(reversed(ODD_NAMES)) == unique_names(ODD_NAMES)
+
+
+def test_a_value_that_is_no_number_costs_no_other_one(tmp_path, caplog):
+    """In a line of TensorBoard, and in the page of Prometheus."""
+    pytest.importorskip("tensorboard", reason="pip install -e '.[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    odd = {"text": "1.5", "none": None, "list": [1], "nan": float("nan"), "reward/mean": 0.5}
+    with mirrors(config(use_tensorboard=True), tmp_path, cluster(tmp_path)) as also:
+        also(1, odd)
+        also(2, odd)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["nan", "reward/mean"]
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2]
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(line.split(" is ")[0] for line in warnings) == [
+        "metric list",
+        "metric none",
+        "metric text",
+    ]

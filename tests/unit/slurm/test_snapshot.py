@@ -142,3 +142,63 @@ def test_a_folder_without_code_is_named(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=str(tmp_path)):
         snapshot_code(tmp_path, tmp_path / "run/code")
     assert list(tmp_path.iterdir()) == []
+
+
+def inodes(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
+
+
+def test_equal_files_of_two_runs_are_one_and_cannot_be_written(checkout: Path) -> None:
+    """A sweep of 100 runs would otherwise take 170,000 inodes."""
+    first, second, third = (checkout / f"runs/{name}/code" for name in "abc")
+    snapshot_code(checkout, first)
+    snapshot_code(checkout, second)
+    assert inodes(first) == inodes(second) and files(first) == files(second)
+    modes = [path.stat().st_mode for path in first.rglob("*") if path.is_file()]
+    assert not any(mode & 0o222 for mode in modes)
+    (checkout / "pkg/a.py").write_text("wen")  # of the same size
+    (checkout / ".gitignore").chmod(0o755)
+    snapshot_code(checkout, third)
+    assert files(third)["pkg/a.py"] == "wen" and files(second)["pkg/a.py"] == "new"
+    assert os.access(third / ".gitignore", os.X_OK)
+    assert len(inodes(third) & inodes(second)) == 1
+    shutil.rmtree(first.parent)
+    assert files(second)["pkg/a.py"] == "new"
+
+
+def test_a_changed_copy_or_one_of_another_user_is_not_linked(checkout: Path) -> None:
+    first, second = (checkout / f"runs/{name}/code" for name in "ab")
+    snapshot_code(checkout, first)
+    (first / "pkg/a.py").chmod(0o644)
+    (first / "pkg/a.py").write_text("evi")
+    (first / "pkg/a.py").chmod(0o444)
+    (first / ".gitignore").chmod(0o644)  # may still change
+    if os.geteuid() == 0:
+        os.chown(first / "odd \n'; touch x", 65534, 65534)
+    snapshot_code(checkout, second)
+    assert files(second)["pkg/a.py"] == "new"
+    assert len(inodes(second) & inodes(first)) == (0 if os.geteuid() == 0 else 1)
+
+
+def test_without_hard_links_files_are_copied(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    snapshot_code(checkout, checkout / "runs/a/code")
+    monkeypatch.setattr(os, "link", refuse)
+    snapshot_code(checkout, checkout / "runs/b/code")
+    assert files(checkout / "runs/a/code") == files(checkout / "runs/b/code")
+
+
+def test_a_snapshot_that_fails_leaves_nothing(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "a.py")
+
+    monkeypatch.setattr(shutil, "copy2", fail)
+    with pytest.raises(OSError, match="No space left"):
+        snapshot_code(checkout, checkout / "runs/a/code")
+    assert list((checkout / "runs/a").iterdir()) == []

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.terminal import visible_output
 from rlpost.agents.environments.harbor.trial import RunnableTask, Trial
 from rlpost.agents.environments.of_harbor import options_of, prompts, sort_tasks
 from rlpost.agents.sandbox.archives import Archives
@@ -169,4 +170,5 @@ def _print_counts(failed: Sequence[Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with visible_output():
+        sys.exit(main())

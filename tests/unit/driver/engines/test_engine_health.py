@@ -166,6 +166,29 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
     asyncio.run(asyncio.wait_for(run(hangs_five_times), timeout=20))
 
 
+@pytest.mark.parametrize("num_failures", range(1, MAX_RESTARTS + 1))
+async def test_a_start_that_fails_is_tried_again_up_to_the_limit(num_failures):
+    """An engine that served before fails for what the machine lacks at that moment."""
+
+    class Failing(FakeFleet):
+        async def restart(self, index):
+            await super().restart(index)
+            if self.log.count("restart 1") <= num_failures:
+                raise EngineDied("engine-1 ended by itself (exit code 1)")
+
+    fleet = Failing()
+    watch = watch_over(fleet)
+    await updated(watch, 4)
+    serving = watch.over(generation(fleet, sick={1}, until="admit 1"))
+    if num_failures < MAX_RESTARTS:
+        await serving
+        assert fleet.log.count("dismiss 1") == fleet.log.count("restart 1") == num_failures + 1
+        return
+    with pytest.raises(EngineDied, match="ended by itself"):
+        await serving
+    assert fleet.log.count("restart 1") == MAX_RESTARTS
+
+
 async def test_the_trainers_weights_are_onloaded_for_a_repair_during_generation():
     """Updates onload the weights themselves, before they begin."""
     fleet = FakeFleet()

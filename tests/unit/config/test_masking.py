@@ -1,0 +1,110 @@
+"""No secret of the settings is in what leaves the run's private files; a resume gets them back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.submit import resume_command
+from rlpost.config.load import Loaded, dump, load
+from rlpost.config.masking import (
+    MASK,
+    masked,
+    masked_words,
+    masking_problems,
+    restored,
+    without_userinfo,
+)
+from rlpost.config.show import resolved
+from rlpost.config.tree import Config
+from rlpost.observe.report.write import write_report
+from tests.unit.observe.report.runs import make_run
+
+SECRET = "sk-proj-S3cr3t"
+URL = f"http://user:{SECRET}@judge.site.org/v1"
+TABLES = {
+    "cluster": {"environment": {"SITE_PASSWORD": SECRET, "PLAIN": SECRET, "NCCL_DEBUG": "INFO"}},
+    "env": {
+        "env_args": {
+            "swe": {"env": {"OPENAI_API_KEY": SECRET}, "keys": [SECRET], "max_turns": 8, "on": True}
+        }
+    },
+    "rollout": {"rm_url": URL},
+    "engines": {"judge": {"url": [URL], "path": "m"}},
+    "sglang": {"sglang_api_key": SECRET},
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    """Settings with a secret in every place that can hold one."""
+    tables = {name: TABLES[name] for name in ("cluster", "env", "rollout")}
+    return load([], tables)
+
+
+def test_masked_settings_hold_no_secret_and_all_that_decides_results() -> None:
+    hidden = masked(TABLES)
+    assert SECRET not in json.dumps(hidden)
+    assert hidden["cluster"]["environment"] == {
+        "SITE_PASSWORD": MASK,
+        "PLAIN": MASK,
+        "NCCL_DEBUG": "INFO",
+    }
+    assert hidden["env"]["env_args"]["swe"] == {
+        "env": {"OPENAI_API_KEY": MASK},
+        "keys": [MASK],
+        "max_turns": 8,
+        "on": True,
+    }
+    assert hidden["rollout"]["rm_url"] == f"http://{MASK}@judge.site.org/v1"
+    whole = Config().model_dump(mode="json")
+    assert masked(whole) == whole, "no default is masked"
+
+
+def test_printed_settings_and_commands_hold_no_secret(loaded: Loaded) -> None:
+    assert SECRET not in resolved(loaded) and f'"PLAIN" = "{MASK}"' in resolved(loaded)
+    words = ["tiny", "--env-args", json.dumps(TABLES["env"]["env_args"]), "--rm-url", URL]
+    words += ["--environment", f"A={SECRET}", f"B={SECRET}", "NCCL_DEBUG=INFO", "--lr", "1e-6"]
+    words += [f"--env-args={json.dumps({'swe': SECRET})}", f"--environment=C={SECRET}"]
+    words += [f"--sglang-api-key={SECRET}"]
+    command = resume_command(words, Path("/runs/a"))
+    assert SECRET not in command and "--lr 1e-6" in command and "NCCL_DEBUG=INFO" in command
+    plain = ["tiny", "--lr", "1e-6", "--prompt-data", "s3://bucket/x", "--input-key", "prompt"]
+    assert masked_words(plain) == plain
+
+
+def test_a_report_and_its_recipe_hold_no_secret(loaded: Loaded, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", num_steps=3, preempted_at=())
+    run.run_json.write_text(dump(loaded.config))
+    write_report(run)
+    for path in run.report.glob("re*"):
+        assert SECRET not in path.read_text(), path
+    recipe = load([run.report / "recipe.toml"], {}).config
+    problems = masking_problems(recipe)
+    assert [line.split(":")[0] for line in problems] == ["--environment", "--rm-url", "--env-args"]
+    whole = restored(recipe, json.loads(run.run_json.read_text()))
+    assert whole == loaded.config and not masking_problems(whole)
+
+
+def test_a_resume_keeps_what_is_given_again(loaded: Loaded) -> None:
+    earlier = loaded.config.model_dump(mode="json")
+    other = {"rollout": {"rm_url": "http://other/x"}, "cluster": {"environment": {"PLAIN": MASK}}}
+    config = restored(load([], other).config, earlier)
+    assert config.rollout.rm_url == "http://other/x"
+    assert config.cluster.environment == {"PLAIN": SECRET}
+    assert restored(Config(), {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:pass@host:1/x?y=z@w", "https://***@host:1/x?y=z@w"),
+        ("ssh://token@host", "ssh://***@host"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("name@host", "name@host"),
+    ],
+)
+def test_the_userinfo_of_a_url_is_masked(text: str, shown: str) -> None:
+    assert without_userinfo(text) == shown
