@@ -16,7 +16,7 @@ from rlpost.algorithm.partition import partition
 from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.columns import FloatColumn, RunColumn
 from rlpost.errors import ConfigError
-from rlpost.types import SampleGroup
+from rlpost.types import SampleGroup, is_finite_float32
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -262,7 +262,8 @@ def custom_advantages(
     advantage per sample: a number, or one per response token.
 
     Raises:
-        ConfigError: the function cannot be imported, or returns something else.
+        ConfigError: the function cannot be imported, or returns something else, or a number that
+            is not finite in float32.
     """
     key = "custom_advantage_function_path"
     where = f"{key} = {path}"
@@ -292,7 +293,18 @@ def custom_advantages(
                 f"{where}: got {len(advantage)} advantages for a response of {length} tokens; "
                 "return one number, or one for each token"
             )
+        if not _is_finite(advantage):
+            raise ConfigError(
+                f"{where}: got {advantage!r:.200} for sample {sample.index} of prompt "
+                f"{sample.prompt_id}; return finite numbers"
+            )
     return by_group
+
+
+def _is_finite(advantage: Advantage) -> bool:
+    if isinstance(advantage, FloatColumn):
+        return advantage.find_not_finite() is None
+    return is_finite_float32(advantage)
 
 
 def _advantage(value: Any) -> Advantage:

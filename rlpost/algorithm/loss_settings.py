@@ -34,3 +34,12 @@ class LossSettings:
     use_opsm: bool
     opsm_delta: float
     opd_kl_coef: float
+
+    @property
+    def loss_name(self) -> str:
+        """The setting that chooses the loss, with its value, for messages."""
+        if self.loss_type == "custom_loss":
+            return f"--custom-loss-function-path {self.custom_loss_function_path}"
+        if self.loss_type == "policy_loss":
+            return f"--policy-loss {self.policy_loss}"
+        return f"--loss-type {self.loss_type}"
