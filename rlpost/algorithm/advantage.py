@@ -117,6 +117,7 @@ class Estimator:
         has_raw_rewards: without its baseline the rewards are the advantages
             (--disable-rewards-normalization, --custom-reward-post-process-path).
         has_turns: it also gives an advantage per turn (--env-reward turn).
+        divides_by_std: by the standard deviation of the group (--disable-grpo-std-normalization).
         loss: the --policy-loss that goes with it.
     """
 
@@ -127,6 +128,7 @@ class Estimator:
     compares: bool = True
     has_raw_rewards: bool = False
     has_turns: bool = False
+    divides_by_std: bool = False
     loss: str = "ppo"
 
     @property
@@ -145,6 +147,7 @@ _GRPO = Estimator(
     lambda rewards, _, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std),
     has_raw_rewards=True,
     has_turns=True,
+    divides_by_std=True,
 )
 ESTIMATORS = {
     "grpo": _GRPO,

@@ -26,12 +26,12 @@ class PolicyLoss:
 
 
 POLICY_LOSS_ROWS = {
-    # arXiv 1707.06347, table 3
+    # arXiv 1707.06347, section 6.1
     "ppo": PolicyLoss("clips the ratio of each token", eps_clip=0.2, eps_clip_high=0.2),
     # arXiv 2507.18071, section 5.1
     "gspo": PolicyLoss("clips the ratio of the sequence", eps_clip=3e-4, eps_clip_high=4e-4),
-    # Ratios from 0 to 5. arXiv 2506.13585, section 3.1, has no lower bound and publishes no upper
-    # one; arXiv 2510.13786 takes [0, 5], and found 4 to 8 equal.
+    # Ratios from 0 to 5, as arXiv 2510.13786, which found 4, 5 and 8 equal. arXiv 2506.13585 has no
+    # lower bound and publishes no upper one.
     "cispo": PolicyLoss(
         "weights each token by a clipped ratio without gradient",
         eps_clip=1.0,

@@ -48,6 +48,7 @@ from rlpost.config.checks.missing import (
     missing_problems,
 )
 from rlpost.config.checks.model_file import name_wrong_model_file
+from rlpost.config.checks.no_effect import no_effect_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.precision import precision_problems
@@ -138,6 +139,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *no_effect_problems(config),
         *own_critic_problems(config),
         *distillation_problems(config),
         *engine_group_problems(config),

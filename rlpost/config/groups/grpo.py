@@ -102,7 +102,8 @@ class GrpoConfig(Group):
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of that KL divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """KL estimator, in the loss and in the reward."""
+    """KL estimator, in the loss and in the reward. In the loss, k2 has the gradient of the
+    divergence; k1 has none without --use-unbiased-kl."""
     ref_update_interval: Positive | None = None
     """Make the policy the reference each time this many rollouts were trained; checkpoints then hold the
     reference as well. Default: the reference stays as loaded."""

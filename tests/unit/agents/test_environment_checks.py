@@ -125,12 +125,6 @@ def test_settings_that_conflict_are_problems(
     assert told in line
 
 
-def test_settings_of_environments_without_one_are_a_problem() -> None:
-    (line,) = agent_problems(config(env__env_reward="turn"))
-    assert "add --env ENVIRONMENT" in line
-    assert agent_problems(config()) == []
-
-
 def test_the_check_of_a_run_includes_its_environments() -> None:
     with pytest.raises(ConfigError, match="--env wordle: names no environment"):
         check(config("wordle"))
