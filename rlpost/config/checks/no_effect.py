@@ -161,6 +161,11 @@ ROWS = (
         "use --advantage-estimator grpo alone",
     ),
     Row(
+        ("guard_initial_kl",),
+        lambda config: not (config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor),
+        "where the policy is not compared with itself before the first optimizer step",
+    ),
+    Row(
         ("overlong_penalty",),
         _is_on("overlong_buffer_len"),
         "without --overlong-buffer-len",
