@@ -68,8 +68,13 @@ ROLLOUT_KEYS = (
 
 
 def set_settings(one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """Return [rollout] as a set overrides it: by its own keys, and by the limits of [eval]."""
+    """Return [rollout] as a set overrides it: by its own keys, and by the limits of [eval].
+
+    A reward by name replaces a function of [rollout], which would take precedence.
+    """
     own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+    if one.rm_type is not None and one.custom_rm_path is None:
+        own |= {"custom_rm_path": None, "group_rm": False}
     limits = {
         "rollout_max_prompt_len": evaluation.eval_max_prompt_len,
         "rollout_max_context_len": evaluation.eval_max_context_len,

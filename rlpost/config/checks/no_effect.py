@@ -81,6 +81,19 @@ def _divides_by_std(config: Config) -> bool:
     return ESTIMATORS[grpo.advantage_estimator].divides_by_std and is_used
 
 
+def _whitens(config: Config) -> bool:
+    row = ESTIMATORS[config.grpo.advantage_estimator]
+    return row.whitens and config.grpo.custom_advantage_function_path is None
+
+
+def _estimates(config: Config) -> bool:
+    """Whether the estimator computes advantages or chooses the policy loss."""
+    grpo = config.grpo
+    names_loss = ESTIMATORS[grpo.advantage_estimator].loss != ESTIMATORS["grpo"].loss
+    is_replaced = grpo.custom_advantage_function_path is not None
+    return not is_replaced or (names_loss and grpo.policy_loss is None)
+
+
 def _has_dual_clip(config: Config) -> bool:
     return POLICY_LOSS_ROWS[config.loss_settings.policy_loss].has_dual_clip
 
@@ -91,8 +104,7 @@ def _punishes(config: Config) -> bool:
 
 def _has_objects_as_rewards(config: Config) -> bool:
     rollout = config.rollout
-    functions = (rollout.custom_rm_path, rollout.custom_generate_function_path)
-    return any(functions) or bool(config.env.env) or rollout.rm_type == "remote_rm"
+    return any((rollout.custom_rm_path, rollout.custom_generate_function_path))
 
 
 def _ends_schedule(config: Config) -> bool:
@@ -159,6 +171,28 @@ ROWS = (
         _divides_by_std,
         "where advantages are not divided by a standard deviation",
         "use --advantage-estimator grpo alone",
+    ),
+    Row(
+        ("advantage_estimator",),
+        _estimates,
+        "with --custom-advantage-function-path",
+        "use --custom-advantage-function-path none",
+    ),
+    Row(
+        ("normalize_advantages",),
+        lambda config: not _whitens(config),
+        "with an --advantage-estimator that whitens over the batch",
+    ),
+    Row(
+        ("disable_rewards_normalization",),
+        lambda config: config.grpo.custom_reward_post_process_path is None,
+        "with --custom-reward-post-process-path, whose rewards get no baseline",
+    ),
+    Row(
+        ("rm_type",),
+        lambda config: config.rollout.custom_rm_path is None,
+        "with --custom-rm-path",
+        "use --custom-rm-path none",
     ),
     Row(
         ("guard_initial_kl",),

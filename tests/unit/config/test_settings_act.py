@@ -12,17 +12,18 @@ import asyncio
 import functools
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 import rlpost.trainer  # noqa: F401  its stand-in for CUDA comes before Megatron
 from rlpost.algorithm.gae import Discounts, estimate_with_values
-from rlpost.algorithm.guards import Bounds, Guards
+from rlpost.algorithm.guards import Guards
 from rlpost.algorithm.objective import loss_function
 from rlpost.algorithm.shaping import shaped
 from rlpost.cli import check_settings
@@ -35,7 +36,7 @@ from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_of, with_values
 from rlpost.driver.batches import deal, rollout_advantages, samples_with, shaping_of
-from rlpost.driver.training import kl_penalties
+from rlpost.driver.training import guard_bounds, kl_penalties
 from rlpost.errors import ConfigError, DataError, TrainingError
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.sampling import rollout_sampling
@@ -56,11 +57,14 @@ from tests.unit.tasks.test_tokenizer import TEMPLATE
 
 TABLES = ("grpo", "rollout", "optimizer", "lora", "env")
 PLUGIN = """
+from rlpost.algorithm.objective import policy_objective
+
 def loss(tokens, settings):
-    return tokens.logprobs, {}
+    loss_T, stats = policy_objective(tokens, settings)
+    return 2.0 * loss_T, stats
 
 def advantages(groups, penalties):
-    return [[2.0] * len(group.samples) for group in groups]
+    return [[2.0 * scored.reward for scored in group.samples] for group in groups]
 
 def reward(prompt, sample):
     return {"score": 0.25, "extra": 1.0}
@@ -97,6 +101,7 @@ OF_PROCESSES = {
     "max_staleness": "requests in flight: tests/unit/rollout/test_collector.py",
     "mask_offpolicy_in_partial_rollout": "masks resumed responses: tests/unit/rollout/test_buffer.py",
     "partial_rollout_record_s": "seconds between records in the journal",
+    "num_rollout": "the length of a run: tests/unit/driver/test_loop.py",
     "rollout_function_path": "refused, or another setting: tests/unit/config/test_check_functions.py",
     "num_epoch": "becomes --num-rollout on the login node: tests/unit/cli/test_epochs.py",
     "log_probs_chunk_size": "memory of a pass; log-probs are equal",
@@ -128,8 +133,9 @@ OF_PROCESSES = {
     ),
 }  # fmt: skip
 """Settings whose effect no probe sees, and why."""
-UNSEEN = {"bad_prompts": "acts on invalid rows", **OF_PROCESSES}
-"""The same for a run as ``base_of``."""
+CONDITIONAL = {key for row in ROWS[1:] for key in row.keys}
+UNSEEN = {"bad_prompts", *OF_PROCESSES} - CONDITIONAL
+"""Those that may act in a run as ``base_of``; bad_prompts acts on invalid rows."""
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +177,9 @@ def base_of(folder: Path) -> Config:
         num_steps_per_rollout=2,
         num_rollout=4,
         bf16=True,
+        num_gpus_per_node=2,
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=1,
     )
 
 
@@ -184,7 +193,7 @@ def properties(config: Config) -> dict[str, object]:
         name: getattr(owner, name)
         for owner in owners
         for name, member in vars(type(owner)).items()
-        if isinstance(member, property) and name != "loss_settings"
+        if isinstance(member, property) and name not in ("loss_settings", "lr_decay_iters")
     }
 
 
@@ -192,10 +201,15 @@ def loss(config: Config) -> object:
     """Loss, metrics and gradients of four samples."""
     whole = tokens_of(range(4), requires_grad=True)
     entropy = whole.entropy.clone().requires_grad_()
+    has_old = config.num_steps_per_rollout > 1 or config.grpo.keep_old_actor
     assert whole.ref_logprobs is not None
-    reference = whole.ref_logprobs + 3.5  # far enough for the bound of low_var_kl
+    # at some tokens far enough for the bound of low_var_kl
+    reference = whole.ref_logprobs + torch.linspace(0.0, 3.5, len(entropy))
     tokens = replace(
-        whole, entropy=entropy, ref_logprobs=reference if config.grpo.use_kl_loss else None
+        whole,
+        entropy=entropy,
+        ref_logprobs=reference if config.grpo.use_kl_loss else None,
+        old_logprobs=whole.old_logprobs if has_old else whole.logprobs.detach(),
     )
     settings = config.loss_settings
     loss_T, stats = loss_function(settings)(tokens, settings)
@@ -238,7 +252,7 @@ def advantages(config: Config) -> object:
     samples = samples_with([[0.0] * len(each.samples) for each in groups], groups, grpo)
     ours = [FloatColumn([-1.0 - 0.3 * number] * 8)[: each.response_length]
             for number, each in enumerate(samples)]  # fmt: skip
-    reference = [FloatColumn(len(own) * [-1.5]) for own in ours]
+    reference = [FloatColumn(len(own) * [2.0]) for own in ours]  # beyond the bound of low_var_kl
     if grpo.kl_coef:
         batch = TrainBatch((tuple(samples),), len(samples), 1)
         flat = kl_penalties(batch, ours, reference, grpo)
@@ -259,8 +273,7 @@ def advantages(config: Config) -> object:
 
 def guards(config: Config) -> object:
     """Warnings and errors of the guards."""
-    bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
-    found = Guards(bounds, is_fresh=False)
+    found = Guards(guard_bounds(config.grpo), is_fresh=False)
     values = {"train/ppo_kl": 5e-4, "train/rollout_logprob_abs_diff": 0.06}
     try:
         return [
@@ -343,13 +356,20 @@ def rewards(config: Config) -> object:
         return str(error)
 
 
-PROBES = (properties, loss, advantages, guards, schedule, requests, prompts, rewards)
+PROBES = {
+    "grpo": (properties, loss, advantages, guards, requests),
+    "rollout": (properties, loss, requests, prompts, rewards),
+    "optimizer": (properties, schedule),
+    "lora": (requests,),
+    "env": (properties,),
+}
+"""What may depend on a setting, by its table."""
 
 
-def computed(config: Config) -> dict[str, str]:
-    """What the probes compute, as text; an error is a result as well."""
+def computed(config: Config, table: str) -> dict[str, str]:
+    """What the probes of a table compute, as text; an error is a result as well."""
     found = {}
-    for probe in PROBES:
+    for probe in PROBES[table]:
         try:
             value: object = probe(config)
         except (ConfigError, DataError) as error:
@@ -415,6 +435,8 @@ def values(folder: Path) -> dict[str, list[object]]:
         "tis_clip": [1.01],
         "tis_clip_low": [0.99],
         "lr_decay_iters": [6],
+        "min_lr": [1e-8],
+        "lr_warmup_init": [1e-8],
         "lr_warmup_fraction": [0.5],
         "lora_targets": [("linear_qkv",)],
         "only_train_params_name_list": [("embedding",)],
@@ -500,14 +522,15 @@ COMPANIONS: dict[str, dict[str, object]] = {
 # fmt: on
 
 
-def with_companions(folder: Path, base: Config, key: str) -> Config:
-    chosen = dict(COMPANIONS.get(key, {}))
+def in_folder(folder: Path, chosen: Mapping[str, object]) -> dict[str, object]:
+    """Settings with the paths of files and functions in ``folder``."""
+    found = dict(chosen)
     for name, value in chosen.items():
         if name == "prompt_data":
-            chosen[name] = tuple(str(folder / each) for each in typing.cast("tuple", value))
+            found[name] = tuple(str(folder / each) for each in typing.cast("tuple[str]", value))
         elif name.endswith("_path"):
-            chosen[name] = f"{folder}/mine.py:{value}"
-    return with_values(base, **chosen)
+            found[name] = f"{folder}/mine.py:{value}"
+    return found
 
 
 def keys() -> list[str]:
@@ -521,16 +544,54 @@ def on_gpus() -> Iterator[None]:
         yield
 
 
-def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path) -> None:
-    base = base_of(folder)
-    before, named = computed(base), said(base)
-    assert computed(base) == before, "equal settings give equal results"
+# fmt: off
+CONTEXTS: dict[str, dict[str, object]] = {
+    "base": {},
+    "supervised": {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rollout_batch_size": 8},
+    "one step": {"num_steps_per_rollout": 1},
+    "gspo": {"advantage_estimator": "gspo"},
+    "cispo": {"policy_loss": "cispo"},
+    "opo": {"advantage_estimator": "opo"},
+    "critic": {"advantage_estimator": "ppo"},
+    "whitened": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "own advantages": {"custom_advantage_function_path": "advantages"},
+    "post-processed": {"custom_reward_post_process_path": "post_process"},
+    "own loss": {"loss_type": "custom_loss", "custom_loss_function_path": "loss"},
+    "engines' log-probs": {"use_rollout_logprobs": True},
+    "penalty": {"kl_coef": 0.1},
+}
+"""Runs in which other settings have nothing to do."""
+EXPECTED = {
+    "supervised": {"apply_chat_template": "applies anyway: without --label-key rows have messages"},
+    "one step": {
+        **dict.fromkeys(("eps_clip", "eps_clip_high", "policy_loss", "advantage_estimator"),
+        "all ratios are 1, so bounds and their kinds differ only with more steps; recipes have them"),
+    },
+    "gspo": {"policy_loss": "gspo is the one that the estimator names"},
+    "cispo": {"advantage_estimator": "gspo and cispo are grpo with another loss, and that is given"},
+}
+"""What neither acts nor is said there, and why."""
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, name: str) -> None:
+    base = with_values(base_of(folder), **in_folder(folder, CONTEXTS[name]))
+    assert check_settings._settings_problems(base) == []
+    tables = (
+        TABLES if name == "base" else ("grpo", "rollout") if name == "supervised" else ("grpo",)
+    )
+    before = {table: computed(base, table) for table in tables}
+    assert {table: computed(base, table) for table in tables} == before, "a probe is random"
     silent = []
     for key in keys():
+        table = fields()[key]
+        if table not in tables or key in CONTEXTS[name] or key in EXPECTED.get(name, {}):
+            continue
         for value in alternatives(folder, base, key):
             changed = with_values(base, **{key: value})
-            acts = computed(changed) != before
-            if not (acts or key in said(changed) - named or key in UNSEEN):
+            acts = computed(changed, table) != before[table]
+            if not (acts or key in said(changed) or key in UNSEEN):
                 silent.append((key, value))
     assert silent == []
 
@@ -540,11 +601,11 @@ def test_with_what_it_needs_each_setting_acts_and_the_check_is_silent(folder: Pa
     base = base_of(folder)
     wrong = []
     for key in keys():
-        start = with_companions(folder, base, key)
-        before = computed(start)
+        start = with_values(base, **in_folder(folder, COMPANIONS.get(key, {})))
+        before = computed(start, fields()[key])
         for value in alternatives(folder, base, key):
             changed = with_values(start, **{key: value})
-            acts = key in OF_PROCESSES or computed(changed) != before
+            acts = key in OF_PROCESSES or computed(changed, fields()[key]) != before
             idle = [line for line in no_effect_problems(changed) if f"{flag(key)} " in line]
             if not acts or idle:
                 wrong.append((key, value, acts, idle))
