@@ -19,6 +19,8 @@ In YAML both tables may be below a key ``eval``, as in recipes for slime.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +85,36 @@ def set_settings(one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig) -
     return rollout.model_copy(update=own)
 
 
+MAX_NAME_BYTES = 200
+"""Longest name of a set: a file name has at most 255 bytes, temporary ones included."""
+
+
+def answers_file(name: str) -> str:
+    """Return the name of the file with the answers of a set."""
+    return f"{name.replace('/', '_')}.jsonl"
+
+
+def name_problem(names: Sequence[str]) -> str | None:
+    """Return what is wrong with the names of sets, which name metrics and files; None if nothing."""
+    for name in names:
+        if not name.strip() or not name.isprintable():
+            return f"a set is named {name!r}; give it a NAME of letters, without line breaks"
+        if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+            return f"a set has a NAME of {len(name)} characters, {name[:20]}...; use at most {MAX_NAME_BYTES} bytes"
+    for first, second in combinations(names, 2):
+        if first == second:
+            return (
+                f"two sets are named {first}, and metrics are named by set; give each its own NAME, "
+                f"such as {first} and {first}-2"
+            )
+        if answers_file(first) == answers_file(second):
+            return (
+                f"the answers of the sets {first} and {second} would be one file, "
+                f"{answers_file(first)}; give one of them another NAME"
+            )
+    return None
+
+
 def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
     """Return all sets, with the keys of [eval] where they have none.
 
@@ -129,9 +161,8 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
                 f"{file}: dataset {number} is {entry!r}; a table with name and path is needed"
             )
         sets.append(_entry(file, number, {**(raw.get("defaults") or {}), **entry}))
-    names = [each.name for each in sets]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
+    if problem := name_problem([each.name for each in sets]):
+        raise ConfigError(f"{file}: {problem}")
     return tuple(sets)
 
 
@@ -154,7 +185,7 @@ def _entry(file: Path, number: int, entry: dict[str, object]) -> EvalSet:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows write a BOM
         if file.suffix == ".toml":
             return tomllib.loads(text)
         import yaml  # optional: TOML needs no package
@@ -168,6 +199,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: {error.strerror}; give the path of a TOML or YAML file"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not text in UTF-8: {error}; save it as UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     except yaml.YAMLError as error:

@@ -16,6 +16,7 @@ from typing import TypedDict
 
 from common.files import write_atomic
 from rlpost.algorithm.evaluation_statistics import mean_interval, pass_at_k
+from rlpost.config.eval_sets import answers_file
 from rlpost.errors import DataError
 from rlpost.types import SampleGroup
 
@@ -87,7 +88,7 @@ def write_answers(
             }
             lines.append(json.dumps(answer) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{name.replace('/', '_')}.jsonl", lines)
+    write_atomic(folder / answers_file(name), lines)
 
 
 def read_results(folder: Path) -> list[SetResult]:

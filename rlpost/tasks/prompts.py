@@ -75,11 +75,12 @@ def check_prompt_file(
     """Read every row as a run would and return the number of valid rows.
 
     Raises:
-        DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are.
+        DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are;
+            or every label is empty.
     """
     rows = Rows(source, columns=fields.columns)
     first_error: DataError | None = None
-    num_bad = 0
+    num_bad, has_label = 0, fields.label_key is None
     for position in range(len(rows)):
         try:
             row = parse(rows.row(position), rows.where(position), fields)
@@ -90,6 +91,7 @@ def check_prompt_file(
                     else f"{fields.input_key!r} is a list of messages"
                 )
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
+            has_label = has_label or bool(row.label and row.label.strip())
         except DataError as error:
             if not skip_bad:
                 raise DataError(f"{error} (--bad-prompts skip skips such lines)") from error
@@ -98,6 +100,11 @@ def check_prompt_file(
     if num_bad == len(rows):
         raise DataError(
             f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}"
+        )
+    if not has_label:
+        raise DataError(
+            f"{source}: every label under {fields.label_key!r} is empty, so no response can be right; "
+            "give the key of the answers as --label-key, or leave it out"
         )
     if num_bad:
         logger.warning(

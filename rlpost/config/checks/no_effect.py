@@ -189,12 +189,6 @@ ROWS = (
         "with --custom-reward-post-process-path, whose rewards get no baseline",
     ),
     Row(
-        ("rm_type",),
-        lambda config: config.rollout.custom_rm_path is None,
-        "with --custom-rm-path",
-        "use --custom-rm-path none",
-    ),
-    Row(
         ("guard_initial_kl",),
         lambda config: not (config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor),
         "where the policy is not compared with itself before the first optimizer step",

@@ -559,6 +559,7 @@ CONTEXTS: dict[str, dict[str, object]] = {
     "own loss": {"loss_type": "custom_loss", "custom_loss_function_path": "loss"},
     "engines' log-probs": {"use_rollout_logprobs": True},
     "penalty": {"kl_coef": 0.1},
+    "own reward": {"custom_rm_path": "reward"},
 }
 """Runs in which other settings have nothing to do."""
 EXPECTED = {
@@ -567,6 +568,7 @@ EXPECTED = {
         **dict.fromkeys(("eps_clip", "eps_clip_high", "policy_loss", "advantage_estimator"),
         "all ratios are 1, so bounds and their kinds differ only with more steps; recipes have them"),
     },
+    "own reward": {"rm_type": "--custom-rm-path is instead of it, and derived recipes override one by the other"},
     "gspo": {"policy_loss": "gspo is the one that the estimator names"},
     "cispo": {"advantage_estimator": "gspo and cispo are grpo with another loss, and that is given"},
 }
@@ -578,8 +580,8 @@ EXPECTED = {
 def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, name: str) -> None:
     base = with_values(base_of(folder), **in_folder(folder, CONTEXTS[name]))
     assert check_settings._settings_problems(base) == []
-    tables = (
-        TABLES if name == "base" else ("grpo", "rollout") if name == "supervised" else ("grpo",)
+    tables = {"base": TABLES, "supervised": TABLES[:2], "own reward": TABLES[1:2]}.get(
+        name, TABLES[:1]
     )
     before = {table: computed(base, table) for table in tables}
     assert {table: computed(base, table) for table in tables} == before, "a probe is random"

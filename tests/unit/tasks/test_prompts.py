@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_messages_without_a_chat_template_are_refused_only_then(tmp_path: Path) 
     assert check_prompt_file(path, FIELDS) == 1
     with pytest.raises(DataError, match=r"line 1.*--apply-chat-template"):
         check_prompt_file(path, FIELDS, apply_chat_template=False)
+
+
+def test_labels_that_are_all_empty_are_refused_but_not_a_few_of_them(tmp_path: Path) -> None:
+    empty = {"prompt": "Q", "label": " "}
+    path = write(tmp_path / "p.jsonl", empty, empty)
+    with pytest.raises(DataError, match=r"every label under 'label' is empty.*--label-key"):
+        check_prompt_file(path, FIELDS)
+    assert check_prompt_file(write(tmp_path / "q.jsonl", empty, GOOD), FIELDS) == 2
+    assert check_prompt_file(path, replace(FIELDS, label_key=None)) == 2
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
