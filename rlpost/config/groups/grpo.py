@@ -11,7 +11,8 @@ from rlpost.algorithm.loss_settings import POLICY_LOSS_ROWS
 from rlpost.config.groups.base import FunctionPath, Group, Positive
 
 if TYPE_CHECKING:
-    EstimatorName = PolicyLossName = str
+    EstimatorName = str
+    PolicyLossName = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(POLICY_LOSS_ROWS)]
