@@ -49,7 +49,7 @@ from rlpost.config.checks.missing import (
     missing_problems,
 )
 from rlpost.config.checks.model_file import name_wrong_model_file
-from rlpost.config.checks.no_effect import no_effect_problems
+from rlpost.config.checks.no_effect import no_effect_notes, no_effect_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.precision import precision_problems
@@ -189,7 +189,7 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    of_data = data_notes(config)
+    of_data = [*no_effect_notes(config), *data_notes(config)]
     if not path.is_file():
         return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
     hf = json.loads(path.read_text())

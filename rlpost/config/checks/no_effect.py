@@ -7,7 +7,7 @@ those that neither act nor have a row here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlpost.algorithm.advantage import ESTIMATORS
@@ -26,32 +26,49 @@ class Row:
         acts: whether they act.
         where: where they do not, behind "has no effect".
         remedy: how they would; empty if other settings leave nothing for them to do.
+        is_note: recipes have them for another kind of run, so they are noted, not refused.
     """
 
     keys: tuple[str, ...]
     acts: Callable[[Config], bool]
     where: str
     remedy: str = ""
+    is_note: bool = False
 
 
 def no_effect_problems(config: Config) -> list[str]:
     """Settings that differ from their defaults and have no effect; each in one line at most."""
     problems: list[str] = []
-    changed = _changed_keys(config)
-    for row in ROWS:
-        idle = [key for key in row.keys if key in changed]
-        if not idle or row.acts(config):
+    for row, idle in _idle(config):
+        if row.is_note:
             continue
-        changed -= set(idle)
-        names = listed([spelled(config, key) for key in idle], "and")
-        has = "has" if len(idle) == 1 else "have"
         defaults = " ".join(f"{flag(key)} {_default_text(config, key)}" for key in idle)
         remedy = f"use {defaults}"
         if row.remedy:
             link = ", or " if row.remedy.startswith("use ") else ", or use "
             remedy = f"{row.remedy}{link}{defaults}"
-        problems.append(f"{names} {has} no effect {row.where}; {remedy}")
+        problems.append(f"{_sentence(config, row, idle)}; {remedy}")
     return problems
+
+
+def no_effect_notes(config: Config) -> list[str]:
+    """The same, where the settings may stay: one line for each reason."""
+    return [_sentence(config, row, idle) for row, idle in _idle(config) if row.is_note]
+
+
+def _idle(config: Config) -> Iterator[tuple[Row, list[str]]]:
+    """Yield the rows of settings without effect, with those settings, each once."""
+    changed = _changed_keys(config)
+    for row in ROWS:
+        idle = [key for key in row.keys if key in changed]
+        if idle and not row.acts(config):
+            changed -= set(idle)
+            yield row, idle
+
+
+def _sentence(config: Config, row: Row, idle: Sequence[str]) -> str:
+    names = listed([spelled(config, key) for key in idle], "and")
+    return f"{names} {'has' if len(idle) == 1 else 'have'} no effect {row.where}"
 
 
 def _changed_keys(config: Config) -> set[str]:
@@ -121,27 +138,29 @@ def _decay_changes(config: Config) -> bool:
 
 
 _REFERENCE = "add --use-kl-loss true or --kl-coef"
-_POLICY_LOSS = (
-    "advantage_estimator", "policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c", "kl_coef",
-    "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm", "use_rollout_logprobs",
-    "keep_old_actor", "use_unbiased_kl", "disable_grpo_std_normalization",
-    "disable_rewards_normalization", "normalize_advantages", "overlong_buffer_len",
-    "truncated_answers", "repetitive_answers", "custom_advantage_function_path",
+_SWITCHES = (
+    "kl_coef", "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm",
+    "use_rollout_logprobs", "keep_old_actor", "use_unbiased_kl", "disable_rewards_normalization",
+    "disable_grpo_std_normalization", "normalize_advantages", "custom_advantage_function_path",
     "custom_reward_post_process_path", "ref_update_interval",
 )  # fmt: skip
-"""Settings of advantages and of the policy loss, which supervised training does not have."""
-_GENERATION = (
-    "rm_type", "custom_rm_path", "group_rm", "reward_key", "reward_weights", "rollout_top_p",
-    "rollout_top_k", "rollout_stop", "rollout_stop_token_ids", "rollout_mode",
-    "over_sampling_batch_size", "dynamic_sampling_filter_path",
-    "partial_rollout", "buffer_filter_path", "custom_generate_function_path",
-    "rollout_max_response_len",
+"""What is added to a policy loss; supervised training has none."""
+_OF_RECIPES = (
+    "advantage_estimator", "policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c",
+    "overlong_buffer_len", "truncated_answers", "repetitive_answers", "rm_type", "custom_rm_path",
+    "group_rm", "reward_key", "reward_weights", "rollout_top_p", "rollout_top_k", "rollout_stop",
+    "rollout_stop_token_ids", "rollout_mode", "over_sampling_batch_size",
+    "dynamic_sampling_filter_path", "partial_rollout", "buffer_filter_path",
+    "custom_generate_function_path", "rollout_max_response_len",
 )  # fmt: skip
+"""What recipes that generate have, and supervised training does not use."""
 ROWS = (
+    Row(_SWITCHES, lambda config: not config.grpo.is_supervised, "with --loss-type sft_loss"),
     Row(
-        (*_POLICY_LOSS, *_GENERATION),
+        _OF_RECIPES,
         lambda config: not config.grpo.is_supervised,
         "with --loss-type sft_loss",
+        is_note=True,
     ),
     Row(
         ("tis_level", "tis_mode", "tis_clip", "tis_clip_low"),
@@ -165,6 +184,12 @@ ROWS = (
         lambda config: config.grpo.loss_type == "custom_loss" or _moves_policy(config),
         "with one optimizer step per rollout, where the policy is the old policy",
         "add --num-steps-per-rollout 2 or --use-rollout-logprobs true",
+    ),
+    Row(
+        ("eps_clip", "eps_clip_high", "policy_loss"),
+        lambda config: config.grpo.loss_type == "custom_loss" or _moves_policy(config),
+        "with one optimizer step per rollout, where the policy is the old policy",
+        is_note=True,
     ),
     Row(
         ("disable_grpo_std_normalization",),

@@ -28,7 +28,8 @@ from rlpost.algorithm.objective import loss_function
 from rlpost.algorithm.shaping import shaped
 from rlpost.cli import check_settings
 from rlpost.columns import FloatColumn
-from rlpost.config.checks.no_effect import ROWS, no_effect_problems
+from rlpost.compat.slime.filters import reward_post_process
+from rlpost.config.checks.no_effect import ROWS, no_effect_notes, no_effect_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.base import Group
@@ -82,7 +83,7 @@ async def write(builder, prompt, sampling):
     return builder.sample()
 
 def post_process(args, samples):
-    return [0.0] * len(samples), [1.0] * len(samples)
+    return [0.0] * len(samples), [each.reward ** 2 for each in samples]
 """
 
 OF_PROCESSES = {
@@ -111,8 +112,6 @@ OF_PROCESSES = {
     "use_rollout_sampling_mask": "log-probs over sets of tokens: tests/contract/test_sampling_mask.py",
     "disable_compute_advantages_and_returns": "without effect with --loss-type sft_loss by its meaning: "
     "supervised command lines of slime have it",
-    "custom_reward_post_process_path": "its rewards replace those of the groups in the driver: "
-    "tests/unit/compat/test_slime_functions.py",
     "optimizer_cpu_offload": "needs CUDA; its help says so",
     "optimizer_offload_fraction": "needs CUDA: tests/contract/test_actor_optimizer.py",
     "overlap_cpu_optimizer_d2h_h2d": "needs CUDA",
@@ -133,7 +132,7 @@ OF_PROCESSES = {
     ),
 }  # fmt: skip
 """Settings whose effect no probe sees, and why."""
-CONDITIONAL = {key for row in ROWS[1:] for key in row.keys}
+CONDITIONAL = {key for row in ROWS if not row.acts(Config()) for key in row.keys}
 UNSEEN = {"bad_prompts", *OF_PROCESSES} - CONDITIONAL
 """Those that may act in a run as ``base_of``; bad_prompts acts on invalid rows."""
 
@@ -248,6 +247,8 @@ def advantages(config: Config) -> object:
     """Advantages of a rollout, and its batches by optimizer step, as the driver makes them."""
     grpo = config.grpo
     groups = shaped(groups_of(config), replace(shaping_of(config), max_response_len=8))
+    if (post_process := reward_post_process(config)) is not None:
+        groups = list(post_process(groups).groups)
     penalties = None
     samples = samples_with([[0.0] * len(each.samples) for each in groups], groups, grpo)
     ours = [FloatColumn([-1.0 - 0.3 * number] * 8)[: each.response_length]
@@ -564,10 +565,7 @@ CONTEXTS: dict[str, dict[str, object]] = {
 """Runs in which other settings have nothing to do."""
 EXPECTED = {
     "supervised": {"apply_chat_template": "applies anyway: without --label-key rows have messages"},
-    "one step": {
-        **dict.fromkeys(("eps_clip", "eps_clip_high", "policy_loss", "advantage_estimator"),
-        "all ratios are 1, so bounds and their kinds differ only with more steps; recipes have them"),
-    },
+    "one step": {"advantage_estimator": "gspo is grpo with a loss that differs in more steps alone"},
     "own reward": {"rm_type": "--custom-rm-path is instead of it, and derived recipes override one by the other"},
     "gspo": {"policy_loss": "gspo is the one that the estimator names"},
     "cispo": {"advantage_estimator": "gspo and cispo are grpo with another loss, and that is given"},
@@ -608,7 +606,8 @@ def test_with_what_it_needs_each_setting_acts_and_the_check_is_silent(folder: Pa
         for value in alternatives(folder, base, key):
             changed = with_values(start, **{key: value})
             acts = key in OF_PROCESSES or computed(changed, fields()[key]) != before
-            idle = [line for line in no_effect_problems(changed) if f"{flag(key)} " in line]
+            lines = [*no_effect_problems(changed), *no_effect_notes(changed)]
+            idle = [line for line in lines if f"{flag(key)} " in line]
             if not acts or idle:
                 wrong.append((key, value, acts, idle))
     assert wrong == []
