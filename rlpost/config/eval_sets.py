@@ -95,17 +95,20 @@ def answers_file(name: str) -> str:
 
 
 def name_problem(names: Sequence[str]) -> str | None:
-    """Return what is wrong with the names of sets, which name metrics and files; None if nothing."""
+    """Return why names of sets cannot name metrics and files; None if they can."""
     for name in names:
         if not name.strip() or not name.isprintable():
             return f"a set is named {name!r}; give it a NAME of letters, without line breaks"
         if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
-            return f"a set has a NAME of {len(name)} characters, {name[:20]}...; use at most {MAX_NAME_BYTES} bytes"
+            return (
+                f"a set has a NAME of {len(name)} characters, {name[:20]}...; use at most "
+                f"{MAX_NAME_BYTES} bytes"
+            )
     for first, second in combinations(names, 2):
         if first == second:
             return (
-                f"two sets are named {first}, and metrics are named by set; give each its own NAME, "
-                f"such as {first} and {first}-2"
+                f"two sets are named {first}, and metrics are named by set; give each its own "
+                f"NAME, such as {first} and {first}-2"
             )
         if answers_file(first) == answers_file(second):
             return (

@@ -140,7 +140,7 @@ def _excluded_norm(optimizer: ChainedOptimizer) -> float:
 
 @torch.no_grad()
 def update(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Clip the gradients, whose norm is ``norm``, and change the weights; ``accumulate`` comes before.
+    """Clip the gradients, whose norm is ``norm``, and change the weights; after ``accumulate``.
 
     The second half of Megatron's ``ChainedOptimizer.step`` (``optimizer.py`` of 0.16.1), which does
     not look at the norm.

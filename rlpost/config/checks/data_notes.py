@@ -27,8 +27,8 @@ def data_notes(config: Config) -> list[str]:
 def _file_notes(config: Config, sets: tuple[EvalSet, ...]) -> list[str]:
     trained = config.rollout.prompt_data
     notes = [
-        f"--prompt-data has {second} twice, so its prompts are trained twice per epoch; name it once, "
-        "or use --prompt-data-weights"
+        f"--prompt-data has {second} twice, so its prompts are trained twice per epoch; name it "
+        "once, or use --prompt-data-weights"
         for first, second in combinations(trained, 2)
         if overlap(first, second)
     ]
@@ -42,7 +42,7 @@ def _file_notes(config: Config, sets: tuple[EvalSet, ...]) -> list[str]:
 
 
 def overlap(first: str, second: str) -> bool:
-    """Whether two sources surely share rows: one file, of which both take the same slice or one all.
+    """Whether two sources surely share rows: of one file the same slice, or a slice and all.
 
     >>> overlap("a.jsonl", "a.jsonl@[0:9]"), overlap("a.jsonl@[0:9]", "a.jsonl@[9:]")
     (True, False)
@@ -53,7 +53,7 @@ def overlap(first: str, second: str) -> bool:
 
 
 def _greedy_notes(config: Config, sets: tuple[EvalSet, ...]) -> list[str]:
-    """Several greedy answers to one prompt are equal, unless an environment or function is random."""
+    """Several greedy answers to a prompt are equal, unless an environment or function is random."""
     rollout, evaluation = config.rollout, config.eval
     if config.env.env or rollout.custom_generate_function_path is not None:
         return []
@@ -76,7 +76,7 @@ def _greedy_notes(config: Config, sets: tuple[EvalSet, ...]) -> list[str]:
 
 
 def _is_greedy(one: EvalSet, config: Config) -> bool:
-    """Whether a set is sampled at temperature 0 or from one token, by its own or inherited settings."""
+    """Whether a set is sampled at temperature 0 or from one token."""
     rollout, evaluation = config.rollout, config.eval
     temperatures = (one.temperature, evaluation.eval_temperature, rollout.rollout_temperature)
     top_ks = (one.top_k, evaluation.eval_top_k, rollout.rollout_top_k)
