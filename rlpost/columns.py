@@ -134,6 +134,11 @@ class _NumberColumn(Sequence[Number]):
         """The values in memory order, little endian on every supported machine."""
         return self.array.tobytes()
 
+    def find_not_finite(self) -> int | None:
+        """Return the position of the first NaN or infinity; None if all values are finite."""
+        is_finite = np.isfinite(self.array)
+        return None if is_finite.all() else int(is_finite.argmin())
+
 
 class IntColumn(_NumberColumn[int]):
     """Integers of 32 bits."""

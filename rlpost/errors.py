@@ -3,6 +3,7 @@
     RlpostError
       ConfigError(ValueError)      a setting, a recipe or a file named by one is wrong; found before anything runs
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
+        NotFinite                  a sample has NaN or infinity for a number
       RolloutError                 generation failed
         EngineDied                 an inference engine exited or hangs
       GradingLost                  an answer could not be graded, for reasons outside the answer
@@ -47,6 +48,10 @@ class ConfigError(RlpostError, ValueError):
 
 class DataError(RlpostError, ValueError):
     """A prompt file or a recorded rollout cannot be used."""
+
+
+class NotFinite(DataError):
+    """A sample has NaN or infinity for a number."""
 
 
 class RolloutError(RlpostError):

@@ -11,13 +11,16 @@ convert it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
+from rlpost.errors import NotFinite
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,9 @@ class Sample:
             (--use-rollout-sampling-mask); None if there is none.
         extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
         reward: set while other answers of the group are generated or graded; then ``ScoredSample`` has it.
+
+    Raises:
+        NotFinite: a log-prob or the reward is NaN or infinite.
     """
 
     prompt_id: int
@@ -108,6 +114,9 @@ class Sample:
             len(self.routes),
             length,
         )
+        _refuse_not_finite(
+            self, "rollout_logprobs", "teacher_logprobs", "teacher_top_logprobs", "reward"
+        )
 
     @property
     def mask(self) -> RunColumn:
@@ -129,7 +138,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample with its reward.
+    """A sample with its reward. Raises NotFinite for a reward that is NaN or infinite.
 
     ``is_masked``: reward shaping left its answer out of the loss.
     """
@@ -144,6 +153,9 @@ class ScoredSample:
         if self.is_masked:
             return RunColumn([(0, len(self.sample.response_ids))])
         return self.sample.mask
+
+    def __post_init__(self) -> None:
+        _refuse_not_finite(self, "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +245,9 @@ class TrainSample:
     contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
     ``teacher_top_*`` are those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
     one answer, their weights add up to 1 and only the first has a count of 1.
+
+    Raises:
+        NotFinite: a log-prob, an advantage or the weight is not finite in float32.
     """
 
     token_ids: IntColumn
@@ -261,6 +276,14 @@ class TrainSample:
         )
         if not isinstance(self.advantage, int | float):
             _convert(self, advantage=FloatColumn)
+        _refuse_not_finite(
+            self,
+            "rollout_logprobs",
+            "advantage",
+            "weight",
+            "teacher_logprobs",
+            "teacher_top_logprobs",
+        )
 
     @property
     def response_length(self) -> int:
@@ -377,3 +400,26 @@ def _convert(
         given = getattr(value, name)
         if given is not None and not isinstance(given, column):
             object.__setattr__(value, name, column.of(given))
+
+
+def _refuse_not_finite(value: object, *names: str) -> None:
+    """Raise NotFinite for the first NaN or infinity in the named fields; None is accepted.
+
+    The trainer computes in float32, where a larger number than MAX_FLOAT32 is infinite.
+    """
+    for name in names:
+        numbers = getattr(value, name)
+        if isinstance(numbers, FloatColumn):
+            position = numbers.find_not_finite()
+            if position is not None:
+                word = f"{name}[{position}] = {numbers[position]}"
+                raise NotFinite(f"{type(value).__name__}.{word}; it must be finite in float32")
+        elif numbers is not None and not is_finite_float32(numbers):
+            raise NotFinite(
+                f"{type(value).__name__}.{name} = {numbers}; it must be finite in float32"
+            )
+
+
+def is_finite_float32(number: float) -> bool:
+    """Whether a number is finite, also in float32."""
+    return math.isfinite(number) and abs(number) <= MAX_FLOAT32

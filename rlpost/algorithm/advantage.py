@@ -18,7 +18,7 @@ from rlpost.algorithm.plugin import blamed_on, load_function
 from rlpost.algorithm.turns import TurnReward, turn_advantages
 from rlpost.columns import FloatColumn, RunColumn
 from rlpost.errors import ConfigError
-from rlpost.types import SampleGroup
+from rlpost.types import SampleGroup, is_finite_float32
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -120,6 +120,7 @@ class Estimator:
         has_raw_rewards: without its baseline the rewards are the advantages
             (--disable-rewards-normalization, --custom-reward-post-process-path).
         has_turns: it also gives an advantage per turn (--env-reward turn).
+        divides_by_std: by the standard deviation of the group (--disable-grpo-std-normalization).
         loss: the --policy-loss that goes with it.
     """
 
@@ -130,6 +131,7 @@ class Estimator:
     compares: bool = True
     has_raw_rewards: bool = False
     has_turns: bool = False
+    divides_by_std: bool = False
     loss: str = "ppo"
 
     @property
@@ -148,6 +150,7 @@ _GRPO = Estimator(
     lambda rewards, _, normalize_std: grpo_advantages(rewards, normalize_std=normalize_std),
     has_raw_rewards=True,
     has_turns=True,
+    divides_by_std=True,
 )
 ESTIMATORS = {
     "grpo": _GRPO,
@@ -312,7 +315,8 @@ def custom_advantages(
     advantage per sample: a number, or one per response token.
 
     Raises:
-        ConfigError: the function cannot be imported, or returns something else.
+        ConfigError: the function cannot be imported, or returns something else, or a number that
+            is not finite in float32.
     """
     key = "custom_advantage_function_path"
     where = f"{key} = {path}"
@@ -342,7 +346,18 @@ def custom_advantages(
                 f"{where}: got {len(advantage)} advantages for a response of {length} tokens; "
                 "return one number, or one for each token"
             )
+        if not _is_finite(advantage):
+            raise ConfigError(
+                f"{where}: got {advantage!r:.200} for sample {sample.index} of prompt "
+                f"{sample.prompt_id}; return finite numbers"
+            )
     return by_group
+
+
+def _is_finite(advantage: Advantage) -> bool:
+    if isinstance(advantage, FloatColumn):
+        return advantage.find_not_finite() is None
+    return is_finite_float32(advantage)
 
 
 def _advantage(value: Any) -> Advantage:

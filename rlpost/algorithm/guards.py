@@ -28,14 +28,15 @@ class Bounds:
     guard_grad_norm_factor: float = 10.0
 
 
-def check_finite(metrics: Mapping[str, float]) -> None:
-    """Raise TrainingError when a metric is NaN or infinite."""
+def check_finite(metrics: Mapping[str, float], where: str = "") -> None:
+    """Raise TrainingError when a metric is NaN or infinite; ``where`` names the step and its loss."""
     broken = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if broken:
+        prefix = f"{where}: " if where else ""
         raise TrainingError(
-            f"{', '.join(broken)}: not a number of a healthy step. The weights of this step are not saved; the last "
-            "checkpoint holds good ones. Lower --lr or --clip-grad, or look for broken rewards and log-probs in "
-            "--save-debug-rollout-data"
+            f"{prefix}{', '.join(broken)}: not a number of a healthy step. No weights of this step are saved; the "
+            "last checkpoint holds good ones. Lower --lr or --clip-grad, correct the loss if it is a custom one, or "
+            "look for broken rewards and log-probs in --save-debug-rollout-data"
         )
 
 

@@ -26,9 +26,14 @@ Otherwise a masked token's gradient would be 0 x infinity.
 def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
     """Estimate the divergence at each token: [T], [T] -> [T].
 
-    With d = policy - reference: k1 is d (unbiased, either sign). k2 is d^2 / 2 (its gradient is
-    that of the divergence). k3 is exp(-d) + d - 1 (unbiased, never negative), with d clamped to
-    +-20. low_var_kl is k3 clamped to 10.
+    With d = policy - reference: k1 is d, of either sign. k2 is d^2 / 2. k3 is exp(-d) + d - 1, never
+    negative, with d clamped to +-20. low_var_kl is k3 clamped to 10.
+
+    At tokens that the policy sampled, the values of k1 and k3 are unbiased; that of k2 is not. Of
+    the gradients, which flow through ``logprobs_T`` alone, that of k2 is the one of the divergence.
+    That of k1 is 0 in expectation, whatever the divergence, and that of k3 is the one of the
+    divergence in the other direction, KL(reference || policy). ``unbiased_kl`` has the gradient of
+    the divergence with every kind.
 
     Raises:
         ValueError: the kind is unknown.

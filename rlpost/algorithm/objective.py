@@ -39,8 +39,8 @@ _NAME = re.compile(r"[A-Za-z0-9_./@-]{1,100}")
 class Tokens:
     """Response tokens of a micro-batch on this rank: float tensors [T].
 
-    With context parallelism a rank holds only some tokens of a sample; ``sample_sums`` sums over
-    all of them.
+    Log-probs, entropies and advantages are 0 where ``loss_mask`` is 0. With context parallelism a
+    rank holds only some tokens of a sample; ``sample_sums`` sums over all of them.
     """
 
     logprobs: Tensor  # under the current weights, with gradient

@@ -27,6 +27,7 @@ from rlpost.config.checks.algorithm import (
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
+from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_groups import engine_group_problems, spare_model_problems
 from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
@@ -48,6 +49,7 @@ from rlpost.config.checks.missing import (
     missing_problems,
 )
 from rlpost.config.checks.model_file import name_wrong_model_file
+from rlpost.config.checks.no_effect import no_effect_notes, no_effect_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.policy_passes import pass_problems
@@ -140,6 +142,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *no_effect_problems(config),
         *own_critic_problems(config),
         *distillation_problems(config),
         *engine_group_problems(config),
@@ -190,8 +193,9 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    of_data = [*no_effect_notes(config), *data_notes(config)]
     if not path.is_file():
-        return [note for note in (interpreter_note(config),) if note is not None]
+        return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
     hf = json.loads(path.read_text())
     try:
         shape = hf_shape(hf)
@@ -206,7 +210,7 @@ def notes(config: Config) -> list[str]:
         _interval_note(config, shape),
         *context_notes(config, hf),
     )
-    return [note for note in note_lines if note is not None]
+    return [*of_data, *(note for note in note_lines if note is not None)]
 
 
 def _interval_note(config: Config, shape: Shape | None) -> str | None:

@@ -19,6 +19,8 @@ In YAML both tables may be below a key ``eval``, as in recipes for slime.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,14 +70,42 @@ ROLLOUT_KEYS = (
 
 
 def set_settings(one: EvalSet, evaluation: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """Return [rollout] as a set overrides it: by its own keys, and by the limits of [eval]."""
+    """Return [rollout] as a set overrides it: by its own keys, and by the limits of [eval].
+
+    A reward by name replaces a function of [rollout], which would take precedence.
+    """
     own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+    if one.rm_type is not None and one.custom_rm_path is None:
+        own |= {"custom_rm_path": None, "group_rm": False}
     limits = {
         "rollout_max_prompt_len": evaluation.eval_max_prompt_len,
         "rollout_max_context_len": evaluation.eval_max_context_len,
     }
     own |= {key: value for key, value in limits.items() if value is not None}
     return rollout.model_copy(update=own)
+
+
+MAX_NAME_BYTES = 200
+"""Longest name of a set: a file name has at most 255 bytes, temporary ones included."""
+
+
+def name_problem(names: Sequence[str]) -> str | None:
+    """Return why names of sets cannot name metrics and files; None if they can."""
+    for name in names:
+        if not name.strip() or not name.isprintable():
+            return f"a set is named {name!r}; give it a NAME of letters, without line breaks"
+        if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+            return (
+                f"a set has a NAME of {len(name)} characters, {name[:20]}...; use at most "
+                f"{MAX_NAME_BYTES} bytes"
+            )
+    for first, second in combinations(names, 2):
+        if first == second:
+            return (
+                f"two sets are named {first}, and metrics are named by set; give each its own "
+                f"NAME, such as {first} and {first}-2"
+            )
+    return None
 
 
 def eval_sets(evaluation: EvalConfig) -> tuple[EvalSet, ...]:
@@ -124,9 +154,8 @@ def _from_file(file: Path) -> tuple[EvalSet, ...]:
                 f"{file}: dataset {number} is {entry!r}; a table with name and path is needed"
             )
         sets.append(_entry(file, number, {**(raw.get("defaults") or {}), **entry}))
-    names = [each.name for each in sets]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{file}: two datasets are called '{twice}'; give each a different name")
+    if problem := name_problem([each.name for each in sets]):
+        raise ConfigError(f"{file}: {problem}")
     return tuple(sets)
 
 
@@ -151,7 +180,7 @@ def _entry(file: Path, number: int, entry: dict[str, object]) -> EvalSet:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows write a BOM
         if file.suffix == ".toml":
             return tomllib.loads(text)
         import yaml  # optional: TOML needs no package
@@ -165,6 +194,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: {error.strerror}; give the path of a TOML or YAML file"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not text in UTF-8: {error}; save it as UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     except yaml.YAMLError as error:

@@ -25,6 +25,8 @@ def settings_of(config: Config) -> dict[str, object]:
         "actor_num_nodes": config.actor_num_nodes,
         "eval_max_context_len": config.eval.eval_max_context_len or rollout.rollout_max_context_len,
         "eval_reward_key": config.eval.eval_reward_key or rollout.reward_key,
+        "eps_clip": config.loss_settings.eps_clip,
+        "eps_clip_high": config.loss_settings.eps_clip_high,
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,
         "multimodal_keys": None,

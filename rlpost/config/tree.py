@@ -12,7 +12,7 @@ import math
 from dataclasses import fields
 
 from rlpost.algorithm.advantage import ESTIMATORS
-from rlpost.algorithm.loss_settings import LossSettings
+from rlpost.algorithm.loss_settings import POLICY_LOSS_ROWS, LossSettings
 from rlpost.config.engine_nodes import nodes_for
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.groups.assets import AssetsConfig
@@ -256,8 +256,11 @@ class Config(Group):
         grpo = self.grpo
         values = grpo.model_dump() | self.distillation.model_dump()
         values["policy_loss"] = grpo.policy_loss or ESTIMATORS[grpo.advantage_estimator].loss
+        row = POLICY_LOSS_ROWS[values["policy_loss"]]
         if grpo.eps_clip_high is None:
-            values["eps_clip_high"] = grpo.eps_clip
+            values["eps_clip_high"] = row.eps_clip_high if grpo.eps_clip is None else grpo.eps_clip
+        if grpo.eps_clip is None:
+            values["eps_clip"] = row.eps_clip
         return LossSettings(**{field.name: values[field.name] for field in fields(LossSettings)})
 
     @property

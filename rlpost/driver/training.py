@@ -86,11 +86,7 @@ class Training:
         self._break_even = break_even
         self._stragglers = Stragglers(hosts or ["this host"] * len(data_ranks))
         self._record = record
-        bounds = Bounds(**{name: getattr(config.grpo, name) for name in Bounds.__slots__})
-        if config.grpo.use_rollout_logprobs or config.grpo.keep_old_actor:
-            # The KL is then measured against the engines, or against the weights that generated.
-            bounds = replace(bounds, guard_initial_kl=0.0)
-        self._guards = Guards(bounds, is_fresh=is_fresh)
+        self._guards = Guards(guard_bounds(config.grpo), is_fresh=is_fresh)
         self._shaping = shaping_of(config)
         self._post_process = reward_post_process(config)
         self._grpo = config.grpo
@@ -299,6 +295,15 @@ class Training:
             await self._actors.send(list(map(of_rank, step.positions)), self._data_ranks)
             for step in steps
         ]
+
+
+def guard_bounds(grpo: GrpoConfig) -> Bounds:
+    """Return the thresholds of the guards of a run."""
+    bounds = Bounds(**{name: getattr(grpo, name) for name in Bounds.__slots__})
+    if grpo.use_rollout_logprobs or grpo.keep_old_actor:
+        # The KL is then measured against the engines, or against the weights that generated.
+        bounds = replace(bounds, guard_initial_kl=0.0)
+    return bounds
 
 
 def kl_penalties(

@@ -82,6 +82,7 @@ class Provenance:
         }
         held |= {key: tree["perf"][key] for key in PRECISION}
         held["num_steps_per_rollout"] = config.num_steps_per_rollout
+        held["eps_clip"] = config.loss_settings.eps_clip
         if (
             config.optimizer.lr_decay_style != "constant"
             or config.optimizer.weight_decay_incr_style != "constant"

@@ -85,8 +85,8 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
-    if np.isnan(logprobs.array).any():  # a log-prob of null becomes nan
-        raise ValueError("a token without a log-prob, or one that is not a number")
+    if logprobs.find_not_finite() is not None:  # a log-prob of null becomes nan
+        raise ValueError("a token without a log-prob, or one that is not a finite number")
     if mask is not None and len(mask) != len(token_ids):
         raise ValueError(f"sampling masks of {len(mask)} tokens for {len(token_ids)} tokens")
     spans = version_spans(meta, before + num_new)

@@ -26,7 +26,7 @@ from common.bounded import cancel_all, together
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_format import ANSWER, Part
 from rlpost.engines.connection import Connection, Halted
-from rlpost.errors import ConfigError, DataError, GradingLost, Preempted, RolloutError
+from rlpost.errors import ConfigError, DataError, GradingLost, NotFinite, Preempted, RolloutError
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import Codec, GenerateFunction, ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
@@ -268,6 +268,11 @@ class GroupWriter:
         except GradingLost as why:
             self._lose(prompt, why)
             return None
+        except NotFinite as error:
+            raise ConfigError(
+                f"--custom-generate-function-path or --env: {_name_of(self._function)} answers "
+                f"prompt {prompt.prompt_id} with {error}"
+            ) from error
         self._lost_in_a_row = 0
         samples = [written] if isinstance(written, Sample) else written
         if not (

@@ -28,7 +28,6 @@ from rlpost.columns import FloatColumn
 from rlpost.config.plan.weight_update import SHARED_BUFFERS, SMALLEST
 from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
-from rlpost.observe.spans import span
 from rlpost.trainer import (
     device,
     frozen,
@@ -200,7 +199,7 @@ class Actor(Rank):
             every rank.
 
         Raises:
-            TrainingError: a metric is not finite. Weights and optimizer are unchanged.
+            TrainingError: a metric or a gradient is not finite. Weights and optimizer are unchanged.
             Interrupted: at one of the ``stop_points``. Weights, optimizer and random generators are
                 unchanged.
         """
@@ -212,19 +211,29 @@ class Actor(Rank):
         if self.config.grpo.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         gradients = partial(self.passes.gradients, batch, old_logprobs, ref_logprobs, teacher)
-        metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
+        metrics = optimizer.accumulate(
+            self.model,
+            self.optimizer,
+            gradients,
+            norm="train/grad_norm",
+            where=f"{self._step_name(place)}, {self.config.loss_settings.loss_name}",
+            with_mtp=self.config.grpo.enable_mtp_training,
+        )
         lr = optimizer.apply_schedule(self.optimizer, self.config, self.num_optimizer_steps)
         self.wait_copied()
         self.old_policy.before_step(place)
-        with span("optimizer"):
-            _, grad_norm, _ = self.optimizer.step()
+        optimizer.update(self.optimizer, metrics["train/grad_norm"])
         self.num_optimizer_steps += 1
         if place is not None and place.is_last and place.updates_reference:
             assert isinstance(self._reference, ReferenceWeights), "the settings have no reference"
             self._reference.take()
         self.old_policy.after_step(place)
-        metrics |= {"train/grad_norm": float(grad_norm), "train/lr": lr}
-        return StepResult(metrics, own_s=OWN_TIME.seconds())
+        return StepResult(metrics | {"train/lr": lr}, own_s=OWN_TIME.seconds())
+
+    def _step_name(self, place: StepPlace | None) -> str:
+        if place is None:
+            return f"optimizer step {self.num_optimizer_steps + 1}"
+        return f"rollout {place.rollout}, optimizer step {place.step} of {place.of}"
 
     @property
     def versions(self) -> tuple[int, int | None]:

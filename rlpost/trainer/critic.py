@@ -22,7 +22,6 @@ from rlpost.columns import FloatColumn
 from rlpost.config.critic_ranks import of_critic
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
-from rlpost.observe.spans import span
 from rlpost.trainer import device, megatron_checkpoint, optimizer, step
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.trainer.model_description import ModelDescription
@@ -131,17 +130,22 @@ class Critic:
             The metrics of the loss, train/critic_grad_norm and train/critic_lr; equal on all ranks.
 
         Raises:
-            TrainingError: a metric is not finite. Weights and optimizer are unchanged.
+            TrainingError: a metric or a gradient is not finite. Weights and optimizer are unchanged.
             Interrupted: at one of the stop points. Weights, optimizer and random generators are
                 unchanged.
         """
         gradients = partial(self._gradients, batch, values, returns)
-        metrics = optimizer.accumulate(self.model, self.optimizer, gradients)
+        metrics = optimizer.accumulate(
+            self.model,
+            self.optimizer,
+            gradients,
+            norm="train/critic_grad_norm",
+            where=f"optimizer step {self.num_optimizer_steps + 1} of the critic",
+        )
         lr = optimizer.apply_schedule(self.optimizer, self.config, self.num_optimizer_steps)
-        with span("optimizer"):
-            _, grad_norm, _ = self.optimizer.step()
+        optimizer.update(self.optimizer, metrics["train/critic_grad_norm"])
         self.num_optimizer_steps += 1
-        return metrics | {"train/critic_grad_norm": float(grad_norm), "train/critic_lr": lr}
+        return metrics | {"train/critic_lr": lr}
 
     def _gradients(
         self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]

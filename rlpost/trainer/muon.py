@@ -70,6 +70,18 @@ class MuonSettings:
     """Whether the scale is that of arXiv 2502.16982, otherwise Jordan's."""
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, config: Config) -> MuonSettings:
+        """Return those of a run."""
+        table = config.optimizer
+        return cls(
+            momentum=table.muon_momentum,
+            nesterov=table.muon_nesterov,
+            num_steps=table.muon_num_ns_steps,
+            matches_adam=table.muon_scale == "match_rms_adam",
+            dtype=device.weight_dtype(config.perf.bf16),
+        )
+
     def update(self, direction: torch.Tensor) -> torch.Tensor:
         """[out, in] -> the update of a whole matrix for a learning rate of one, in float32."""
         rows, columns = direction.shape
@@ -172,14 +184,7 @@ def install(optimizer: MegatronOptimizer, inventory: Inventory, config: Config) 
 
     ``optimizer`` must not be distributed: each data-parallel rank needs whole shards.
     """
-    table = config.optimizer
-    muon_settings = MuonSettings(
-        momentum=table.muon_momentum,
-        nesterov=table.muon_nesterov,
-        num_steps=table.muon_num_ns_steps,
-        matches_adam=table.muon_scale == "match_rms_adam",
-        dtype=device.weight_dtype(config.perf.bf16),
-    )
+    table, muon_settings = config.optimizer, MuonSettings.of(config)
     held = {one.tensor: one for one in inventory.held.values() if _is_matrix(one)}
     for one in optimizer_state.inner(optimizer):
         matrices = {

@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rlpost.algorithm.guards import check_finite
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, Interrupted
+from rlpost.observe.spans import span
 from rlpost.trainer import device, random_state, step
 from rlpost.trainer.kept_weights import host_copies
 from rlpost.trainer.layer_specs import has_transformer_engine
@@ -46,7 +49,7 @@ def wrap(chunks: Sequence[torch.nn.Module], config: Config) -> list[DistributedD
     ]
 
 
-def build(model: Sequence[DistributedDataParallel], config: Config) -> MegatronOptimizer:
+def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOptimizer:
     """Build Adam over the wrapped chunks.
 
     Raises:
@@ -81,13 +84,23 @@ def pin_weights(optimizer: HybridDeviceOptimizer) -> None:
 
 def accumulate(
     model: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
+    optimizer: ChainedOptimizer,
     gradients: Callable[[], dict[str, float]],
+    *,
+    norm: str,
+    where: str,
+    with_mtp: bool = False,
 ) -> dict[str, float]:
-    """Clear the gradients, accumulate those of ``gradients``, and return its metrics.
+    """Clear the gradients, accumulate those of ``gradients``, and prepare them for ``update``.
+
+    Returns:
+        The metrics of ``gradients``, and under the name ``norm`` the norm of all gradients; equal
+        on every rank.
 
     Raises:
-        TrainingError: a metric is not finite.
+        TrainingError: a metric or a gradient is not finite, with ``with_mtp`` also one of the layer
+            for multi-token prediction; ``where`` names step and loss. Raised on every rank alike;
+            weights and optimizer are unchanged.
         Interrupted: ``gradients`` was; random generators are unchanged, the gradients cleared.
     """
     _zero_grad(model, optimizer)
@@ -98,8 +111,51 @@ def accumulate(
         _zero_grad(model, optimizer)
         random_state.restore(before)
         raise
-    check_finite(metrics)
+    with span("optimizer"), torch.no_grad():
+        optimizer.prepare_grads()
+        metrics[norm] = float(optimizer.get_grad_norm())
+        check_finite(metrics, where)
+        if with_mtp:
+            check_finite({"gradient of --enable-mtp-training": _excluded_norm(optimizer)}, where)
     return metrics
+
+
+def _excluded_norm(optimizer: ChainedOptimizer) -> float:
+    """Return the norm of the gradients that ``get_grad_norm`` excludes; equal on every rank.
+
+    Only for the check that it is finite: copies of tied embeddings count as well.
+    """
+    total = 0.0
+    for part in optimizer.chained_optimizers:
+        attribute = "grad"
+        if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            attribute = "decoupled_grad"
+        excluded = [one for one in part.get_parameters() if getattr(one, "shared", False)]
+        grads = [grad for one in excluded if (grad := getattr(one, attribute, None)) is not None]
+        total += get_grad_norm_fp32(
+            grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()
+        )
+    return total
+
+
+@torch.no_grad()
+def update(optimizer: ChainedOptimizer, norm: float) -> None:
+    """Clip the gradients, whose norm is ``norm``, and change the weights; after ``accumulate``.
+
+    The second half of Megatron's ``ChainedOptimizer.step`` (``optimizer.py`` of 0.16.1), which does
+    not look at the norm.
+    """
+    with span("optimizer"):
+        for part in optimizer.chained_optimizers:
+            settings, parameters = part.config, part.get_parameters()
+            if settings.clip_grad > 0.0 and parameters:
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=settings.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        optimizer.step_with_ready_grads()
 
 
 def _zero_grad(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

@@ -81,13 +81,14 @@ class Weighting:
 
     def term(self, name: str, value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
         """This micro-batch's term of a metric; a maximum is at least 0."""
+        trained_R = _zero_outside(value_R, mask_R)
         if name.endswith("_max"):
-            return torch.cat([value_R * mask_R, value_R.new_zeros(1)]).max()
-        return (value_R * mask_R).sum() / self.num_tokens
+            return torch.cat([trained_R, value_R.new_zeros(1)]).max()
+        return trained_R.sum() / self.num_tokens
 
     def reduced(self, loss_R: torch.Tensor, stats: Stats, packed: PackedMicroBatch) -> Losses:
         """Reduce the loss and the statistics of each response token."""
-        loss = (loss_R * self.weights(packed)).sum()
+        loss = (_zero_outside(loss_R, packed.loss_mask) * self.weights(packed)).sum()
         terms = {
             name: self.term(name, value_R, packed.loss_mask) for name, value_R in stats.items()
         }
@@ -167,16 +168,22 @@ class MicroBatchLoss:
     ) -> Losses:
         """Compute the loss of a micro-batch; its terms of the metrics include the loss."""
         logprobs_R, entropy_R, top_RK = self._logprobs_with_top(logits, packed, teacher.top_ids)
+
+        def trained(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else _zero_outside(value, packed.loss_mask)
+
+        logprobs_R = _zero_outside(logprobs_R, packed.loss_mask)
+        old_R = trained(old_logprobs)
         tokens = Tokens(
             logprobs=logprobs_R,
-            entropy=entropy_R,
-            old_logprobs=logprobs_R.detach() if old_logprobs is None else old_logprobs,
-            rollout_logprobs=packed.rollout_logprobs,
-            ref_logprobs=ref_logprobs,
-            teacher_logprobs=teacher.logprobs,
-            top_logprobs=top_RK,
-            teacher_top_logprobs=teacher.top_logprobs,
-            advantages=packed.advantages,
+            entropy=_zero_outside(entropy_R, packed.loss_mask),
+            old_logprobs=logprobs_R.detach() if old_R is None else old_R,
+            rollout_logprobs=_zero_outside(packed.rollout_logprobs, packed.loss_mask),
+            ref_logprobs=trained(ref_logprobs),
+            teacher_logprobs=trained(teacher.logprobs),
+            top_logprobs=trained(top_RK),
+            teacher_top_logprobs=trained(teacher.top_logprobs),
+            advantages=_zero_outside(packed.advantages, packed.loss_mask),
             loss_mask=packed.loss_mask,
             sample_lengths=packed.sample_lengths,
             sample_sums=partial(_sample_sums, packed=packed),
@@ -186,10 +193,20 @@ class MicroBatchLoss:
         return loss, no_count, {"loss": loss.detach()} | terms
 
 
+def _zero_outside(value_R: torch.Tensor, mask_R: torch.Tensor) -> torch.Tensor:
+    """Return the values, [R] or [R, K], with 0 where the mask is 0.
+
+    Not a product: NaN x 0 is NaN, in the value and in the gradient. As an input of the loss this
+    also bounds the gradient: where the mask is 0 it is 0, whatever the loss computes there.
+    """
+    is_masked = mask_R == 0
+    return value_R.masked_fill(is_masked if value_R.dim() == 1 else is_masked[:, None], 0.0)
+
+
 def _sample_sums(values_R: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
     """For each response token: the sum over its sample's loss-masked tokens on all ranks."""
     sums = values_R.new_zeros(len(packed.response_lengths))
-    sums.index_add_(0, packed.sample_index, values_R * packed.loss_mask)
+    sums.index_add_(0, packed.sample_index, _zero_outside(values_R, packed.loss_mask))
     if parallel.context_parallel_group().size() > 1:
         dist.all_reduce(sums, group=parallel.context_parallel_group())
     return sums[packed.sample_index]

@@ -289,14 +289,14 @@ def train_and_compare(
     ``gradients``: full gradients of the first step. ``weights``: full weights after the last step.
     """
     gradients: dict[str, Any] = {}
-    real_step = actor.optimizer.step
+    prepare_grads = actor.optimizer.prepare_grads
 
-    def step() -> Any:
+    def take_gradients() -> Any:
         if not gradients:
             gradients.update(whole_tensors(actor, gradients=True))
-        return real_step()
+        return prepare_grads()
 
-    actor.optimizer.step = step
+    actor.optimizer.prepare_grads = take_gradients
     trained = train(actor, steps, two_passes=two_passes)
     return trained | {"gradients": gradients, "weights": whole_tensors(actor, gradients=False)}
 

@@ -57,14 +57,14 @@ def train_critic(
     else:
         first = actor.load(load)
     seen: dict[str, Any] = {"metrics": [], "policy": [], "values": [], "gradients": {}}
-    real_step = actor.critic.optimizer.step
+    prepare_grads = actor.critic.optimizer.prepare_grads
 
-    def step() -> Any:
+    def take_gradients() -> Any:
         if not seen["gradients"]:
             seen["gradients"].update(whole_tensors(Of(actor), gradients=True))
-        return real_step()
+        return prepare_grads()
 
-    actor.critic.optimizer.step = step
+    actor.critic.optimizer.prepare_grads = take_gradients
     for number, samples in enumerate(steps[first:], start=first + 1):
         batch = my_batch(actor, samples, 64)
         values = actor.compute_values(batch)

@@ -59,12 +59,14 @@ def gradients_of_a_step(actor: Any, samples: Sequence[TrainSample]) -> dict[str,
     """Return the full gradients by Hugging Face name, as NumPy arrays on rank 0."""
     found: dict[str, Any] = {}
 
-    def take() -> tuple[bool, float, None]:
+    def take_gradients() -> bool:
         found.update(whole_tensors(actor, gradients=True))
-        return True, 0.0, None  # Adam is skipped: it has no float64
+        return False
 
     actor.import_weights()
-    actor.optimizer.step = take
+    actor.optimizer.prepare_grads = take_gradients
+    actor.optimizer.get_grad_norm = lambda: 0.0
+    actor.optimizer.step_with_ready_grads = lambda: True  # Adam is skipped: it has no float64
     actor.train_step(my_batch(actor, samples, max_tokens=None))
     return found
 

@@ -1,11 +1,14 @@
 """Losses in the real actor.
 
-The supervised loss is compared with Hugging Face; one custom loss works, another returns NaN.
+The supervised loss is compared with Hugging Face; one custom loss works, others return NaN or have
+a gradient of NaN.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import TrainingError
 from rlpost.types import TrainBatch
 from tests.contract.actor_ranks import my_batch, run_ranks
@@ -33,6 +37,14 @@ def reinforce(tokens, settings):
 
 def broken(tokens, settings):
     return tokens.logprobs * math.nan, {}
+
+def steep(tokens, settings):
+    zero = tokens.logprobs - tokens.logprobs.detach()
+    return zero.square().sqrt(), {}
+
+def nan_outside(tokens, settings):
+    loss = -tokens.advantages * tokens.logprobs / tokens.loss_mask
+    return loss, {"odd": loss.detach(), "odd_max": loss.detach()}
 """
 
 
@@ -175,10 +187,67 @@ def test_separate_advantages_replace_those_in_the_batch(model):
     assert together["train/loss"] != 0.0
 
 
-def test_a_loss_of_nan_is_an_error_before_it_reaches_the_weights(model):
-    own = settings(
-        model, loss_type="custom_loss", custom_loss_function_path=f"{model}/mine.py:broken"
+def try_each(actor: Any, functions: Sequence[str]) -> dict[str, Any]:
+    """Train a step with each custom loss, with the same weights before.
+
+    Returns by function its error, and whether weights or optimizer state differ afterwards.
+    """
+    actor.import_weights()
+    batch = my_batch(actor, STEPS[0], max_tokens=64)
+    healthy = actor.config
+    actor.train_step(batch)  # so that the optimizer has a state
+    results = {}
+    for function in functions:
+        custom = {"loss_type": "custom_loss", "custom_loss_function_path": function}
+        actor.passes._config = actor.config = with_values(healthy, **custom)
+        before, error = state_of(actor), ""
+        try:
+            actor.train_step(batch)
+        except TrainingError as raised:
+            error = str(raised)
+        results[function] = {"error": error, "changed": state_of(actor) != before}
+    return results
+
+
+def state_of(actor: Any) -> tuple[object, ...]:
+    """Weights, state of the optimizer and number of steps."""
+    kept = []
+    for part in actor.optimizer.chained_optimizers:
+        for parameter, state in part.optimizer.state.items():
+            kept += [parameter.detach(), *(state[key] for key in sorted(state))]
+    hashes = [hashlib.sha256(torch.as_tensor(each).numpy().tobytes()).hexdigest() for each in kept]
+    assert hashes
+    return (actor.weights_hash(), actor.num_optimizer_steps, *hashes)
+
+
+MUON = {"optimizer": "muon", "use_distributed_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, MUON, {"use_distributed_optimizer": False, "clip_grad": 0.0}, {"lora_rank": 2}],
+    ids=["distributed", "muon", "unclipped", "lora"],
+)
+def test_a_loss_or_gradient_of_nan_is_an_error_before_it_reaches_weights_and_optimizer(model, kind):
+    """On both ranks alike, with step and loss in the message; NaN outside the mask has no effect."""
+    broken, steep, outside = (
+        f"{model}/mine.py:{name}" for name in ("broken", "steep", "nan_outside")
     )
-    (found,) = run_ranks(one_step, 1, own)
-    assert found["error"].startswith("train/loss = nan: not a number of a healthy step")
-    assert not found["trained"]
+    ranks = run_ranks(
+        partial(try_each, functions=(broken, steep, outside)),
+        2,
+        settings(model, tensor_model_parallel_size=2, **kind),
+    )
+    first = ranks[0]
+    assert [rank[one]["error"] for rank in ranks for one in rank] == [
+        one["error"] for one in first.values()
+    ] * 2
+    assert first[broken]["error"].startswith(
+        f"optimizer step 2, --custom-loss-function-path {broken}: train/loss = nan, "
+        "train/grad_norm = nan: not a number of a healthy step"
+    )
+    assert first[steep]["error"].startswith(
+        f"optimizer step 2, --custom-loss-function-path {steep}: train/grad_norm = nan: not a"
+    )
+    assert not any(rank[one]["changed"] for rank in ranks for one in (broken, steep))
+    assert first[outside] == {"error": "", "changed": True}

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from rlpost.config.tree import Config
+from rlpost.errors import TrainingError
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import (
     Files,
     load,
     look,
+    my_batch,
     plan_sync,
     run_ranks,
     train,
@@ -86,6 +88,25 @@ def test_the_policy_is_the_same_in_bfloat16(folder):
     assert [metrics | {"train/mtp_loss": 0.0} for metrics in without] == [
         metrics | {"train/mtp_loss": 0.0} for metrics in with_mtp
     ]
+
+
+def step_beyond_float32(actor: Any) -> tuple[str, bool]:
+    """Train a step; return its error, and whether weights have changed."""
+    actor.import_weights()
+    before = actor.weights_hash()
+    try:
+        actor.train_step(my_batch(actor, STEPS[0], 64))
+    except TrainingError as error:
+        return str(error), actor.weights_hash() != before
+    return "", True
+
+
+def test_a_gradient_of_the_layer_that_is_not_finite_is_an_error_before_the_step(folder):
+    """Its loss, without the factor, and the gradient norm of the policy are finite."""
+    ((error, is_changed),) = run_ranks(
+        step_beyond_float32, 1, settings(folder, mtp_loss_scaling_factor=1e39)
+    )
+    assert "gradient of --enable-mtp-training = " in error and not is_changed
 
 
 def test_every_weight_of_the_layer_is_trained(with_and_without, folder):

@@ -18,6 +18,7 @@ from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.fleet import fleet_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.lora import adapter_engine_problems, lora_problems
+from rlpost.config.checks.no_effect import no_effect_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.precision import precision_problems
 from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_problems
@@ -38,6 +39,7 @@ CHECKS: dict[str, Callable[[Config], list[str]]] = {
         fleet_problems,
         layout_problems,
         lora_problems,
+        no_effect_problems,
         optimizer_problems,
         own_critic_problems,
         precision_problems,

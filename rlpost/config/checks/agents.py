@@ -34,11 +34,7 @@ def agent_problems(config: Config) -> list[str]:
     """Problems of the table [env]."""
     settings = config.env
     if not settings.env:
-        keys = [key for key in ("env_weights", "env_args") if getattr(settings, key)]
-        if settings.env_reward == "turn":
-            keys.append("env_reward")
-        words = listed([spelled(config, key) for key in keys], "and")
-        return [f"{words} need an environment; add --env ENVIRONMENT"] if keys else []
+        return []
     try:
         names = parse_envs(settings.env)
     except ConfigError as error:

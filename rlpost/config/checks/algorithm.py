@@ -22,21 +22,6 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.models.model_types import HfConfig
 
-_OFF = {
-    "kl_coef": "--kl-coef 0",
-    "use_kl_loss": "--use-kl-loss false",
-    "entropy_coef": "--entropy-coef 0",
-    "use_tis": "--use-tis false",
-    "use_opsm": "--use-opsm false",
-    "use_rollout_logprobs": "--use-rollout-logprobs false",
-    "keep_old_actor": "--keep-old-actor false",
-    "disable_rewards_normalization": "--disable-rewards-normalization false",
-    "normalize_advantages": "--normalize-advantages false",
-    "custom_advantage_function_path": "--custom-advantage-function-path none",
-    "custom_reward_post_process_path": "--custom-reward-post-process-path none",
-}
-"""Settings that only a policy loss uses, and the flags that turn them off."""
-
 
 def algorithm_problems(config: Config) -> list[str]:
     """Problems of the tables [grpo] and [critic]."""
@@ -121,8 +106,6 @@ def _shaping_of_rewards(config: Config) -> list[str]:
 def _grpo_problems(config: Config) -> list[str]:
     grpo, rollout = config.grpo, config.rollout
     is_custom, is_sft = grpo.loss_type == "custom_loss", grpo.is_supervised
-    without_meaning = [name for name in _OFF if is_sft and getattr(grpo, name)]
-    unused = listed([spelled(config, name) for name in without_meaning], "and")
     rules = [
         (
             bool(grpo.kl_coef and grpo.kl_loss_coef),
@@ -168,8 +151,12 @@ def _grpo_problems(config: Config) -> list[str]:
             f"{spelled(config, 'tis_clip_low')} must be below {spelled(config, 'tis_clip')}; use --tis-clip-low 0",
         ),
         (
-            bool(without_meaning),
-            f"--loss-type sft_loss ignores {unused}; use {' '.join(_OFF[name] for name in without_meaning)}",
+            bool(grpo.use_kl_loss and grpo.kl_loss_coef)
+            and grpo.kl_loss_type == "k1"
+            and not grpo.use_unbiased_kl,
+            f"--kl-loss-type k1 with {spelled(config, 'kl_loss_coef')} has no effect: the gradient of k1 is 0 in "
+            "expectation, so the policy may move away from the reference; use --kl-loss-type k2, or "
+            "--use-unbiased-kl true",
         ),
         (
             is_sft and rollout.n_samples_per_prompt != 1,

@@ -32,11 +32,6 @@ def batch_problems(config: Config) -> list[str]:
             "--use-dynamic-batch-size true needs --max-tokens-per-gpu, the tokens of a micro-batch; add it, for "
             "instance --max-tokens-per-gpu 8192, or use --use-dynamic-batch-size false"
         )
-    if config.grpo.kl_loss_coef and not config.grpo.use_kl_loss:
-        problems.append(
-            f"{spelled(config, 'kl_loss_coef')} has no effect without --use-kl-loss; add "
-            "--use-kl-loss true, or use --kl-loss-coef 0"
-        )
     grpo = config.grpo
     is_own = grpo.is_supervised or grpo.custom_advantage_function_path is not None
     compares = not is_own and ESTIMATORS[grpo.advantage_estimator].compares

@@ -19,9 +19,9 @@ ATTENTION = ("linear_qkv", "linear_proj")
 
 
 def lora_problems(config: Config) -> list[str]:
-    """Settings without adapters that need them, and those that adapters exclude."""
+    """Settings that adapters exclude."""
     if config.lora.lora_rank is None:
-        return _unused(config)
+        return []
     lora, rank = config.lora, spelled(config, "lora_rank")
     transformer_impl = spelled(config, "transformer_impl")
     rules = [
@@ -76,13 +76,6 @@ def lora_problems(config: Config) -> list[str]:
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
-
-
-def _unused(config: Config) -> list[str]:
-    return [
-        f"{spelled(config, key)} has no effect without adapters; add --lora-rank, or omit it"
-        for key in config.lora.changed_keys
-    ]
 
 
 def lora_model_problems(config: Config, model: HfConfig) -> list[str]:

@@ -132,10 +132,9 @@ def _frozen_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def _muon_rules(config: Config) -> list[tuple[bool, str]]:
-    """Requirements of Muon, and settings of Muon without it."""
+    """Requirements of Muon."""
     settings = config.optimizer
     is_muon = settings.optimizer == "muon"
-    names = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale")
     return [
         (
             is_muon and config.perf.use_distributed_optimizer,
@@ -146,13 +145,6 @@ def _muon_rules(config: Config) -> list[tuple[bool, str]]:
             is_muon and config.lora.lora_rank is not None,
             f"--optimizer muon with {spelled(config, 'lora_rank')}: Muon is for the matrices of the model, which are "
             "frozen; use --optimizer adam",
-        ),
-        *(
-            (
-                not is_muon and name in settings.changed_keys,
-                f"{spelled(config, name)} has no effect with --optimizer adam; use --optimizer muon, or omit it",
-            )
-            for name in names
         ),
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from rlpost.config.eval_sets import name_problem
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.errors import ConfigError
@@ -201,13 +202,8 @@ def eval_problems(config: Config) -> list[str]:
         names = [name for name, _ in config.eval_sets]
     except ConfigError as error:
         return [f"--eval-config {line}" for line in str(error).splitlines()]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is None:
-        return []
-    return [
-        f"{spelled(config, 'eval_prompt_data')}: two sets are named {twice}, and metrics are named by set; "
-        f"give each its own NAME, such as {twice} and {twice}-2"
-    ]
+    problem = name_problem(names)
+    return [] if problem is None else [f"{spelled(config, 'eval_prompt_data')}: {problem}"]
 
 
 def debug_problems(config: Config) -> list[str]:

@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(gt=0)]
 # made absolute when settings are loaded: a job may run in another folder
 FilePath = Annotated[str, "path"]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-PositiveNumber = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0.0)]
 
 
 def is_path(field: FieldInfo) -> bool:
@@ -92,9 +92,11 @@ FunctionPath = Annotated[str, AfterValidator(_function_path)]
 
 
 class Group(BaseModel):
-    """One TOML table."""
+    """One TOML table. Numbers are finite: JSON, which holds the settings of a run, has no others."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @property
     def changed_keys(self) -> list[str]:

@@ -140,7 +140,7 @@ class ClusterConfig(Group):
     attempt fails and names the missing ones."""
     distributed_timeout_minutes: Positive = 10
     """Timeout of the trainer's collectives, in minutes."""
-    hang_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = 5.0
+    hang_factor: Annotated[float, Field(gt=1.0)] | None = 5.0
     """A training call hangs when it takes this many times the longest of its last 20 calls and no
     rank moves; the rank to blame is named and the ranks are started again (docs/hangs.md). none:
     off."""

@@ -18,7 +18,7 @@ class DistillationConfig(Group):
     opd_type: Literal["sglang", "megatron"] | None = None
     """Where the teacher is: a server with SGLang's /generate at --opd-teacher-url, or engines of
     --opd-teacher-engines (sglang), or weights of --opd-teacher-load in the trainer (megatron)."""
-    opd_kl_coef: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    opd_kl_coef: Annotated[float, Field(ge=0.0)] = 1.0
     """Coefficient of the divergence. 0 only measures train/opd_reverse_kl."""
     opd_form: Literal["advantage", "loss"] = "advantage"
     """Subtract the divergence from the advantage of each token, as slime does (advantage), or add

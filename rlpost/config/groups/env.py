@@ -51,7 +51,7 @@ class EnvConfig(Group):
     of all later ones."""
     env_max_turns: Positive = 16
     """Maximum turns of the model in an episode."""
-    env_limit_reward: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    env_limit_reward: float = 0.0
     """Reward of an episode whose harness ends with an error after the gateway refused a request
     beyond --env-max-turns or the context."""
     env_timeout_s: PositiveNumber = 1800.0

@@ -37,7 +37,7 @@ class FleetConfig(Group):
     for GPUs and its --dependency."""
     engine_time: str | None = None
     """Time limit of the engine jobs, in Slurm's --time syntax."""
-    engine_lost_after_s: Annotated[float, Field(ge=10.0, allow_inf_nan=False)] = 30.0
+    engine_lost_after_s: Annotated[float, Field(ge=10.0)] = 30.0
     """Seconds without a sign of life after which an engine of the fleet is lost; its agent writes
     one every 2 s."""
     pulls_at_once: Positive = 4

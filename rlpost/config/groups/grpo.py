@@ -7,12 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rlpost.algorithm.advantage import ESTIMATORS
+from rlpost.algorithm.loss_settings import POLICY_LOSS_ROWS
 from rlpost.config.groups.base import FunctionPath, Group, Positive
 
 if TYPE_CHECKING:
     EstimatorName = str
+    PolicyLossName = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
+    PolicyLossName = Literal[tuple(POLICY_LOSS_ROWS)]
+
+
+def _by_loss(key: str) -> str:
+    """The defaults of a setting of the policy losses.
+
+    >>> _by_loss("eps_clip")
+    '0.2 (ppo), 0.0003 (gspo), 1 (cispo)'
+    """
+    return ", ".join(f"{getattr(it, key):g} ({name})" for name, it in POLICY_LOSS_ROWS.items())
 
 
 class GrpoConfig(Group):
@@ -41,9 +53,12 @@ class GrpoConfig(Group):
     lambd: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Lambda of GAE, with --advantage-estimator ppo: 1 sums all later rewards, 0 looks one token
     ahead."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] | None = None
-    """Ratio that --loss-type policy_loss clips: per token (ppo), per sequence (gspo), or a detached
-    per-token weight (cispo). Default: the one that --advantage-estimator names, else ppo."""
+    policy_loss: PolicyLossName | None = Field(
+        default=None,
+        description="Loss of --loss-type policy_loss: "
+        + "; ".join(f"{name} {it.about}" for name, it in POLICY_LOSS_ROWS.items())
+        + ". Default: the one that --advantage-estimator names, else ppo.",
+    )
     disable_grpo_std_normalization: bool = False
     """Do not divide advantages by the group's standard deviation: the advantages of Dr. GRPO, whose
     loss is a sum over tokens (docs/actor.md)."""
@@ -68,12 +83,18 @@ class GrpoConfig(Group):
     """The same for responses that end in a loop of repetitions (rollout/repetitive_frac)."""
     punished_reward: float = 0.0
     """Reward of punished responses."""
-    eps_clip: Annotated[float, Field(ge=0.0)] = 0.2
-    """Lower clip range: the ratio is clipped at 1 - eps_clip."""
-    eps_clip_high: Annotated[float, Field(ge=0.0)] | None = None
-    """Upper clip range: the ratio is clipped at 1 + eps_clip_high. Default: --eps-clip."""
+    eps_clip: Annotated[float, Field(ge=0.0)] | None = Field(
+        default=None,
+        description="Lower clip range: the ratio is clipped at 1 - eps_clip. Default: "
+        f"{_by_loss('eps_clip')}.",
+    )
+    eps_clip_high: Annotated[float, Field(ge=0.0)] | None = Field(
+        default=None,
+        description="Upper clip range: the ratio is clipped at 1 + eps_clip_high. Default: "
+        f"--eps-clip if that is given, else {_by_loss('eps_clip_high')}.",
+    )
     eps_clip_c: Annotated[float, Field(gt=1.0)] | None = None
-    """Dual-clip bound of the ratio for negative advantages. Off by default."""
+    """Dual-clip bound of the ratio for negative advantages, with ppo and gspo. Off by default."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the per-token KL penalty against the reference in the reward; not with
     --kl-loss-coef."""
@@ -83,7 +104,8 @@ class GrpoConfig(Group):
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of that KL divergence in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """KL estimator, in the loss and in the reward."""
+    """KL estimator, in the loss and in the reward. In the loss, k2 has the gradient of the
+    divergence; k1 has none without --use-unbiased-kl."""
     ref_update_interval: Positive | None = None
     """Make the policy the reference each time this many rollouts were trained; checkpoints then hold the
     reference as well. Default: the reference stays as loaded."""

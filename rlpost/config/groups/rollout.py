@@ -111,7 +111,7 @@ class RolloutConfig(Group):
     whose rewards are all equal."""
     partial_rollout: bool = False
     """Keep the tokens of aborted responses and resume them in the next rollout."""
-    partial_rollout_record_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    partial_rollout_record_s: Annotated[float, Field(ge=0.0)] = 1.0
     """Seconds between records of responses in progress in the journal, with --partial-rollout: a
     crash loses at most the tokens since the last one. 0: only finished responses are recorded,
     as with external engines and with --use-rollout-routing-replay (engines stream no routes).

@@ -137,12 +137,6 @@ def test_lengths_are_punished_only_where_a_length_ends_the_answer(mine: str) -> 
     assert agent_problems(config(f"{mine}:Good", **overlong)) == []
 
 
-def test_settings_of_environments_without_one_are_a_problem() -> None:
-    (line,) = agent_problems(config(env__env_reward="turn"))
-    assert "add --env ENVIRONMENT" in line
-    assert agent_problems(config()) == []
-
-
 def test_the_check_of_a_run_includes_its_environments() -> None:
     with pytest.raises(ConfigError, match="--env wordle: names no environment"):
         check(config("wordle"))

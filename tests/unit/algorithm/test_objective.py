@@ -275,6 +275,16 @@ def test_advantages_that_are_not_numbers_are_reported(tmp_path, words):
         custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
 
 
+@pytest.mark.parametrize("words", ["math.nan", "-math.inf", "1e39", "[0.5, math.nan]"])
+def test_advantages_that_are_not_finite_are_refused_with_function_and_sample(tmp_path, words):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import math\ndef advantages(groups, penalties):\n    return [[0.5, {words}]]\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine.py:advantages: got .* for sample 1 of prompt 0; "):
+        custom_advantages(f"{file}:advantages", [group(1.0, 0.0)], None)
+
+
 def test_an_error_in_a_custom_function_is_an_error_of_the_settings(tmp_path):
     """Starting again cannot help; the line is that of the user's file, also when torch raises
     it.

@@ -17,7 +17,7 @@ from rlpost.cli.sweep import MAX_POINTS, parse_grid, points_of, submitted_argume
 from rlpost.errors import ConfigError
 from tests.unit.slurm.stand_ins import commands
 
-GRID = ("--grid", "lr=1e-6,2e-6", "rollout_seed=1,2")
+GRID = ("--grid", "lr=1e-6,2e-6", "seed=1,2")
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def error_of(capsys, *arguments: str) -> str:
 
 
 def test_a_grid_is_every_combination():
-    grid = parse_grid(["lr=1e-6,2e-6", "--rollout-seed=1,2,3"])
+    grid = parse_grid(["lr=1e-6,2e-6", "--seed=1,2,3"])
     points = points_of("s", grid)
     assert len(points) == 6
     assert points[1].run == "s-p1"
-    assert points[1].arguments == ["--lr", "1e-6", "--rollout-seed", "2"]
+    assert points[1].arguments == ["--lr", "1e-6", "--seed", "2"]
     assert {tuple(point.values.values()) for point in points} == {
         (lr, seed) for lr in ("1e-6", "2e-6") for seed in "123"
     }
     with pytest.raises(ConfigError, match=f"more than {MAX_POINTS} points"):
-        points_of("s", {"lr": [str(n) for n in range(20)], "rollout_seed": list("ab") * 10})
+        points_of("s", {"lr": [str(n) for n in range(20)], "seed": list("ab") * 10})
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_a_dry_run_prints_the_scripts_that_submit_would_and_leaves_nothing(proje
     printed = capsys.readouterr().out
     expected = ""
     for number, (lr, seed) in enumerate((lr, seed) for lr in ("1e-6", "2e-6") for seed in "12"):
-        own = ["--lr", lr, "--rollout-seed", seed, "--run-folder", f"runs/s-p{number}"]
+        own = ["--lr", lr, "--seed", seed, "--run-folder", f"runs/s-p{number}"]
         assert main(["submit", *flags, *own]) == 0
-        expected += f"# s-p{number}: lr={lr} rollout_seed={seed}\n" + capsys.readouterr().out
+        expected += f"# s-p{number}: lr={lr} seed={seed}\n" + capsys.readouterr().out
     assert printed == expected
     assert not (project / "runs").exists()
 
@@ -116,7 +116,7 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
         config = json.loads(run.run_json.read_text())
         found[run.ledger.read()[0]["job_id"]] = (
             config["optimizer"]["lr"],
-            config["rollout"]["rollout_seed"],
+            config["optimizer"]["seed"],
         )
     assert found == {"1": (1e-6, 1), "2": (1e-6, 2), "3": (2e-6, 1), "4": (2e-6, 2)}
     assert "exists; use another name" in error_of(capsys, *words[1:])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlpost.config.checks.algorithm import algorithm_problems
+from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.rollout import (
     debug_problems,
@@ -127,7 +131,7 @@ def test_keys_and_limits_for_all_sets_give_way_to_those_of_a_set(tmp_path: Path)
             '[[datasets]]\nname = "a"\npath = "b"\ntop_p = 2',
             "top_p = 2: Input should be less than or equal to 1",
         ),
-        ('[[datasets]]\nname = "a"\npath = "b"\n' * 2, "two datasets are called 'a'"),
+        ('[[datasets]]\nname = "a"\npath = "b"\n' * 2, "two sets are named a"),
         ("[", "not valid TOML"),
         ("other = 1\n[[datasets]]\n", "unknown key 'other'"),
         ('defaults = 3\n[[datasets]]\nname = "a"', "defaults = 3: a table"),
@@ -156,6 +160,102 @@ def test_supervised_lines_without_a_label_are_messages() -> None:
     with_label = config(grpo={"loss_type": "sft_loss"}, rollout={"label_key": "answer"})
     assert not with_label.applies_chat_template and not config().applies_chat_template
     assert config(rollout={"apply_chat_template": True}).applies_chat_template
+
+
+BAD_NAMES = {
+    "two sets are named a": ("a", "a"),
+    "a set is named ''": ("",),
+    "a set is named ' '": (" ", "b"),
+    r"a set is named 'a\\nb'": ("a\nb",),
+    "a set has a NAME of 300 characters": ("x" * 300,),
+    "a set has a NAME of 120 characters": ("ä" * 120,),
+}
+
+
+@pytest.mark.parametrize("told", BAD_NAMES)
+@pytest.mark.parametrize("form", ["flags", "toml", "yaml"])
+def test_names_that_cannot_name_metrics_and_files_are_refused_in_every_form(
+    tmp_path: Path, told: str, form: str
+) -> None:
+    names = BAD_NAMES[told]
+    words = [word for name in names for word in (name, "data.jsonl")]
+    if form != "flags":
+        file = tmp_path / f"sets.{form}"
+        sets = {"datasets": [{"name": name, "path": "data.jsonl"} for name in names]}
+        lines = [f"[[datasets]]\nname = {json.dumps(name)}\npath = 'p'\n" for name in names]
+        file.write_text("".join(lines) if form == "toml" else json.dumps(sets))
+    given = {"eval_prompt_data": words} if form == "flags" else {"eval_config": str(file)}
+    (problem,) = eval_problems(config(eval=given))
+    assert problem.startswith("--eval-") and re.search(told, problem)
+
+
+@pytest.mark.parametrize(("name", "text"), [("sets.toml", TOML), ("sets.yaml", YAML)])
+def test_a_file_of_sets_may_begin_with_a_byte_order_mark_and_is_utf_8(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8-sig")
+    assert len(eval_sets(EvalConfig(eval_config=str(file)))) == 2
+    file.write_bytes(text.replace("aime24", "aim\xe9").encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"{name}: not text in UTF-8"):
+        eval_sets(EvalConfig(eval_config=str(file)))
+
+
+def test_a_sets_reward_by_name_replaces_a_function_of_the_run() -> None:
+    rollout = RolloutConfig(custom_rm_path="a.b", group_rm=True)
+    own = set_settings(EvalSet(name="a", path="p", rm_type="math"), EvalConfig(), rollout)
+    assert (own.rm_type, own.custom_rm_path, own.group_rm) == ("math", None, False)
+    inherited = set_settings(EvalSet(name="a", path="p"), EvalConfig(), rollout)
+    assert (inherited.custom_rm_path, inherited.group_rm) == ("a.b", True)
+
+
+EVALUATED = {"eval_prompt_data": ["a", "a.jsonl@[:9]"]}
+GREEDY = {"eval_prompt_data": ["a", "a.jsonl"], "eval_temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"eval": GREEDY}, None),
+        (
+            {"eval": GREEDY | {"n_samples_per_eval_prompt": 8}},
+            "set a is decoded greedily.*pass@8 is pass@1",
+        ),
+        (
+            {
+                "eval": {
+                    "eval_prompt_data": ["a", "a.jsonl"],
+                    "eval_top_k": 1,
+                    "n_samples_per_eval_prompt": 2,
+                }
+            },
+            "greedily",
+        ),
+        ({"eval": GREEDY | {"n_samples_per_eval_prompt": 8}, "env": {"env": ["a.b:C"]}}, None),
+        (
+            {"rollout": {"rollout_top_k": 1, "n_samples_per_prompt": 4}},
+            "the 4 responses to a prompt are equal",
+        ),
+        (
+            {"rollout": {"prompt_data": ["a.jsonl", "b.jsonl", "./a.jsonl"]}},
+            "--prompt-data has .*a.jsonl twice",
+        ),
+        ({"rollout": {"prompt_data": ["a.jsonl@[0:9]", "a.jsonl@[9:]"]}}, None),
+        (
+            {
+                "rollout": {"prompt_data": ["a.jsonl"]},
+                "eval": {"eval_prompt_data": ["a", "a.jsonl@[:9]"]},
+            },
+            "set a has prompts of --prompt-data .*a",
+        ),
+    ],
+)
+def test_data_and_sampling_that_measure_nothing_are_noted(
+    tables: dict[str, Any], told: str | None
+) -> None:
+    notes = data_notes(config(**tables))
+    assert len(notes) == (told is not None)
+    assert told is None or re.search(told, notes[0])
 
 
 def test_a_single_path_is_named_by_its_file() -> None:

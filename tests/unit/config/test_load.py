@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config import flags
+from rlpost.config.flags import fields, flag
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.show import resolved
@@ -252,3 +253,19 @@ def test_an_unset_setting_that_an_earlier_version_wrote_is_ignored_and_a_set_one
     stored["observe"]["otlp_endpoint"] = "http://collector:4318"
     with pytest.raises(ValueError, match="otlp_endpoint"):
         parse_dump(json.dumps(stored))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_setting_is_nan_or_infinite(value):
+    """JSON, in which a run keeps its settings, has no such numbers."""
+    floats = [
+        (table, key)
+        for key, table in fields().items()
+        if "float" in str(getattr(Config(), table).__class__.model_fields[key].annotation)
+    ]
+    assert len(floats) > 40
+    for table, key in floats:
+        field = getattr(Config(), table).__class__.model_fields[key]
+        given = (float(value),) if "tuple" in str(field.annotation) else float(value)
+        with pytest.raises(ConfigError, match=flag(key)):
+            load([], {table: {key: given}})

@@ -368,12 +368,12 @@ def test_finish_adds_to_graded_answers_and_leaves_out_those_that_it_drops() -> N
     assert counted["rollout/answers_lost"] == 1
 
 
-def with_extra(extra: Mapping[Any, Any]) -> SampleGroup:
+def with_extra(extra: Mapping[Any, Any], **changes: object) -> SampleGroup:
     """Generate a group with a function that puts these values into its answers."""
 
     async def my_function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> Sample:
         await builder.write()
-        return replace(builder.sample(), extra=extra)
+        return replace(builder.sample(), extra=extra, **changes)
 
     async def work() -> Any:
         engine = FakeEngine()
@@ -413,6 +413,15 @@ def test_what_is_no_json_names_function_key_and_type(value: Any, kind: str) -> N
     wanted = rf"my_function put extra\['score'\] of type {kind} .*prompt 7, .*float\(\)"
     with pytest.raises(ConfigError, match=wanted):
         with_extra({"fine": 1, "score": value})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rollout_logprobs": (-1.0, float("nan"), 0.0)}, {"reward": float("inf")}]
+)
+def test_an_answer_with_a_number_that_is_not_finite_names_function_and_field(changes: Any) -> None:
+    (name,) = changes
+    with pytest.raises(ConfigError, match=rf"my_function answers prompt 7 with Sample\.{name}"):
+        with_extra({}, **changes)
 
 
 def with_sandbox(is_lost: Callable[[int, int], bool], *, n: int) -> tuple[Any, Mapping[str, float]]:
