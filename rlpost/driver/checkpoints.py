@@ -52,12 +52,16 @@ Write = Callable[[Path], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """One commit: seconds that training was blocked, seconds in total, and size in bytes."""
+    """One commit: seconds that training was blocked, seconds in total, and size in bytes.
+
+    ``journal``: the segment that its state names.
+    """
 
     step: int
     blocking_s: float
     total_s: float
     num_bytes: int
+    journal: int = 0
 
 
 class Retries:
@@ -141,10 +145,13 @@ class Checkpoints:
         """Whether this attempt has committed a checkpoint."""
         return self._newest is not None
 
-    def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts, before ``newest``. Raises CheckpointError."""
+    def claim(self, attempt: str, check_newest: Callable[[], None] = lambda: None) -> None:
+        """Take the folder over from earlier attempts, before ``newest``.
+
+        ``check_newest``: see ``ownership.claim``. Raises CheckpointError, Fenced.
+        """
         try:
-            self._claim = claim(self.save_folder, attempt)
+            self._claim = claim(self.save_folder, attempt, check_newest=check_newest)
         except OSError as error:
             raise CheckpointError(
                 f"--save {self.save_folder}: no checkpoint can be written there: {error}; repair it "
@@ -391,9 +398,8 @@ class Checkpoints:
         self._retries.reset()
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
-        self.last = SaveTimes(
-            state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes
-        )
+        blocking_s = total_s if blocking_s is None else blocking_s
+        self.last = SaveTimes(state.step, blocking_s, total_s, num_bytes, state.journal)
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None

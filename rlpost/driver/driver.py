@@ -32,7 +32,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.driver.run_stages import RunStages
 from rlpost.durable.daemon_threads import in_daemon, start_in_daemon, within
 from rlpost.durable.journal import Journal
-from rlpost.durable.ownership import check_attempt
+from rlpost.durable.ownership import check_attempt, check_newest
 from rlpost.durable.provenance import Provenance
 from rlpost.durable.run_files import LAST_S, storage_words
 from rlpost.durable.settings_hash import settings_hash
@@ -171,6 +171,8 @@ async def _train(
             "blocking_s": None if last is None else _rounded(last.blocking_s),
         }
         ledger.soon("committed", step=step, checkpoint=path.name, bytes=size, **times)
+        if last is not None:
+            journal.note_committed(last.journal)
         journal.compact(checkpoints.oldest_kept() or 0)
         reporter.ask()
 
@@ -181,7 +183,8 @@ async def _train(
     )
     storage_s, name = config.checkpoint.save_deadline_s, f"{cluster.driver_name} of {run.root}"
     async with within(storage_s, HANGS.format("the claim of the checkpoint folder", storage_s)):
-        await _off_loop(stop, lambda: checkpoints.claim(name))
+        check = partial(check_newest, run.attempts, attempt)
+        await _off_loop(stop, lambda: checkpoints.claim(name, check))
     async with within(storage_s, HANGS.format("reading the newest checkpoint's state", storage_s)):
         checkpoint, state = await _off_loop(stop, checkpoints.newest)
     journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))

@@ -51,7 +51,7 @@ class Found:
 def read_folder(folder: Path) -> tuple[list[Segment], list[Unreadable]]:
     """Return all segments of a journal by number, and the files without a valid header.
 
-    Raises OSError when the folder cannot be listed.
+    Raises OSError when the folder cannot be listed, CheckpointError when a file cannot be read.
     """
     found = [read_segment(path) for path in segment_paths(folder)]
     valid = [each for each in found if isinstance(each, Segment)]

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlpost.durable.daemon_threads import in_daemon, within
-from rlpost.durable.journal_format import REWARD, Part, PartKey, Record
+from rlpost.durable.journal_format import REWARD, DamagedRecord, Part, PartKey, Record
 from rlpost.durable.journal_segments import segment_paths
 from rlpost.durable.segment_writer import deadline_s
-from rlpost.errors import CheckpointError
 from rlpost.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -22,12 +21,15 @@ T = TypeVar("T")
 
 
 def valid_parts(records: Iterable[Record]) -> list[Part]:
-    """Read parts; leave out, with a message, those that are damaged now."""
+    """Read parts; leave out, with a message, those that are damaged now.
+
+    Raises CheckpointError when one cannot be read.
+    """
     parts = []
     for record in records:
         try:
             parts.append(record.part())
-        except CheckpointError as error:
+        except DamagedRecord as error:
             logger.warning("journal: %s", error)
     return parts
 

@@ -33,10 +33,14 @@ from typing import Any
 from common.files import sync, take_name, write_all
 from rlpost.durable.journal_format import (
     PART,
+    DamagedRecord,
     Framing,
     Header,
+    Part,
+    PartKey,
     Record,
     header_content,
+    part_content,
     segment_path,
 )
 from rlpost.durable.journal_segments import Segment
@@ -66,12 +70,24 @@ def deadline_s(num_bytes: int = 0) -> float:
 
 
 class Appended:
-    """A part that was appended; ``record`` says where it is, once the thread has written it."""
+    """A part that was appended; ``record`` says where it is, once the thread has written it.
 
-    __slots__ = ("meta", "record")
+    ``part``: the part itself, if its samples are in memory anyway. A new segment then has it,
+    whatever became of the record.
+    """
 
-    def __init__(self, meta: Mapping[str, Any], record: Record | None = None) -> None:
-        self.meta, self.record = meta, record
+    __slots__ = ("meta", "part", "record")
+
+    def __init__(
+        self, meta: Mapping[str, Any], record: Record | None = None, part: Part | None = None
+    ) -> None:
+        self.meta, self.record, self.part = meta, record, part
+
+    @property
+    def key(self) -> PartKey:
+        """The key of the part."""
+        meta = self.meta
+        return PartKey(meta["prompt_id"], meta["index"], meta["part"], meta["number"])
 
 
 Waiting = Sequence[Record | Appended]
@@ -108,9 +124,12 @@ class SegmentWriter:
         # state at the end of the file, and at the last fsync
         self._framing, self._synced_framing = Framing(), Framing()
         self._problem: str | None = None
+        self._follows_a_gap = False  # records before this segment's state are lost
         self._failure: OSError | None = None  # of the last write; the next one retries
         self._first_records: tuple[Sequence[bytes], Waiting] | None = None
         """Arguments of ``create`` while the file could not be created."""
+        self._syncing: Future[bool] | None = None  # by ``sync_soon``
+        self._first_state = 0  # ``first_state`` of the segment before
         self._num_copied = 0  # bytes of waiting records
         self._pending: deque[tuple[bytes, Appended | None]] = deque()
         self._unsynced: deque[tuple[bytes, Appended | None]] = deque()  # since the last fsync
@@ -133,6 +152,14 @@ class SegmentWriter:
         """Whether records wait for space on the disk."""
         failure = self._failure
         return self._problem is None and failure is not None and failure.errno in NO_SPACE
+
+    @property
+    def first_state(self) -> int:
+        """The segment of the first state whose resume reaches this segment.
+
+        Between the states before it and this segment records are lost.
+        """
+        return self.header.base if self._follows_a_gap else self._first_state
 
     def next(self, step: int | None = None) -> SegmentWriter:
         """Return the next segment, for a state of ``step`` steps or, without, the same state."""
@@ -162,10 +189,13 @@ class SegmentWriter:
         self._pending.append((content, part))
         self._queue.soon(self._write_pending)
 
-    def sync_soon(self) -> None:
-        """Queue an fsync; nothing waits for it."""
-        if self._problem is None and not self.is_durable:
-            self._queue.soon(self._sync)
+    def sync_soon(self) -> bool:
+        """Queue an fsync, unless one is queued; return whether records wait for it."""
+        if self._problem is not None or self.is_durable:
+            return False
+        if self._syncing is None or self._syncing.done():
+            self._syncing = self._queue.soon(self._sync)
+        return True
 
     async def durable(self) -> None:
         """Return when all queued records are on disk, or a write fails or takes too long.
@@ -242,6 +272,8 @@ class SegmentWriter:
             previous = before._framing.seal(before.header.number) if is_complete else None
         if is_complete:
             before._close()
+        self._first_state = before.first_state
+        self._follows_a_gap = self._is_base and not is_complete
         self.header = replace(
             self.header, number=before.header.number, previous=previous, unbroken=is_complete
         )
@@ -273,8 +305,8 @@ class SegmentWriter:
             if isinstance(each, Appended):
                 kept = _content_of(each)
                 if kept is not None:
-                    assert each.record is not None
-                    copy, frame = _copy(each.record, kept, framing, path)
+                    record = each.record or Record(PART, each.meta, path, 0, 0)
+                    copy, frame = _copy(record, kept, framing, path)
                     moved.append((each, copy))
                     yield frame
                 continue
@@ -397,12 +429,17 @@ def _copy(record: Record, content: bytes, framing: Framing, path: Path) -> tuple
 
 
 def _content_of(part: Appended) -> bytes | None:
-    """Read a part that was written; None, with a message, when it was not or is damaged now."""
+    """Return the content of a part; None, with a message, if its record is missing or damaged.
+
+    Raises CheckpointError when the record cannot be read.
+    """
+    if part.part is not None:
+        return part_content(part.part, part.meta)
     if part.record is None:
         return None  # its segment was given up, which was logged
     try:
         return part.record.content()
-    except CheckpointError as error:
+    except DamagedRecord as error:
         logger.warning("journal: %s", error)
         return None
 

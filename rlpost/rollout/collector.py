@@ -250,7 +250,6 @@ class Collector:
             if self._buffer.has_batch():
                 return
             assert self._tasks, "no batch, and no group in flight"
-            self._journal.sync_soon()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_POLL_S):
