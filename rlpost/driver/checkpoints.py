@@ -36,6 +36,7 @@ from rlpost.durable.commit import (
 from rlpost.durable.daemon_threads import in_daemon, within
 from rlpost.durable.ownership import Claim, claim
 from rlpost.durable.provenance import PROVENANCE_FILE, Provenance, changes
+from rlpost.durable.run_files import read_again
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
 from rlpost.observe.spans import SPANS
@@ -489,7 +490,7 @@ def folder_bytes(folder: Path) -> int:
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
     """Return why a checkpoint's state is unusable; None once it is in ``states``."""
     try:
-        states[path] = RunState.from_json((path / STATE_FILE).read_text())
+        states[path] = RunState.from_json(read_again((path / STATE_FILE).read_text))
     except (CheckpointError, OSError, UnicodeDecodeError) as error:
         return f"{STATE_FILE}: {error}"
     return None

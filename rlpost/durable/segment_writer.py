@@ -258,6 +258,7 @@ class SegmentWriter:
                 self._retry_later(error)
                 return
             except CheckpointError as error:
+                self._check()  # a newer attempt may have deleted the records
                 self.give_up(str(error))
                 raise
 

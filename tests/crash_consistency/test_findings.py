@@ -312,7 +312,7 @@ def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_seg
             raise
 
     monkeypatch.setattr("rlpost.durable.segment_writer.create_file", create)
-    result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/10/276626"))
+    result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/10/960857"))
     assert taken, "another trial has to be found: no number was taken in this one"
     assert result.note == "older refused, newer done"
     expect_none(result.problems)
@@ -325,8 +325,9 @@ def test_of_two_attempts_that_create_a_segment_at_the_same_time_the_owner_contin
 ) -> None:
     """The older attempt takes the number while the newer one pauses before naming its segment."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
-    older, newer = Paused(world), Paused(world)
+    older = Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
+    newer = Paused(world)
     newer.run_until(0, "before", of_journal("link"))
     older.run_until(None)
     newer.run_until(None)
