@@ -34,20 +34,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rlpost.durable.journal_chain import contents, follow, read_folder
+from rlpost.durable.journal_chain import contents
 from rlpost.durable.journal_format import (
     ANSWER,
     BATCH,
     BEGUN,
     EVALUATION,
-    FORMAT,
     GROUP,
     REWARD,
     STATE,
     TURN,
-    Header,
     Part,
     Record,
     batch_content,
@@ -56,29 +54,19 @@ from rlpost.durable.journal_format import (
     group_content,
     part_content,
     part_meta,
-    unreadable_words,
 )
-from rlpost.durable.journal_reads import read_all, read_within, valid_parts, with_rewards
-from rlpost.durable.journal_segments import read_header, segment_paths
-from rlpost.durable.open_parts import Kept, OpenParts
-from rlpost.durable.segment_writer import (
-    Appended,
-    SegmentWriter,
-    Waiting,
-    delete_superseded,
-    make_folder,
-)
+from rlpost.durable.journal_reads import read_all, read_tail, read_within, valid_parts, with_rewards
+from rlpost.durable.journal_segments import delete_before
+from rlpost.durable.open_parts import Appended, Kept, OpenParts, Waiting
+from rlpost.durable.segment_writer import SegmentWriter, delete_superseded, make_folder
 from rlpost.durable.trained_batches import JournalBatches
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import CheckpointError
 from rlpost.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SYNC_AFTER_S = 0.25
 """Seconds from a record to its fsync, of the 0.5 s that the documentation promises."""
-RESUMES_WITH = "0.2.0"
-"""The newest version that reads segments of the formats before ``FORMAT``."""
 
 
 class Journal:
@@ -90,12 +78,14 @@ class Journal:
         self._parts = OpenParts[Appended]()
         # The samples of finished answers, by prompt and index: a group refers to them.
         self._answers: defaultdict[int, dict[int, Sequence[Sample]]] = defaultdict(dict)
-        # step and record of the newest batch that was taken
-        self._newest_batch: tuple[int, bytes] = (-1, b"")
+        self._newest_batch = (-1, b"")  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._spent_s = 0.0
-        # The segment that the newest committed state names.
-        self._committed = 0
+        self.changes: Sequence[str] = ()
+        """Changed settings that decide results, one a line."""
+        self.newest_usable: int | None = None
+        """The newest policy version whose tokens can be used; None if all can."""
+        self._committed = 0  # the segment that the newest committed state names
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -127,50 +117,26 @@ class Journal:
         Blocks.
         """
         make_folder(folder)
-        try:
-            segments, unreadable = read_folder(folder)
-        except OSError as error:
-            raise CheckpointError(unreadable_words(folder, error)) from error
-        for each in unreadable:
-            if each.earlier and each.number >= base:
-                raise ConfigError(
-                    f"{each.path}: {each.problem}; resume the run with rlpost {RESUMES_WITH} until its next "
-                    "checkpoint, or delete the file to generate its groups again"
-                )
-        paths = [each.path for each in segments] + [each.path for each in unreadable]
-        tail = follow(segments, base, step, settings, data=data, unreadable=unreadable)
-        for problem in tail.problems:
-            logger.warning("journal: %s", problem)
-        header = Header(
-            number=max([base - 1, *(int(path.stem) for path in paths)]) + 1,
-            base=base,
-            step=step,
-            settings=settings,
-            format=FORMAT,
-            data=data,
-            previous=tail.previous,
-        )
+        segments, tail, header = read_tail(folder, base, step, settings, data)
         segment = SegmentWriter(folder, header, check=check)
         journal = cls(folder, segment)
         journal._committed = base
         journal._waiting.extend(record for record in tail.records if record.kind != EVALUATION)
         for record in tail.parts:
             journal._parts.add(record.part_key, Appended(record.meta, record))
+        journal.changes = tail.changes
+        if tail.is_trained_otherwise:
+            journal.newest_usable = step
         evaluations = [record.meta for record in tail.records if record.kind == EVALUATION]
         journal._evaluations = {
-            each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
+            each["step"]: each["metrics"]
+            for each in evaluations
+            if each["step"] == step or (each["step"] > step and not tail.is_trained_otherwise)
         }
         segment.create(journal._first(), journal._copied())
         journal._waiting = deque(segment.copies or journal._waiting)
         if segment.copies is not None:
             delete_superseded(segments, tail.chain, check)
-        if tail.records:
-            kinds = [record.kind for record in tail.records]
-            logger.info(
-                "journal: %d finished groups, %d batches and %d evaluations follow step %d",
-                *(kinds.count(kind) for kind in (GROUP, BATCH, EVALUATION)),
-                step,
-            )
         return journal
 
     @classmethod
@@ -195,8 +161,9 @@ class Journal:
         False as well while records before the newest state are lost and it is not committed yet.
         """
         segment = self._segment
-        is_reached = segment is not None and segment.first_state <= self._committed
-        return segment is not None and segment.is_durable and is_reached
+        if segment is None or segment.first_state > self._committed:
+            return False
+        return segment.is_durable
 
     @property
     def lacks_space(self) -> bool:
@@ -452,23 +419,9 @@ class Journal:
         return segment.header.number
 
     def compact(self, oldest_step: int) -> None:
-        """Delete segments that only checkpoints before ``oldest_step`` need.
-
-        While a header cannot be read none is deleted; the next commit tries again.
-        """
-        if self._folder is None:
-            return
-        try:
-            paths = segment_paths(self._folder)
-            headers = [header for path in paths if (header := read_header(path)) is not None]
-            bases = [header.base for header in headers if header.step >= oldest_step]
-            for path in paths:
-                if int(path.stem) < min(bases, default=0):
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning(
-                "journal: old segments in %s are not deleted yet: %s", self._folder, error
-            )
+        """Delete segments that only checkpoints before ``oldest_step`` need."""
+        if self._folder is not None:
+            delete_before(self._folder, oldest_step)
 
     async def durable(self) -> None:
         """Return when all records appended so far survive a crash of the machine.
@@ -535,6 +488,5 @@ class Journal:
 
     def _sync(self) -> None:
         self._timer = None
-        segment = self._segment
-        if segment is not None and segment.sync_soon():
+        if self._segment is not None and self._segment.sync_soon():
             self._sync_later()

@@ -8,6 +8,7 @@ Segments of format 3 (rlpost 0.2) are read, those of formats 1 and 2 (rlpost 0.1
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from rlpost.durable.journal_format import (
 )
 from rlpost.durable.run_files import read_again
 from rlpost.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,12 @@ def segment_paths(folder: Path) -> list[Path]:
             return []
 
     names = read_again(list_names)
-    found = [
+    paths = [
         folder / name
         for name in names
         if name.endswith(".log") and name.removesuffix(".log").isdecimal()
     ]
-    return sorted(found, key=lambda path: int(path.stem))
+    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def read_segment(path: Path) -> Segment | Unreadable:
@@ -119,6 +122,22 @@ def read_header(path: Path) -> Header | None:
         return None if frame is None else _header(frame, path)
     except _Damage:
         return None
+
+
+def delete_before(folder: Path, oldest_step: int) -> None:
+    """Delete segments that only checkpoints before ``oldest_step`` need.
+
+    While a header cannot be read none is deleted; the next commit tries again.
+    """
+    try:
+        paths = segment_paths(folder)
+        headers = [header for path in paths if (header := read_header(path)) is not None]
+        bases = [header.base for header in headers if header.step >= oldest_step]
+        for path in paths:
+            if int(path.stem) < min(bases, default=0):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("journal: old segments in %s are not deleted yet: %s", folder, error)
 
 
 class _Damage(Exception):

@@ -22,28 +22,24 @@ import re
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.files import sync, take_name, write_all
 from rlpost.durable.journal_format import (
     PART,
-    DamagedRecord,
     Framing,
     Header,
-    Part,
-    PartKey,
     Record,
     header_content,
-    part_content,
     segment_path,
 )
 from rlpost.durable.journal_segments import Segment
+from rlpost.durable.open_parts import Appended, Waiting, content_of
 from rlpost.durable.run_files import RunFile
 from rlpost.errors import CheckpointError, Fenced
 
@@ -67,31 +63,6 @@ LOST = "a crash before the next checkpoint would repeat generation"
 def deadline_s(num_bytes: int = 0) -> float:
     """Seconds after which storage that reads or copies ``num_bytes`` counts as hung."""
     return DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S
-
-
-class Appended:
-    """A part that was appended; ``record`` says where it is, once the thread has written it.
-
-    ``part``: the part itself, if its samples are in memory anyway. A new segment then has it,
-    whatever became of the record.
-    """
-
-    __slots__ = ("meta", "part", "record")
-
-    def __init__(
-        self, meta: Mapping[str, Any], record: Record | None = None, part: Part | None = None
-    ) -> None:
-        self.meta, self.record, self.part = meta, record, part
-
-    @property
-    def key(self) -> PartKey:
-        """The key of the part."""
-        meta = self.meta
-        return PartKey(meta["prompt_id"], meta["index"], meta["part"], meta["number"])
-
-
-Waiting = Sequence[Record | Appended]
-"""What a new segment copies: records still to be replayed, and parts of groups in generation."""
 
 
 class SegmentWriter:
@@ -304,7 +275,7 @@ class SegmentWriter:
             yield framing.frame(content)
         for each in waiting:
             if isinstance(each, Appended):
-                kept = _content_of(each)
+                kept = content_of(each)
                 if kept is not None:
                     record = each.record or Record(PART, each.meta, path, 0, 0)
                     copy, frame = _copy(record, kept, framing, path)
@@ -427,22 +398,6 @@ def _copy(record: Record, content: bytes, framing: Framing, path: Path) -> tuple
     offset, seed = framing.num_bytes, framing.checksum
     frame = framing.frame(content)
     return replace(record, path=path, offset=offset, size=len(frame), seed=seed), frame
-
-
-def _content_of(part: Appended) -> bytes | None:
-    """Return the content of a part; None, with a message, if its record is missing or damaged.
-
-    Raises CheckpointError when the record cannot be read.
-    """
-    if part.part is not None:
-        return part_content(part.part, part.meta)
-    if part.record is None:
-        return None  # its segment was given up, which was logged
-    try:
-        return part.record.content()
-    except DamagedRecord as error:
-        logger.warning("journal: %s", error)
-        return None
 
 
 def _cost(content: bytes) -> int:

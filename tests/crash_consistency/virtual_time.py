@@ -216,6 +216,7 @@ def hang_until(attempt: Attempt, due: float) -> None:
     thread = getattr(ROOM, "thread", None)
     if thread is None:
         hang(attempt, threading.Event())
+    assert thread is not None, "an event loop that blocks has ended the attempt"
     sleeper = Sleeper(due, thread)
     attempt.sleepers.append(sleeper)
     thread.hang()

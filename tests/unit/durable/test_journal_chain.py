@@ -204,7 +204,7 @@ def test_a_record_is_valid_only_in_its_place(tmp_path):
 
 def test_a_segment_of_a_newer_version_is_named_and_not_used(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr("rlpost.durable.journal.FORMAT", FORMAT + 1)
+        patched.setattr("rlpost.durable.journal_reads.FORMAT", FORMAT + 1)
         four_segments(tmp_path)
     assert waiting(resumed(tmp_path)) == []
     assert "0000000.log: it was written by a newer version" in caplog.text
