@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from rlpost.durable import segment_writer
+from rlpost.durable.journal_chain import read_folder
 from tests.crash_consistency import oracle
 from tests.crash_consistency.durability import VARIANTS
 from tests.crash_consistency.hooks import (
@@ -461,9 +462,8 @@ def _change(stage: Stage) -> list[Problem]:
     world, trial = stage.world, stage.trial
     world.attempt(KillAt(trial.number))
     had_checkpoint = any(world.run.checkpoints.glob("iter_*/COMMITTED"))
-    had_journal = any(
-        path.stat().st_size > 400 for path in world.run.checkpoints.glob("journal/*.log")
-    )
+    segments, _ = read_folder(world.run.checkpoints / "journal")
+    had_journal = any(segment.records for segment in segments)
     stage.note = "with a checkpoint" if had_checkpoint else "journal only"
     if trial.what in DATA:
         world.write_data(_data(trial.what))
