@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlpost.durable.segment_writer import create_file
-from tests.crash_consistency import oracle
+from rlpost.durable.segment_writer import SegmentWriter, create_file
+from tests.crash_consistency import fakes, oracle
 from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
-from tests.crash_consistency.interception import Op
+from tests.crash_consistency.interception import ROOM, Op
 from tests.crash_consistency.oracle import (
     Problem,
     baseline,
@@ -369,6 +371,33 @@ def test_a_disk_that_was_full_for_a_while_costs_no_generated_group(base: Path, s
         found += [f"{number}: {each}" for each in check(world, reference=reference)]
     assert not found, "\n".join(found)
     assert num_killed >= 8
+
+
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async,slow_save"])
+def test_every_record_is_on_disk_after_half_a_second_whatever_the_loop_awaits(
+    base: Path, setup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step trains for 3 s and a weight update takes 2 s; nothing else asks for an fsync then."""
+    waiting: dict[SegmentWriter, list[tuple[float, int]]] = defaultdict(list)
+    ages, append, sync = [], SegmentWriter.append, SegmentWriter._sync_written
+
+    def append_and_note(writer: SegmentWriter, content: bytes, part: Any = None) -> None:
+        append(writer, content, part)
+        waiting[writer].append((ROOM.attempt.clock, writer._queued))
+
+    def sync_and_note(writer: SegmentWriter) -> None:
+        sync(writer)
+        done = [one for one in waiting[writer] if one[1] <= writer._synced]
+        ages.extend(ROOM.attempt.clock - appended_at for appended_at, _ in done)
+        waiting[writer] = [one for one in waiting[writer] if one not in done]
+
+    monkeypatch.setattr(SegmentWriter, "append", append_and_note)
+    monkeypatch.setattr(SegmentWriter, "_sync_written", sync_and_note)
+    for name, seconds in (("TRAIN_S", 3.0), ("SYNC_S", 2.0), ("GRADE_S", 0.7)):
+        monkeypatch.setattr(fakes, name, seconds)
+    assert World(base, SETUPS[setup]).attempt().how == "done"
+    assert len(ages) > 40 and max(ages) <= 0.5
+    assert not any(waiting.values())
 
 
 def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
