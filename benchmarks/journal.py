@@ -88,7 +88,6 @@ async def write(folder: Path, options: argparse.Namespace, *, single_answers: bo
                 count += 1
                 await asyncio.sleep(max(0.0, began + count * pause_s - time.monotonic()))
             journal.append_group(group, wanted=True, prompt=prompt)
-            journal.sync_soon()
         await journal.durable()
 
     sampler = LagSampler()

@@ -59,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         segments, unreadable = read_folder(folder)
     except OSError as error:
         raise ConfigError(f"rlpost journal: {folder} cannot be listed: {error}") from error
+    except CheckpointError as error:
+        raise ConfigError(f"rlpost journal: {error}") from error
     if not segments and not unreadable:
         raise ConfigError(
             f"rlpost journal: {folder} has no journal; it appears with the first attempt of a run"

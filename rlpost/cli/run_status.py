@@ -70,7 +70,7 @@ _ENDS: dict[str, JobState | None] = {
 """Events that begin or end a run or an attempt, and the state of a run whose ledger ends so."""
 _VERDICT_STATES = {"done": JobState.COMPLETED, "requeue": JobState.PREEMPTED}
 CACHE = ".status.json"
-VERSION = 2
+VERSION = 3
 """Version of the cached format; a status of another version is computed again."""
 _OUTCOME_STATES = {
     "done": JobState.COMPLETED,
@@ -92,7 +92,7 @@ class Status:
     name of the newest attempt's folder; ``reward`` the mean of the last step; ``evals`` the newest
     mean reward of each evaluation set. ``goodput`` is None before the first attempt, and where
     run.json does not give the GPUs. ``kept`` says what the newest driver continued of the groups that
-    were in generation.
+    were in generation, ``changed`` which settings that decide results had other values before.
     """
 
     name: str
@@ -124,6 +124,7 @@ class Status:
     num_preemptions: int = 0
     recoveries: dict[str, int] = field(default_factory=dict)
     kept: str = ""
+    changed: list[str] = field(default_factory=list)
     goodput: Goodput | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -168,6 +169,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         num_preemptions=sum(event.get("event") == "preempted" for event in events),
         recoveries=dict(Counter(recovered)),
         kept=_kept(events, attempt),
+        changed=list(last(events, "started").get("changed") or ()),
         warnings=warnings_in(tail_or_empty(latest / DRIVER_LOG, LOG_TAIL)),
         **_progress(run, events, entry),
     )
@@ -321,6 +323,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("preemptions", str(status.num_preemptions) if status.num_preemptions else ""),
         ("recoveries", ", ".join(f"{role} {n}" for role, n in status.recoveries.items())),
         ("resumed with", status.kept),
+        *(("changed", line) for line in status.changed),
         ("goodput", goodput_words(status)),
         ("cost", status.goodput.cost_words if status.goodput else ""),
         *(("warning", line) for line in status.warnings),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +34,12 @@ from rlpost.durable.commit import (
     was_committed,
 )
 from rlpost.durable.daemon_threads import in_daemon, within
+from rlpost.durable.origin import Origin, find_origin, origin_of, read_origin, record_origin
 from rlpost.durable.ownership import Claim, claim
-from rlpost.durable.provenance import PROVENANCE_FILE, Provenance, changes
+from rlpost.durable.provenance import PROVENANCE_FILE, Provenance, check_provenance
+from rlpost.durable.run_files import read_again
 from rlpost.durable.state import RunState
-from rlpost.errors import CheckpointError, ConfigError, Fenced, RlpostError
+from rlpost.errors import CheckpointError, Fenced, RlpostError
 from rlpost.observe.spans import SPANS
 
 logger = logging.getLogger(__name__)
@@ -52,12 +54,16 @@ Write = Callable[[Path], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """One commit: seconds that training was blocked, seconds in total, and size in bytes."""
+    """One commit: seconds that training was blocked, seconds in total, and size in bytes.
+
+    ``journal``: the segment that its state names.
+    """
 
     step: int
     blocking_s: float
     total_s: float
     num_bytes: int
+    journal: int = 0
 
 
 class Retries:
@@ -115,8 +121,10 @@ class Checkpoints:
         self._partial: Path | None = None  # the folder of the save in progress
         self._newest: Path | None = None  # the newest checkpoint committed by this attempt
         self._resumed: Path | None = None  # the one that this attempt started from
-        # the ranks' part of a background save
-        self._finishing: asyncio.Future[object] | None = None
+        self.origin: Origin | None = None  # of --load
+        self.changed: Sequence[str] = ()
+        """Changed settings that decide results, one a line."""
+        self._finishing: asyncio.Future[object] | None = None  # the ranks' part of it
         self._retries = Retries()
         self.last: SaveTimes | None = None
 
@@ -141,10 +149,13 @@ class Checkpoints:
         """Whether this attempt has committed a checkpoint."""
         return self._newest is not None
 
-    def claim(self, attempt: str) -> None:
-        """Take the folder over from earlier attempts, before ``newest``. Raises CheckpointError."""
+    def claim(self, attempt: str, check_newest: Callable[[], None] = lambda: None) -> None:
+        """Take the folder over from earlier attempts, before ``newest``.
+
+        ``check_newest``: see ``ownership.claim``. Raises CheckpointError, Fenced.
+        """
         try:
-            self._claim = claim(self.save_folder, attempt)
+            self._claim = claim(self.save_folder, attempt, check_newest=check_newest)
         except OSError as error:
             raise CheckpointError(
                 f"--save {self.save_folder}: no checkpoint can be written there: {error}; repair it "
@@ -172,16 +183,23 @@ class Checkpoints:
         checkpoints are damaged, since a fresh start would lose the run; ConfigError when the
         checkpoint has another model.
         """
+        self.origin = read_origin(self.save_folder)
         for folder in (self.save_folder, self._load):
             if folder is None:
                 continue
             states: dict[Path, RunState] = {}
-            search = newest_committed(folder, also=lambda path: _unreadable(path, states))  # noqa: B023
+            unusable = partial(_unreadable, states=states)
+            if folder == self._load and self.origin is not None:
+                is_found, path = find_origin(self.save_folder, self.origin, folder, unusable)
+                if is_found:
+                    self._resume(path)
+                    return path, states[path] if path else RunState(pending={})
+            search = newest_committed(folder, also=unusable)
             for path, why in search.skipped:
                 logger.warning("checkpoint %s is skipped: %s", path, why)
             if search.path is not None:
-                self._check_provenance(search.path)
-                self._resumed = search.path
+                self._resume(search.path)
+                self._record_origin(folder, search.path)
                 return search.path, states[search.path]
             lost = [f"{path.name}: {why}" for path, why in search.skipped if was_committed(path)]
             if lost:
@@ -190,10 +208,21 @@ class Checkpoints:
                     "Repair the storage or restore one of them; to start from scratch, choose another --save"
                 )
         if self._load is not None:
-            logger.warning(
-                "--load %s holds no committed checkpoint; starting from --ref-load", self._load
-            )
+            logger.warning("--load %s holds no checkpoint; starting from --ref-load", self._load)
+            self._record_origin(self._load, None)
         return None, RunState(pending={})
+
+    def _resume(self, path: Path | None) -> None:
+        """Start from a checkpoint. Raises ConfigError."""
+        self._resumed = path
+        if path is not None and self._provenance is not None:
+            self.changed = check_provenance(path, self._provenance)
+
+    def _record_origin(self, folder: Path, checkpoint: Path | None) -> None:
+        """Record the checkpoint of --load that the run starts from."""
+        if folder == self._load != self.save_folder and self._claim is not None:
+            self.origin = origin_of(folder, checkpoint)
+            record_origin(self.save_folder, self.origin, lane=self._claim.lane)
 
     def of_attempt(self) -> tuple[Path | None, RunState]:
         """Return the newest checkpoint that this attempt committed or, without one, started from.
@@ -235,10 +264,10 @@ class Checkpoints:
         await self.settle()
         self._owed = state.step
         if self._is_writing():
+            seconds = self._settings.save_deadline_s
             raise CheckpointError(
-                f"the checkpoint before step {state.step} is still being written after "
-                f"{self._settings.save_deadline_s:.0f} s (--save-deadline-s): the storage under "
-                f"{self.save_folder} hangs"
+                f"the checkpoint before step {state.step} is still being written after {seconds:.0f} s "
+                f"(--save-deadline-s): the storage under {self.save_folder} hangs"
             )
         try:
             async with self._deadline(state):
@@ -391,9 +420,8 @@ class Checkpoints:
         self._retries.reset()
         total_s = time.monotonic() - started
         SPANS.add("checkpoint", SPANS.now() - total_s)
-        self.last = SaveTimes(
-            state.step, total_s if blocking_s is None else blocking_s, total_s, num_bytes
-        )
+        blocking_s = total_s if blocking_s is None else blocking_s
+        self.last = SaveTimes(state.step, blocking_s, total_s, num_bytes, state.journal)
         logger.info("checkpoint %s committed in %.2f s", path, total_s)
         if self._owed is not None and self._owed <= state.step:
             self._owed = None
@@ -445,23 +473,6 @@ class Checkpoints:
                 "old checkpoints in %s could not be deleted: %s", self.save_folder, error
             )
 
-    def _check_provenance(self, path: Path) -> None:
-        """Raise ConfigError for another model; warn about changed settings of the mathematics."""
-        file = path / PROVENANCE_FILE
-        if self._provenance is None or not file.exists():
-            return
-        changed = changes(Provenance.from_json(file.read_text()), self._provenance)
-        if changed.model:
-            raise ConfigError(
-                f"{path} was made with another model than --hf-checkpoint: {'; '.join(changed.model)}; resume with the "
-                "original model, or start from scratch with another --save"
-            )
-        if changed.mathematics:
-            logger.warning(
-                "resuming %s with changed settings, so results differ from those of the original run: %s",
-                *(path, "; ".join(changed.mathematics)),
-            )
-
 
 async def wait_until_written(ask: Callable[[], Awaitable[list[bool]]]) -> None:
     """Return when every rank reports that its files are written.
@@ -483,7 +494,7 @@ def folder_bytes(folder: Path) -> int:
 def _unreadable(path: Path, states: dict[Path, RunState]) -> str | None:
     """Return why a checkpoint's state is unusable; None once it is in ``states``."""
     try:
-        states[path] = RunState.from_json((path / STATE_FILE).read_text())
+        states[path] = RunState.from_json(read_again((path / STATE_FILE).read_text))
+        return None
     except (CheckpointError, OSError, UnicodeDecodeError) as error:
         return f"{STATE_FILE}: {error}"
-    return None

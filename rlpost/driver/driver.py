@@ -34,11 +34,12 @@ from rlpost.driver.run_inputs import input_digests
 from rlpost.driver.run_stages import RunStages
 from rlpost.durable.daemon_threads import in_daemon, start_in_daemon, within
 from rlpost.durable.journal import Journal
-from rlpost.durable.ownership import check_attempt
+from rlpost.durable.ownership import check_attempt, check_newest
 from rlpost.durable.provenance import Provenance
+from rlpost.durable.result_settings import result_settings
 from rlpost.durable.run_files import LAST_S, storage_words
-from rlpost.durable.settings_hash import settings_hash
 from rlpost.durable.state import RunState
+from rlpost.durable.weights_fingerprint import fingerprint
 from rlpost.errors import (
     ConfigError,
     DataError,
@@ -176,20 +177,19 @@ async def _train(
             "blocking_s": None if last is None else _rounded(last.blocking_s),
         }
         ledger.soon("committed", step=step, checkpoint=path.name, bytes=size, **times)
+        journal.note_committed(0 if last is None else last.journal)
         journal.compact(checkpoints.oldest_kept() or 0)
         reporter.ask()
 
     reporter = Reporter(run)
-    attempt, provenance = Path(cluster.attempt_dir).name, _provenance(config, run)
+    contents = await _contents(config, stop)
+    provenance = _provenance(config, run, contents)
     checkpoints = Checkpoints(
         config.checkpoint, run.checkpoints, committed=record_commit, provenance=provenance
     )
-    storage_s, name = config.checkpoint.save_deadline_s, f"{cluster.driver_name} of {run.root}"
-    async with within(storage_s, HANGS.format("the claim of the checkpoint folder", storage_s)):
-        await _off_loop(stop, lambda: checkpoints.claim(name))
-    async with within(storage_s, HANGS.format("reading the newest checkpoint's state", storage_s)):
-        checkpoint, state = await _off_loop(stop, checkpoints.newest)
-    journal = await stop.unless_requested(_journal(config, checkpoints, checkpoint, state))
+    checkpoint, state = await _claim(config, run, cluster, checkpoints, stop)
+    opening = _journal(config, checkpoints, checkpoint, state, contents)
+    journal = await stop.unless_requested(opening)
     logger.info(
         "starting from %s",
         checkpoint or config.checkpoint.ref_load or config.checkpoint.hf_checkpoint,
@@ -197,7 +197,8 @@ async def _train(
     ledger = LedgerLines(run.ledger, check=checkpoints.check_owner)
     again = await _off_loop(stop, lambda: _steps_again(run.metrics, state.step))
     start = StartLines(ledger, cluster, await _off_loop(stop, ledger.entries))
-    entries = await start.record_start(config, state.step, again)
+    changed = dict.fromkeys((*checkpoints.changed, *journal.changes))
+    entries = await start.record_start(config, state.step, again, list(changed))
     model = Path(config.checkpoint.hf_checkpoint)
     weight_bytes = await _off_loop(stop, lambda: folder_bytes(model))
     stop.saves.expect(weight_bytes, num_nodes=len(cluster.nodes))
@@ -232,7 +233,7 @@ async def _train(
         stop.at_step = state.step if loop is None else loop.state.step
         raise
     except Hang as hang:
-        await _hangs(hang, attempt, cluster, ledger)
+        await _hangs(hang, cluster, ledger)
         raise
     finally:
         await stages.close()
@@ -240,6 +241,32 @@ async def _train(
     await ledger.append("done", step=state.step, weights=weights)
     ledger.close()
     logger.info("done: step %d, weights %s", state.step, weights[:16])
+
+
+async def _claim(
+    config: Config, run: RunFolder, cluster: Cluster, checkpoints: Checkpoints, stop: StopRequest
+) -> tuple[Path | None, RunState]:
+    """Take over the checkpoint folder; return the checkpoint to start from, and its state."""
+    storage_s, name = config.checkpoint.save_deadline_s, f"{cluster.driver_name} of {run.root}"
+    check = partial(check_newest, run.attempts, Path(cluster.attempt_dir).name)
+    async with within(storage_s, HANGS.format("the claim of the checkpoint folder", storage_s)):
+        await _off_loop(stop, lambda: checkpoints.claim(name, check))
+    async with within(storage_s, HANGS.format("reading the newest checkpoint's state", storage_s)):
+        return await _off_loop(stop, checkpoints.newest)
+
+
+async def _contents(config: Config, stop: StopRequest) -> dict[str, str | None]:
+    """Return fingerprints of the weights that a run may start from, by flag."""
+    given = config.checkpoint
+    folders = {"--hf-checkpoint": given.hf_checkpoint, "--ref-load": given.ref_load}
+
+    def read() -> dict[str, str | None]:
+        return {flag: fingerprint(Path(path)) for flag, path in folders.items() if path}
+
+    async with within(
+        given.save_deadline_s, HANGS.format("reading the initial weights", given.save_deadline_s)
+    ):
+        return await _off_loop(stop, read)
 
 
 async def _evaluated(
@@ -251,9 +278,9 @@ async def _evaluated(
         await asyncio.sleep(AMEND_AGAIN_S)
 
 
-async def _hangs(hang: Hang, attempt: str, cluster: Cluster, ledger: LedgerLines) -> None:
+async def _hangs(hang: Hang, cluster: Cluster, ledger: LedgerLines) -> None:
     """Record a hang in the ledger, and for the agent's verdict."""
-    await ledger.append("hang", attempt=attempt, **hang.details)
+    await ledger.append("hang", attempt=Path(cluster.attempt_dir).name, **hang.details)
     cause = Path(cluster.attempt_dir) / CAUSE_FILE
     try:
         async with asyncio.timeout(LAST_S):
@@ -321,26 +348,33 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _provenance(config: Config, run: RunFolder) -> Provenance:
+def _provenance(config: Config, run: RunFolder, weights: Mapping[str, str | None]) -> Provenance:
     """Return the provenance that every checkpoint records."""
     model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
     label = settle_identity(run.root).label if config.wandb.is_on else None
-    return Provenance.of(config, model, inputs=input_digests(config), wandb_run_id=label)
+    inputs = input_digests(config)
+    return Provenance.of(config, model, weights=weights, inputs=inputs, wandb_run_id=label)
 
 
 async def _journal(
-    config: Config, checkpoints: Checkpoints, checkpoint: Path | None, state: RunState
+    config: Config,
+    checkpoints: Checkpoints,
+    checkpoint: Path | None,
+    state: RunState,
+    contents: Mapping[str, str | None],
 ) -> Journal:
     """Open the journal beside the checkpoints; --debug-rollout-only has none."""
     if config.debug.debug_rollout_only:
         return Journal.off()
     folder = checkpoints.save_folder / "journal"
+    if checkpoints.origin is not None:
+        contents = {**contents, "--load": checkpoints.origin.content}
     resume = partial(
         Journal.resume,
         folder,
         checkpoints.journal_segment(checkpoint, state),
         step=state.step,
-        settings=settings_hash(config),
+        settings=result_settings(config, contents).to_json(),
         data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),
         check=checkpoints.check_owner,
     )

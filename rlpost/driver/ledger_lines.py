@@ -87,11 +87,16 @@ class StartLines:
         self._entries = list(entries)
 
     async def record_start(
-        self, config: Config, step: int, again: Mapping[str, float] | None
+        self,
+        config: Config,
+        step: int,
+        again: Mapping[str, float] | None,
+        changed: Sequence[str] = (),
     ) -> Sequence[Entry]:
         """Record that the driver has the cluster; return all entries.
 
-        ``again``: the steps after ``step`` that are trained again.
+        ``again``: the steps after ``step`` that are trained again. ``changed``: settings that
+        decide results and have other values than before, one a line.
         """
         if not self._has("started"):
             line = {
@@ -100,6 +105,7 @@ class StartLines:
                 "nodes": [node.host for node in self._cluster.nodes],
                 "gpus": gpus_by_role(config),
                 "again": again,
+                "changed": list(changed),
             }
             await self._ledger.append("started", **line)
             self._entries.append({"event": "started", **line})

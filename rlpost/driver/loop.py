@@ -177,7 +177,7 @@ class Loop:
         if await self._is_saved(request):
             self._stop.left_with = "checkpoint"
             logger.warning("%s; a checkpoint holds step %d already", request, self.state.step)
-        elif self._stop.leave_with(request) == "checkpoint":
+        elif self._stop.leave_with(request) == "checkpoint" or not await self._is_journaled():
             await self._save_last(request)
         else:
             logger.warning(
@@ -198,6 +198,14 @@ class Loop:
                 return await self._checkpoints.settle()
         except TimeoutError:
             return False
+
+    async def _is_journaled(self) -> bool:
+        """Whether a resume finds everything in the journal; else a late checkpoint is tried."""
+        await self._journal.durable()
+        if not self._journal.is_durable:
+            logger.warning("a resume would not find all of it in the journal: saving a checkpoint")
+            self._stop.left_with = "checkpoint"
+        return self._journal.is_durable
 
     async def _save_last(self, request: Preempted) -> None:
         logger.warning("%s; saving step %d", request, self.state.step)

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import sync, write_atomic, write_within
+from rlpost.durable.run_files import read_again
 from rlpost.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,25 @@ def uncommitted(folder: Path) -> list[Path]:
 
 
 def defect(path: Path, *, checksums: bool = True) -> str | None:
-    """Return why a checkpoint folder is invalid; None when it is complete and unchanged."""
+    """Return why a checkpoint folder is invalid; None when it is complete and unchanged.
+
+    A read that fails for a moment is repeated.
+    """
+
+    def read() -> str | None:
+        try:
+            return _defect(path, checksums=checksums)
+        except FileNotFoundError as error:  # it was deleted or renamed meanwhile
+            return f"it cannot be read: {error}"
+
+    try:
+        return read_again(read)
+    except OSError as error:
+        return f"it cannot be read: {error}"
+
+
+def _defect(path: Path, *, checksums: bool) -> str | None:
+    """Like ``defect``, reading once. Raises OSError."""
     try:
         if not (path / COMMITTED).is_file():
             return f"it has no {COMMITTED}: it was not committed"
@@ -264,8 +283,6 @@ def defect(path: Path, *, checksums: bool = True) -> str | None:
         if (path / COMMITTED).read_text().strip() != _digest(text):
             return f"{COMMITTED} does not belong to {MANIFEST}"
         return _difference(path, json.loads(text)["files"], checksums=checksums)
-    except OSError as error:
-        return f"it cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} or {COMMITTED} is malformed: {type(error).__name__}: {error}"
 

@@ -26,6 +26,7 @@ would repeat generation (``segment_writer``).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -33,20 +34,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rlpost.durable.journal_chain import contents, follow, read_folder
+from rlpost.durable.journal_chain import contents
 from rlpost.durable.journal_format import (
     ANSWER,
     BATCH,
     BEGUN,
     EVALUATION,
-    FORMAT,
     GROUP,
     REWARD,
     STATE,
     TURN,
-    Header,
     Part,
     Record,
     batch_content,
@@ -56,25 +55,18 @@ from rlpost.durable.journal_format import (
     part_content,
     part_meta,
 )
-from rlpost.durable.journal_reads import read_all, read_within, valid_parts, with_rewards
-from rlpost.durable.journal_segments import read_header, segment_paths
-from rlpost.durable.open_parts import Kept, OpenParts
-from rlpost.durable.segment_writer import (
-    Appended,
-    SegmentWriter,
-    Waiting,
-    delete_superseded,
-    make_folder,
-)
+from rlpost.durable.journal_reads import read_all, read_tail, read_within, valid_parts, with_rewards
+from rlpost.durable.journal_segments import delete_before
+from rlpost.durable.open_parts import Appended, Kept, OpenParts, Waiting
+from rlpost.durable.segment_writer import SegmentWriter, delete_superseded, make_folder
 from rlpost.durable.trained_batches import JournalBatches
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import CheckpointError
 from rlpost.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-RESUMES_WITH = "0.2.0"
-"""The newest version that reads segments of the formats before ``FORMAT``."""
+SYNC_AFTER_S = 0.25
+"""Seconds from a record to its fsync, of the 0.5 s that the documentation promises."""
 
 
 class Journal:
@@ -86,10 +78,16 @@ class Journal:
         self._parts = OpenParts[Appended]()
         # The samples of finished answers, by prompt and index: a group refers to them.
         self._answers: defaultdict[int, dict[int, Sequence[Sample]]] = defaultdict(dict)
-        # step and record of the newest batch that was taken
-        self._newest_batch: tuple[int, bytes] = (-1, b"")
+        self._newest_batch = (-1, b"")  # step and record of the newest batch that was taken
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._spent_s = 0.0
+        self.changes: Sequence[str] = ()
+        """Changed settings that decide results, one a line."""
+        self.newest_usable: int | None = None
+        """The newest policy version whose tokens can be used; None if all can."""
+        self._committed = 0  # the segment that the newest committed state names
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     @classmethod
     async def open(cls, folder: Path, resume: Callable[[], Journal]) -> Journal:
@@ -114,55 +112,31 @@ class Journal:
         """Continue from the checkpoint state of ``step`` steps that names segment ``base``.
 
         ``base`` 0 is the start of a run. ``data`` is a fingerprint of the prompt files; ``check``
-        raises Fenced when another attempt owns the run. Raises CheckpointError when the folder
-        cannot be listed, ConfigError when a segment after the state has an earlier format. Blocks.
+        raises Fenced when another attempt owns the run. Raises CheckpointError when the folder or
+        a segment cannot be read, ConfigError when a segment after the state has an earlier format.
+        Blocks.
         """
         make_folder(folder)
-        try:
-            segments, unreadable = read_folder(folder)
-        except OSError as error:
-            raise CheckpointError(
-                f"the journal in {folder} cannot be listed: {error}; repair the storage"
-            ) from error
-        for each in unreadable:
-            if each.earlier and each.number >= base:
-                raise ConfigError(
-                    f"{each.path}: {each.problem}; resume the run with rlpost {RESUMES_WITH} until its next "
-                    "checkpoint, or delete the file to generate its groups again"
-                )
-        paths = [each.path for each in segments] + [each.path for each in unreadable]
-        tail = follow(segments, base, step, settings, data=data, unreadable=unreadable)
-        for problem in tail.problems:
-            logger.warning("journal: %s", problem)
-        header = Header(
-            number=max([base - 1, *(int(path.stem) for path in paths)]) + 1,
-            base=base,
-            step=step,
-            settings=settings,
-            format=FORMAT,
-            data=data,
-            previous=tail.previous,
-        )
+        segments, tail, header = read_tail(folder, base, step, settings, data)
         segment = SegmentWriter(folder, header, check=check)
         journal = cls(folder, segment)
+        journal._committed = base
         journal._waiting.extend(record for record in tail.records if record.kind != EVALUATION)
         for record in tail.parts:
             journal._parts.add(record.part_key, Appended(record.meta, record))
+        journal.changes = tail.changes
+        if tail.is_trained_otherwise:
+            journal.newest_usable = step
         evaluations = [record.meta for record in tail.records if record.kind == EVALUATION]
         journal._evaluations = {
-            each["step"]: each["metrics"] for each in evaluations if each["step"] >= step
+            each["step"]: each["metrics"]
+            for each in evaluations
+            if each["step"] == step or (each["step"] > step and not tail.is_trained_otherwise)
         }
         segment.create(journal._first(), journal._copied())
         journal._waiting = deque(segment.copies or journal._waiting)
         if segment.copies is not None:
             delete_superseded(segments, tail.chain, check)
-        if tail.records:
-            kinds = [record.kind for record in tail.records]
-            logger.info(
-                "journal: %d finished groups, %d batches and %d evaluations follow step %d",
-                *(kinds.count(kind) for kind in (GROUP, BATCH, EVALUATION)),
-                step,
-            )
         return journal
 
     @classmethod
@@ -182,8 +156,14 @@ class Journal:
 
     @property
     def is_durable(self) -> bool:
-        """Whether all records appended so far survive a crash of the machine."""
-        return self._segment is not None and self._segment.is_durable
+        """Whether a resume finds all records appended so far, also after a crash of the machine.
+
+        False as well while records before the newest state are lost and it is not committed yet.
+        """
+        segment = self._segment
+        if segment is None or segment.first_state > self._committed:
+            return False
+        return segment.is_durable
 
     @property
     def lacks_space(self) -> bool:
@@ -317,12 +297,17 @@ class Journal:
         self._answers.pop(group.prompt_id, None)
 
     def add_part(self, part: Part, prompt: Prompt) -> None:
-        """Append a part of a group in generation, which answers ``prompt``."""
-        if not self.is_written:
+        """Append a part of a group in generation, which answers ``prompt``.
+
+        While storage fails, finished answers are kept for the next segment.
+        """
+        is_finished = part.kind in (ANSWER, REWARD)
+        if self._segment is None or not (self.is_written or is_finished):
             return
         with self._timed():
-            appended = Appended(part_meta(part, prompt))
-            self._append(part_content(part, appended.meta), appended)
+            appended = Appended(part_meta(part, prompt), part=part if is_finished else None)
+            if self.is_written:
+                self._append(part_content(part, appended.meta), appended)
         self._parts.add(part.key, appended)
         if part.kind == ANSWER:
             self._answers[part.prompt_id][part.index] = part.samples
@@ -351,8 +336,8 @@ class Journal:
     async def parts_of(self, prompt_id: int) -> Mapping[int, Sequence[Part]]:
         """Read, in a thread, the parts of a group's unfinished answers, in order, by index.
 
-        Those that are not on disk, or are damaged, are left out. Raises CheckpointError when the
-        storage hangs.
+        Those that are not on disk, or are damaged, are left out. Raises CheckpointError when they
+        cannot be read, or the storage hangs.
         """
         finished = (ANSWER, REWARD)
         appended = [part for part in self._parts.of(prompt_id) if part.meta["part"] not in finished]
@@ -366,8 +351,10 @@ class Journal:
 
         Groups refer to them from now on. Raises as ``parts_of`` does.
         """
-        answers = [part for part in self._parts if part.meta["part"] in (ANSWER, REWARD)]
-        read = await self._read_parts(answers) if answers else ()
+        answers = {part.key: part for part in self._parts if part.meta["part"] in (ANSWER, REWARD)}
+        read = await self._read_parts(tuple(answers.values())) if answers else ()
+        for part in read:
+            answers[part.key].part = part
         rewards = {part.key: part for part in read if part.kind == REWARD}
         samples: defaultdict[int, list[Sample]] = defaultdict(list)
         for part in read:
@@ -433,14 +420,8 @@ class Journal:
 
     def compact(self, oldest_step: int) -> None:
         """Delete segments that only checkpoints before ``oldest_step`` need."""
-        if self._folder is None:
-            return
-        paths = segment_paths(self._folder)
-        headers = [header for path in paths if (header := read_header(path)) is not None]
-        oldest = min((header.base for header in headers if header.step >= oldest_step), default=0)
-        for path in paths:
-            if int(path.stem) < oldest:
-                path.unlink(missing_ok=True)
+        if self._folder is not None:
+            delete_before(self._folder, oldest_step)
 
     async def durable(self) -> None:
         """Return when all records appended so far survive a crash of the machine.
@@ -452,10 +433,9 @@ class Journal:
             with self._timed():
                 await self._segment.durable()
 
-    def sync_soon(self) -> None:
-        """Begin to sync all records appended so far, in a thread."""
-        if self._segment is not None:
-            self._segment.sync_soon()
+    def note_committed(self, number: int) -> None:
+        """Record that the state is committed that names segment ``number``."""
+        self._committed = max(self._committed, number)
 
     def seconds(self) -> float:
         """Return the seconds spent since the last call, on the CPU and waiting for the disk."""
@@ -473,6 +453,7 @@ class Journal:
 
         Blocks for a few seconds at most.
         """
+        self._is_closed = True
         if self._segment is not None:
             self._segment.close()
 
@@ -493,3 +474,19 @@ class Journal:
     def _append(self, content: bytes, part: Appended | None = None) -> None:
         if self._segment is not None:
             self._segment.append(content, part)
+            self._sync_later()
+
+    def _sync_later(self) -> None:
+        """Sync soon, whatever the loop awaits meanwhile; again until all records are on disk."""
+        if self._timer is not None or self._is_closed:
+            return
+        try:
+            self._timer = asyncio.get_running_loop().call_later(SYNC_AFTER_S, self._sync)
+        except RuntimeError:  # no event loop runs yet
+            assert self._segment is not None
+            self._segment.sync_soon()
+
+    def _sync(self) -> None:
+        self._timer = None
+        if self._segment is not None and self._segment.sync_soon():
+            self._sync_later()

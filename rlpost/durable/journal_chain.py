@@ -26,6 +26,7 @@ from pathlib import Path
 from rlpost.durable.journal_format import BATCH, DROPPED, GROUP, PART, Record, Seal
 from rlpost.durable.journal_segments import Segment, Unreadable, read_segment, segment_paths
 from rlpost.durable.open_parts import OpenParts
+from rlpost.durable.result_settings import Change, compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,17 @@ class Found:
 
     ``records`` are groups, batches and evaluations in order, each once; ``parts`` are those of
     groups that are not finished by then; ``chain`` are the segments that hold them; ``problems``
-    are messages about segments and bytes that are not used.
+    are messages about segments and bytes that are not used. ``changes`` are lines on settings that
+    have changed since; with ``is_trained_otherwise`` only settings of training are among them, so
+    that what later weights than those of the checkpoint have generated cannot be used.
     """
 
     records: tuple[Record, ...] = ()
     parts: tuple[Record, ...] = ()
     problems: tuple[str, ...] = ()
     chain: tuple[Segment, ...] = ()
+    changes: tuple[str, ...] = ()
+    is_trained_otherwise: bool = False
 
     @property
     def previous(self) -> Seal | None:
@@ -51,7 +56,7 @@ class Found:
 def read_folder(folder: Path) -> tuple[list[Segment], list[Unreadable]]:
     """Return all segments of a journal by number, and the files without a valid header.
 
-    Raises OSError when the folder cannot be listed.
+    Raises OSError when the folder cannot be listed, CheckpointError when a file cannot be read.
     """
     found = [read_segment(path) for path in segment_paths(folder)]
     valid = [each for each in found if isinstance(each, Segment)]
@@ -70,8 +75,8 @@ def follow(
     """Find what happened after the checkpoint state of ``step`` steps that names segment ``base``.
 
     Of an event that is recorded twice (still to be replayed when the next state was saved) the
-    first counts. Segments written with other ``settings`` or other prompt ``data`` are not used;
-    None skips that comparison.
+    first counts. Segments written with other ``settings`` of generation or other prompt ``data``
+    are not used; None skips that comparison.
     """
     ordered = sorted(segments, key=lambda segment: segment.header.number)
     chain: list[Segment] = []
@@ -84,12 +89,16 @@ def follow(
             f"no segment continues the checkpoint of step {step}, which names segment {base}"
         )
     served = base - 1  # the newest segment that needs no message
+    changes, is_trained_otherwise = dict[str, None](), False
     while following is not None:
         served = following.header.number
-        changed = _changed(following, settings, data)
+        change = Change() if settings is None else compare(following.header.settings, settings)
+        changes |= dict.fromkeys((*change.generated, *change.trained))
+        changed = _changed(following, change, data)
         if changed is not None:
             problems.append(_unused(following, changed))
             break
+        is_trained_otherwise |= bool(change.trained)
         chain.append(following)
         following = _next(following, ordered)
     for segment in chain:
@@ -104,7 +113,14 @@ def follow(
         if segment.header.number > served:
             problems.append(_unused(segment, _why(segment, chain, ordered)))
     records, parts = _events(chain, problems)
-    return Found(records, parts, tuple(problems), tuple(chain))
+    return Found(
+        records,
+        parts,
+        tuple(problems),
+        tuple(chain),
+        tuple(changes),
+        is_trained_otherwise=is_trained_otherwise,
+    )
 
 
 def contents(records: Sequence[Record]) -> str:
@@ -183,10 +199,10 @@ def _add_group(
     parts.drop(prompt_id)
 
 
-def _changed(segment: Segment, settings: str | None, data: str | None) -> str | None:
-    """Return why settings or data differ from those of a segment, or None."""
-    if settings is not None and segment.header.settings != settings:
-        return "settings that decide what is generated have changed since, or the version of rlpost has"
+def _changed(segment: Segment, change: Change, data: str | None) -> str | None:
+    """Return why a segment is not used with the settings and data of this attempt, or None."""
+    if change.generated:
+        return f"settings that decide what is generated have changed since: {'; '.join(change.generated)}"
     if data is not None and segment.header.data not in (None, data):
         return "the files of --prompt-data have changed since"
     return None

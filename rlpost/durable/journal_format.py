@@ -24,10 +24,10 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlpost.durable.group_records import (
     Answers,
@@ -40,10 +40,9 @@ from rlpost.durable.group_records import (
     sample_from,
     sample_record,
 )
+from rlpost.durable.run_files import read_again
 from rlpost.errors import CheckpointError
 from rlpost.types import Prompt, Sample, SampleGroup
-
-T = TypeVar("T")
 
 FORMAT = 4  # format of the segments that this program writes
 OLDEST_FORMAT = 3
@@ -74,8 +73,8 @@ class Header:
 
     The segment continues from the checkpoint state of ``step`` trained steps that names segment
     ``base``. A state begins a new segment that is its own base; a resume copies its records into a
-    new one with the same base. ``settings`` is a hash of all settings that decide what is
-    generated, ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the
+    new one with the same base. ``settings`` is ``ResultSettings.to_json`` (a hash in segments of
+    rlpost 0.2), ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the
     segment whose records led to the base's state (None if unknown). ``unbroken`` is False when
     those records could not be written completely.
     """
@@ -167,14 +166,14 @@ class Record:
     def content(self) -> bytes:
         """Read kind and body, as they were appended.
 
-        Raises CheckpointError when reading fails twice, or the record has changed since the attempt
-        began.
+        Raises DamagedRecord when it has changed since the attempt began, CheckpointError when it
+        still cannot be read after retries.
         """
         place = f"{self.path}: the record at byte {self.offset}"
         try:
-            return read_twice(lambda: self._read(place))
+            return read_again(lambda: self._read(place))
         except OSError as error:
-            raise CheckpointError(f"{place} cannot be read: {error}; {_NEXT_ATTEMPT}") from error
+            raise CheckpointError(unreadable_words(place, error)) from error
 
     def group(self) -> SampleGroup:
         """The group of a GROUP record, without answers that are damaged. Raises as ``content`` does."""
@@ -194,13 +193,23 @@ class Record:
         content = frame[FRAME.size :]
         head = FRAME.pack(len(content), zlib.crc32(content, self.seed))
         if len(frame) != self.size or frame[: FRAME.size] != head:
-            raise CheckpointError(
-                f"{place} was valid when this attempt began and is damaged now; {_NEXT_ATTEMPT}"
+            raise DamagedRecord(
+                f"{place} was valid when this attempt began and is damaged now; the next attempt "
+                "uses the records before it and generates the rest again"
             )
         return content
 
 
-_NEXT_ATTEMPT = "the next attempt uses the records before it and generates the rest again"
+class DamagedRecord(CheckpointError):
+    """The bytes of a record have changed since it was written."""
+
+
+def unreadable_words(what: Path | str, error: OSError) -> str:
+    """Say that ``what`` cannot be read, which is not damage: nothing is deleted or left out."""
+    return (
+        f"{what} cannot be read: {error}; repair the storage or the mount. A requeue resumes from "
+        "the same checkpoint and journal"
+    )
 
 
 class Framing:
@@ -367,14 +376,6 @@ def prompt_digest(prompt: Prompt) -> str:
 def segment_path(folder: Path, number: int) -> Path:
     """The path of segment ``number``."""
     return folder / f"{number:07d}.log"
-
-
-def read_twice(read: Callable[[], T]) -> T:
-    """Return the result of the second call if the first raised OSError: a file server may restart."""
-    try:
-        return read()
-    except OSError:
-        return read()
 
 
 def _group(body: memoryview, answers: Answers | None = None) -> SampleGroup:

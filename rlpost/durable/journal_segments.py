@@ -8,6 +8,7 @@ Segments of format 3 (rlpost 0.2) are read, those of formats 1 and 2 (rlpost 0.1
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Mapping
@@ -27,9 +28,13 @@ from rlpost.durable.journal_format import (
     Record,
     Seal,
     json_text,
-    read_twice,
     segment_path,
+    unreadable_words,
 )
+from rlpost.durable.run_files import read_again
+from rlpost.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +76,68 @@ class Unreadable:
 def segment_paths(folder: Path) -> list[Path]:
     """List all segments of a journal by number, valid or not.
 
-    Raises OSError when listing fails twice.
+    Raises OSError when it still cannot be listed after retries.
     """
-    try:
-        names = read_twice(lambda: os.listdir(folder))
-    except FileNotFoundError:
-        return []
-    found = [
+
+    def list_names() -> list[str]:
+        try:
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+
+    names = read_again(list_names)
+    paths = [
         folder / name
         for name in names
         if name.endswith(".log") and name.removesuffix(".log").isdecimal()
     ]
-    return sorted(found, key=lambda path: int(path.stem))
+    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def read_segment(path: Path) -> Segment | Unreadable:
     """Read a segment up to its first invalid record.
 
-    A part that cannot be read twice counts as damaged.
+    Raises CheckpointError when it still cannot be read after retries: that is not damage.
     """
-    found, failed = _read_segment(path)
-    return _read_segment(path)[0] if failed else found
+    try:
+        return read_again(lambda: _read_segment(path))
+    except FileNotFoundError:  # an older attempt that is still alive has deleted it
+        return Unreadable(path, "it was deleted after the folder was listed", 0)
+    except OSError as error:
+        raise CheckpointError(unreadable_words(path, error)) from error
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a segment; None when it is invalid or unreadable."""
-    framing = Framing()
-    try:
+    """Read the header of a segment; None when it is invalid.
+
+    Raises OSError when it still cannot be read after retries.
+    """
+
+    def read() -> memoryview | None:
         with open(path, "rb") as file:
-            frame = _next_frame(file, framing, seed=0)
+            return _next_frame(file, Framing(), seed=0)
+
+    try:
+        frame = read_again(read)
         return None if frame is None else _header(frame, path)
-    except (OSError, _Damage):
+    except _Damage:
         return None
+
+
+def delete_before(folder: Path, oldest_step: int) -> None:
+    """Delete segments that only checkpoints before ``oldest_step`` need.
+
+    While a header cannot be read none is deleted; the next commit tries again.
+    """
+    try:
+        paths = segment_paths(folder)
+        headers = [header for path in paths if (header := read_header(path)) is not None]
+        bases = [header.base for header in headers if header.step >= oldest_step]
+        for path in paths:
+            if int(path.stem) < min(bases, default=0):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("journal: old segments in %s are not deleted yet: %s", folder, error)
 
 
 class _Damage(Exception):
@@ -122,22 +157,19 @@ class _BadBody(_Damage):
         self.kind = framed[FRAME.size]
 
 
-def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
-    """The segment, and whether reading failed."""
+def _read_segment(path: Path) -> Segment | Unreadable:
+    """Read a segment once. Raises OSError."""
     reading = _Reading(path)
-    problem, failed, size, earlier = None, False, 0, False
+    problem, size, earlier = None, 0, False
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             reading.read(file)
     except _Damage as damage:
         problem, earlier = str(damage), isinstance(damage, _Earlier)
-    except OSError as error:
-        problem = f"it cannot be read beyond byte {reading.framing.num_bytes}: {error}"
-        failed = True
     if reading.header is None:
-        return Unreadable(path, problem or "it is empty", size, earlier), failed
-    segment = Segment(
+        return Unreadable(path, problem or "it is empty", size, earlier)
+    return Segment(
         path,
         reading.header,
         tuple(reading.records),
@@ -146,7 +178,6 @@ def _read_segment(path: Path) -> tuple[Segment | Unreadable, bool]:
         reading.digests,
         tuple(reading.damaged),
     )
-    return segment, failed
 
 
 class _Reading:

@@ -1,4 +1,4 @@
-"""The parts of groups in generation: which of them count, at any moment. Pure.
+"""The parts of groups in generation: which of them count, at any moment.
 
 Input: events in order: a part was recorded, parts became void, a group was finished. Output: the
 parts of each group that is not finished, each once. The journal keeps them of a running attempt,
@@ -7,11 +7,23 @@ parts of each group that is not finished, each once. The journal keeps them of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rlpost.durable.journal_format import ANSWER, TOKENS, TURN, PartKey
+from rlpost.durable.journal_format import (
+    ANSWER,
+    TOKENS,
+    TURN,
+    DamagedRecord,
+    Part,
+    PartKey,
+    Record,
+    part_content,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -78,3 +90,44 @@ class OpenParts(Generic[T]):
         """Return the finished answers of a group in order."""
         parts = self._by_prompt.get(prompt_id, {})
         return [where for key, where in parts.items() if key.kind == ANSWER]
+
+
+class Appended:
+    """A part that was appended; ``record`` says where it is, once the thread has written it.
+
+    ``part``: the part itself, if its samples are in memory anyway. A new segment then has it,
+    whatever became of the record.
+    """
+
+    __slots__ = ("meta", "part", "record")
+
+    def __init__(
+        self, meta: Mapping[str, Any], record: Record | None = None, part: Part | None = None
+    ) -> None:
+        self.meta, self.record, self.part = meta, record, part
+
+    @property
+    def key(self) -> PartKey:
+        """The key of the part."""
+        meta = self.meta
+        return PartKey(meta["prompt_id"], meta["index"], meta["part"], meta["number"])
+
+
+Waiting = Sequence[Record | Appended]
+"""What a new segment copies: records still to be replayed, and parts of groups in generation."""
+
+
+def content_of(part: Appended) -> bytes | None:
+    """Return the content of a part; None, with a message, if its record is missing or damaged.
+
+    Raises CheckpointError when the record cannot be read.
+    """
+    if part.part is not None:
+        return part_content(part.part, part.meta)
+    if part.record is None:
+        return None  # its segment was given up, which was logged
+    try:
+        return part.record.content()
+    except DamagedRecord as error:
+        logger.warning("journal: %s", error)
+        return None

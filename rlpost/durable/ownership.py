@@ -29,6 +29,10 @@ OWNER stops A early, with a message; the file is opened each time, and NFS reval
 A missing or damaged OWNER is ignored: no attempt can have claimed the folder while this lane is in
 place, so the run continues (a user may have deleted the file). Two simultaneous claims may fence
 each other; then both end, nothing is lost, and the next attempt resumes.
+
+An attempt that is paused within its claim may write OWNER after a newer one has claimed the folder.
+It looks for newer attempts of the run before and after that, and ends before it moves a lane; an
+OWNER of an older attempt therefore fences no newer one whose lane is in place.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,6 +111,9 @@ class Claim:
             return
         if has_lane and current_owner is not None and current_owner.token == self.owner.token:
             return
+        is_late = current_owner and _is_older(current_owner.attempt, self.owner.attempt)
+        if has_lane and is_late:
+            return  # that attempt ends: ``claim`` sees this one before it moves any lane
         if current_owner is None:
             now = f"no attempt: {self.lane.name} and {OWNER} are missing"
         elif current_owner.token == self.owner.token:
@@ -118,20 +126,26 @@ class Claim:
         )
 
 
-def claim(folder: str | Path, attempt: str) -> Claim:
+def claim(
+    folder: str | Path, attempt: str, *, check_newest: Callable[[], None] = lambda: None
+) -> Claim:
     """Take ownership of the folder; call it before searching for the newest checkpoint.
+
+    ``check_newest`` raises Fenced when a newer attempt of the run has begun.
 
     Raises:
         OSError: the folder is not writable.
-        Fenced: another attempt claimed it at the same time.
+        Fenced: another attempt claimed it at the same time, or is newer.
     """
     folder = Path(folder)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     ours = Claim(
         folder, Owner(attempt, socket.gethostname(), os.getpid(), secrets.token_hex(TOKEN_BYTES))
     )
+    check_newest()
     os.mkdir(ours.lane, 0o700)
     write_durably(folder / OWNER, json.dumps(asdict(ours.owner)) + "\n", beside=ours.lane)
+    check_newest()  # it may have claimed the folder before OWNER was written; its lane is in place
     ours.check()
     for lane in [
         path for path in folder.iterdir() if path.name.startswith(WRITING) and path != ours.lane
@@ -157,6 +171,20 @@ def _take_away(lane: Path, *, into: Path) -> None:
             set_aside(path)
 
 
+def check_newest(attempts: Path, attempt: str) -> None:
+    """Raise Fenced if the folder ``attempts`` of a run has a newer attempt than ``attempt``.
+
+    Storage errors are ignored: renames of lanes decide then.
+    """
+    try:
+        names = os.listdir(attempts)
+    except OSError:
+        return
+    newest = max((int(name) for name in names if name.isdecimal()), default=-1)
+    if attempt.isdecimal() and newest > int(attempt):
+        raise Fenced(f"attempt {newest} of {attempts.parent} has begun; attempt {attempt} ends")
+
+
 def check_attempt(folder: Path, driver: str, run: str) -> None:
     """Raise Fenced if OWNER names a newer attempt of the same run, or a newer driver of it.
 
@@ -170,11 +198,17 @@ def check_attempt(folder: Path, driver: str, run: str) -> None:
         return
     if current_owner is None:
         return
-    owner, _, of_run = current_owner.attempt.partition(" of ")
-    if of_run == run and _order(owner) > _order(driver):
+    if _is_older(f"{driver} of {run}", current_owner.attempt):
         raise Fenced(
             f"{folder} belongs to {current_owner}; attempt {driver} of {run} stops writing"
         )
+
+
+def _is_older(attempt: str, other: str) -> bool:
+    """Whether ``attempt`` ("DRIVER of RUN") is older than another one of the same run."""
+    driver, _, run = attempt.partition(" of ")
+    other_driver, _, other_run = other.partition(" of ")
+    return run == other_run and _order(driver) < _order(other_driver)
 
 
 def _order(driver: str) -> tuple[int, ...]:

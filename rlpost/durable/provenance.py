@@ -1,41 +1,27 @@
-"""Provenance of a commit: the settings that affect results, the model, the W&B run id. JSON, pure.
+"""Provenance of a commit: the settings that affect results, the model, the W&B run id. JSON.
 
 Input: the settings of an attempt and the config.json of its model. Output: a small file in every
-commit, and at a resume the differences. A different model is an error. Different mathematics (loss,
-optimizer, schedule, prompts, sampling, precision) is allowed and reported by key. Placement, memory
-use and polling intervals are not part of it.
+commit, and at a resume the differences. A different model is an error; another value of a setting
+that decides results (``result_settings``) is allowed and reported by key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.tree import Config
-from rlpost.errors import CheckpointError
+from rlpost.durable.result_settings import CONTENT, difference, result_settings
+from rlpost.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 PROVENANCE_FILE = "provenance.json"
-GROUPS = ("grpo", "critic", "optimizer", "lora", "rollout", "model", "megatron")
-# fmt: off
-INDIFFERENT = frozenset(
-    {
-        "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
-        "log_probs_chunk_size", "guard_initial_kl", "guard_rollout_logprob_diff", "guard_grad_norm_factor",
-        "reward_timeout_s", "reward_workers", "rm_url", "rm_url_timeout_s", "judge_url", "judge_engines",
-        "judge_timeout_s",
-        "num_rollout", "num_epoch",
-        "num_steps_per_rollout", "lr_decay_iters", "moe_token_dispatcher_type", "moe_enable_deepep",
-        "moe_grouped_gemm", "moe_permute_fusion", "no_rope_fusion", "override_hf_config", "global_batch_size",
-        "rollout_function_path", "lora_export", "critic_own_gpus", *LAYOUT,
-    }
-)
-"""Keys of these groups that do not affect results, or that enter as a derived value instead."""
-# fmt: on
-PRECISION = ("bf16", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32")
 # fmt: off
 FIXED = frozenset(
     {
@@ -47,7 +33,6 @@ FIXED = frozenset(
 """Keys of config.json that must be equal for the tensors of a checkpoint to fit the model."""
 # fmt: on
 MODEL = "config.json: "
-CONTENT = "content of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +49,7 @@ class Provenance:
         config: Config,
         model: Mapping[str, object],
         *,
+        weights: Mapping[str, str | None] | None = None,
         inputs: Mapping[str, str] | None = None,
         wandb_run_id: str | None = None,
     ) -> Provenance:
@@ -71,27 +57,14 @@ class Provenance:
 
         Args:
             model: the config.json of --hf-checkpoint.
+            weights: see ``result_settings``.
             inputs: digests of files by name, such as the code of reward functions.
         """
-        tree = config.model_dump(mode="json")
-        held = {
-            key: value
-            for group in GROUPS
-            for key, value in tree[group].items()
-            if key not in INDIFFERENT
-        }
-        held |= {key: tree["perf"][key] for key in PRECISION}
-        held["num_steps_per_rollout"] = config.num_steps_per_rollout
-        held["eps_clip"] = config.loss_settings.eps_clip
-        if (
-            config.optimizer.lr_decay_style != "constant"
-            or config.optimizer.weight_decay_incr_style != "constant"
-        ):
-            held["lr_decay_iters"] = config.lr_decay_iters
+        settings = result_settings(config, weights)
+        held = {**settings.generated, **settings.trained}
         held |= {CONTENT + name: digest for name, digest in (inputs or {}).items()}
-        return cls(
-            held | {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}, wandb_run_id
-        )
+        held |= {MODEL + key: model[key] for key in sorted(FIXED & model.keys())}
+        return cls(held, wandb_run_id)
 
     @property
     def hash(self) -> str:
@@ -124,10 +97,31 @@ class Changes:
 
 def changes(before: Provenance, now: Provenance) -> Changes:
     """Return the differences of two provenances. Keys that only one of them has are ignored."""
-    lines = [
-        f"{key}: {before.settings[key]!r} -> {now.settings[key]!r}"
-        for key in sorted(before.settings.keys() & now.settings.keys())
-        if before.settings[key] != now.settings[key]
-    ]
+    common = before.settings.keys() & now.settings.keys()
+    lines = difference(
+        {key: before.settings[key] for key in common}, {key: now.settings[key] for key in common}
+    )
     model = tuple(line for line in lines if line.startswith(MODEL))
     return Changes(model, tuple(line for line in lines if line not in model))
+
+
+def check_provenance(checkpoint: Path, now: Provenance) -> tuple[str, ...]:
+    """Return the changed settings that decide results, one a line, after a warning that names them.
+
+    Raises ConfigError when the checkpoint has another model.
+    """
+    file = checkpoint / PROVENANCE_FILE
+    if not file.exists():
+        return ()
+    changed = changes(Provenance.from_json(file.read_text()), now)
+    if changed.model:
+        raise ConfigError(
+            f"{checkpoint} was made with another model than --hf-checkpoint: {'; '.join(changed.model)}; resume with "
+            "the original model, or start from scratch with another --save"
+        )
+    if changed.mathematics:
+        logger.warning(
+            "resuming %s with changed settings, so results differ from those of the original run: %s",
+            *(checkpoint, "; ".join(changed.mathematics)),
+        )
+    return changed.mathematics

@@ -23,11 +23,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import TypeVar
 
 from common.files import full_words
 from rlpost.errors import Fenced
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEADLINE_S = 60.0
 LAST_S = 10.0
@@ -79,6 +82,19 @@ def storage_words(error: OSError, path: Path | str | None = None) -> str | None:
     return (
         f"{os.fsdecode(place) if isinstance(place, bytes) else place}: {error.strerror}; {remedy}"
     )
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """Return the result of ``read``, repeated after RETRY_AFTER_S while it raises OSError. Blocks.
+
+    A file server may fail over. Raises the OSError that remains.
+    """
+    for pause_s in RETRY_AFTER_S:
+        try:
+            return read()
+        except OSError:
+            time.sleep(pause_s)
+    return read()
 
 
 class RunFile:

@@ -22,13 +22,12 @@ import re
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.files import sync, take_name, write_all
 from rlpost.durable.journal_format import (
@@ -40,6 +39,7 @@ from rlpost.durable.journal_format import (
     segment_path,
 )
 from rlpost.durable.journal_segments import Segment
+from rlpost.durable.open_parts import Appended, Waiting, content_of
 from rlpost.durable.run_files import RunFile
 from rlpost.errors import CheckpointError, Fenced
 
@@ -63,19 +63,6 @@ LOST = "a crash before the next checkpoint would repeat generation"
 def deadline_s(num_bytes: int = 0) -> float:
     """Seconds after which storage that reads or copies ``num_bytes`` counts as hung."""
     return DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S
-
-
-class Appended:
-    """A part that was appended; ``record`` says where it is, once the thread has written it."""
-
-    __slots__ = ("meta", "record")
-
-    def __init__(self, meta: Mapping[str, Any], record: Record | None = None) -> None:
-        self.meta, self.record = meta, record
-
-
-Waiting = Sequence[Record | Appended]
-"""What a new segment copies: records still to be replayed, and parts of groups in generation."""
 
 
 class SegmentWriter:
@@ -108,9 +95,12 @@ class SegmentWriter:
         # state at the end of the file, and at the last fsync
         self._framing, self._synced_framing = Framing(), Framing()
         self._problem: str | None = None
+        self._follows_a_gap = False  # records before this segment's state are lost
         self._failure: OSError | None = None  # of the last write; the next one retries
         self._first_records: tuple[Sequence[bytes], Waiting] | None = None
         """Arguments of ``create`` while the file could not be created."""
+        self._syncing: Future[bool] | None = None  # by ``sync_soon``
+        self._first_state = 0  # ``first_state`` of the segment before
         self._num_copied = 0  # bytes of waiting records
         self._pending: deque[tuple[bytes, Appended | None]] = deque()
         self._unsynced: deque[tuple[bytes, Appended | None]] = deque()  # since the last fsync
@@ -133,6 +123,14 @@ class SegmentWriter:
         """Whether records wait for space on the disk."""
         failure = self._failure
         return self._problem is None and failure is not None and failure.errno in NO_SPACE
+
+    @property
+    def first_state(self) -> int:
+        """The segment of the first state whose resume reaches this segment.
+
+        Between the states before it and this segment records are lost.
+        """
+        return self.header.base if self._follows_a_gap else self._first_state
 
     def next(self, step: int | None = None) -> SegmentWriter:
         """Return the next segment, for a state of ``step`` steps or, without, the same state."""
@@ -162,10 +160,13 @@ class SegmentWriter:
         self._pending.append((content, part))
         self._queue.soon(self._write_pending)
 
-    def sync_soon(self) -> None:
-        """Queue an fsync; nothing waits for it."""
-        if self._problem is None and not self.is_durable:
-            self._queue.soon(self._sync)
+    def sync_soon(self) -> bool:
+        """Queue an fsync, unless one is queued; return whether records wait for it."""
+        if self._problem is not None or self.is_durable:
+            return False
+        if self._syncing is None or self._syncing.done():
+            self._syncing = self._queue.soon(self._sync)
+        return True
 
     async def durable(self) -> None:
         """Return when all queued records are on disk, or a write fails or takes too long.
@@ -228,6 +229,7 @@ class SegmentWriter:
                 self._retry_later(error)
                 return
             except CheckpointError as error:
+                self._check()  # a newer attempt may have deleted the records
                 self.give_up(str(error))
                 raise
 
@@ -242,6 +244,8 @@ class SegmentWriter:
             previous = before._framing.seal(before.header.number) if is_complete else None
         if is_complete:
             before._close()
+        self._first_state = before.first_state
+        self._follows_a_gap = self._is_base and not is_complete
         self.header = replace(
             self.header, number=before.header.number, previous=previous, unbroken=is_complete
         )
@@ -271,10 +275,10 @@ class SegmentWriter:
             yield framing.frame(content)
         for each in waiting:
             if isinstance(each, Appended):
-                kept = _content_of(each)
+                kept = content_of(each)
                 if kept is not None:
-                    assert each.record is not None
-                    copy, frame = _copy(each.record, kept, framing, path)
+                    record = each.record or Record(PART, each.meta, path, 0, 0)
+                    copy, frame = _copy(record, kept, framing, path)
                     moved.append((each, copy))
                     yield frame
                 continue
@@ -394,17 +398,6 @@ def _copy(record: Record, content: bytes, framing: Framing, path: Path) -> tuple
     offset, seed = framing.num_bytes, framing.checksum
     frame = framing.frame(content)
     return replace(record, path=path, offset=offset, size=len(frame), seed=seed), frame
-
-
-def _content_of(part: Appended) -> bytes | None:
-    """Read a part that was written; None, with a message, when it was not or is damaged now."""
-    if part.record is None:
-        return None  # its segment was given up, which was logged
-    try:
-        return part.record.content()
-    except CheckpointError as error:
-        logger.warning("journal: %s", error)
-        return None
 
 
 def _cost(content: bytes) -> int:

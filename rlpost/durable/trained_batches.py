@@ -19,7 +19,7 @@ from typing import Protocol
 
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.journal_chain import follow, read_folder
-from rlpost.durable.journal_format import BATCH, GROUP, Record
+from rlpost.durable.journal_format import BATCH, GROUP, Record, unreadable_words
 from rlpost.durable.recorded import read_groups
 from rlpost.errors import CheckpointError
 from rlpost.types import SampleGroup
@@ -61,13 +61,13 @@ class JournalBatches:
             settings: as ``data``, identifies the records of the run: see ``journal_format.Header``.
             backlog: finished groups of that state.
 
-        Raises CheckpointError when a batch or one of its groups is missing, or the folder cannot be
-        listed.
+        Raises CheckpointError when a batch or one of its groups is missing, or the journal cannot
+        be read.
         """
         try:
             segments, unreadable = read_folder(folder)
         except OSError as error:
-            raise CheckpointError(f"the journal in {folder} cannot be listed: {error}") from error
+            raise CheckpointError(unreadable_words(folder, error)) from error
         tail = follow(segments, base, step, settings, data=data, unreadable=unreadable)
         batches = {record.meta["step"]: record for record in tail.records if record.kind == BATCH}
         groups: dict[int, Record | SampleGroup] = {group.prompt_id: group for group in backlog}

@@ -179,13 +179,19 @@ class Collector:
 
     def _check_journal(self) -> None:
         """Use only those journal records that match this run and its prompts."""
-        records, found = self._journal.waiting, Fit(0, self._buffer.step)
+        records, usable = self._journal.waiting, Fit(0, self._buffer.step)
         parts = self._journal.waiting_parts
         if records or parts:
-            found = fit(records, self._buffer, self._cursor.copy(), parts=parts)
+            usable = fit(
+                records,
+                self._buffer,
+                self._cursor.copy(),
+                parts=parts,
+                newest_usable=self._journal.newest_usable,
+            )
             self._choices.counters()  # discard counts of rows that the copy skipped
         self._journal.end_at(
-            found.position, step=found.step, why=found.why, invalid_parts=found.invalid_parts
+            usable.position, step=usable.step, why=usable.why, invalid_parts=usable.invalid_parts
         )
 
     async def _replayed_batch(self) -> list[SampleGroup] | None:
@@ -250,7 +256,6 @@ class Collector:
             if self._buffer.has_batch():
                 return
             assert self._tasks, "no batch, and no group in flight"
-            self._journal.sync_soon()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_POLL_S):

@@ -65,13 +65,15 @@ def fit(
     prompts: Cursor,
     *,
     parts: Sequence[Mapping[str, Any]] = (),
+    newest_usable: int | None = None,
 ) -> Fit:
     """Find how many of ``records`` follow the state of ``buffer``; takes prompts as needed.
 
-    ``parts``: those of groups in generation, as ``Record.meta``. The buffer is not changed. Raises
-    DataError for an invalid row.
+    ``parts``: those of groups in generation, as ``Record.meta``. ``newest_usable``: the newest
+    policy version whose tokens can be used; later ones were trained with other settings. The buffer
+    is not changed. Raises DataError for an invalid row.
     """
-    trial = _Trial(buffer, prompts)
+    trial = _Trial(buffer, prompts, newest_usable)
     position, why = 0, None
     for record in records:
         why = trial.batch(record) if record.kind == BATCH else trial.group(record)
@@ -89,7 +91,10 @@ def fit(
 class _Trial:
     """The bookkeeping of a resume, on a copy of the buffer and with groups without answers."""
 
-    def __init__(self, buffer: RolloutBuffer, prompts: Cursor) -> None:
+    def __init__(
+        self, buffer: RolloutBuffer, prompts: Cursor, newest_usable: int | None = None
+    ) -> None:
+        self._newest_usable = newest_usable
         backlog = buffer.backlog()
         self._buffer = RolloutBuffer(buffer.rules, backlog, step=buffer.step)
         self._cursor = prompts
@@ -118,6 +123,9 @@ class _Trial:
         if meta.get("prompt") not in (None, prompt_digest(prompt)):
             changed = "--prompt-data or the tokenizer has changed"
             return f"answers to prompt {prompt_id}, which reads differently now: {changed}"
+        newest = self._newest_usable
+        if newest is not None and meta["newest_version"] > newest:
+            return f"answers to prompt {prompt_id}, written by weights that other settings trained"
         if meta["newest_version"] > step:
             return f"a group written by the weights of step {meta['newest_version']}, while the run is at step {step}"
         return None

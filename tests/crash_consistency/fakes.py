@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from rlpost.columns import FloatColumn, IntColumn
+from rlpost.driver.loop import Loop
+from rlpost.durable.journal import Journal
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Watch
 from rlpost.engines.places import Places
@@ -106,6 +108,8 @@ class Observed:
     def __init__(self, *, save_s: float) -> None:
         self.save_s = save_s  # duration of a background save
         self.trained: list[tuple[int, str]] = []  # (step from 0, digest of the batch), in order
+        self.durable: list[tuple[int, str]] = []  # those of them that the journal called durable
+        self.journal: Journal | None = None
         self.graded: list[int] = []  # prompts whose group was complete
         self.history: list[Any] = []  # the batches behind the trainer's weights
         self.weights = INITIAL
@@ -374,6 +378,8 @@ class Training:
         await asyncio.sleep(TRAIN_S)
         seen, batch = self._observed, trained_on(groups)
         seen.trained.append((len(seen.history), digest(json.dumps(batch, sort_keys=True))))
+        if seen.journal is not None and seen.journal.is_durable:
+            seen.durable.append(seen.trained[-1])
         seen.history = [*seen.history, batch]
         seen.weights = next_weights(seen.weights, batch)
         assert len(seen.history) == rollout, f"rollout {rollout} is trained as another one"
@@ -433,6 +439,14 @@ class EngineHealth:
     async def over(self, generating: Awaitable[Any]) -> Any:
         """Await ``generating``: no engine needs repair."""
         return await generating
+
+
+class WatchedLoop(Loop):
+    """The loop; the oracle asks its journal what is durable."""
+
+    def __init__(self, *given: Any, journal: Journal, **named: Any) -> None:
+        ROOM.attempt.observed.journal = journal
+        super().__init__(*given, journal=journal, **named)
 
 
 class LoopLag:

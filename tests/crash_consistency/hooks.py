@@ -6,11 +6,11 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.crash_consistency.interception import Attempt, Hook, Op
-from tests.crash_consistency.virtual_time import REAL_THREAD, hang
+from tests.crash_consistency.virtual_time import REAL_THREAD, hang, hang_until
 from tests.crash_consistency.world import World
 
 PATIENCE_S = 120.0  # real seconds within which an attempt must reach its next pause
@@ -108,6 +108,73 @@ class FaultAt(Hook):
         """Accept half of a short write."""
         is_hit = self.error == "short" and bool(self.hit) and self.hit[-1] == op and size > 1
         return size // 2 if is_hit else size
+
+
+@dataclass
+class FaultFor(Hook):
+    """Make operations that ``matches`` fail for ``seconds``.
+
+    The time begins at the first of them after ``number`` operations that ``counted``. ``error`` is
+    the name of an errno; "hang": operations return only when the time is over.
+    """
+
+    number: int
+    error: str
+    seconds: float
+    matches: Callable[[Op], bool] = any_change
+    counted: Callable[[Op], bool] = any_change
+    seen: int = 0
+    until: float | None = None  # on the attempt's clock
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Fail or hang within the time."""
+        self.seen += self.counted(op)
+        if not self.matches(op) or self.seen <= self.number:
+            return
+        if self.until is None:
+            self.until = attempt.clock + self.seconds
+        if attempt.clock >= self.until:
+            return
+        if self.error == "hang":
+            hang_until(attempt, self.until)
+        else:
+            code = getattr(errno, self.error)
+            raise OSError(code, os.strerror(code), op.path)
+
+    @property
+    def may_hang(self) -> bool:  # type: ignore[override]
+        """Whether an operation may return late."""
+        return self.error == "hang"
+
+
+@dataclass
+class KillAfter(Hook):
+    """End the process before the n-th changing operation after all ``faults`` are over."""
+
+    number: int
+    faults: Sequence[Hook]
+    seen: int = 0
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """End the process."""
+        faults = [each for each in self.faults if isinstance(each, FaultFor)]
+        if op.changes and all(each.until and attempt.clock >= each.until for each in faults):
+            self.seen += 1
+            if self.seen > self.number:
+                raise attempt.die()
+
+
+@dataclass
+class JumpAt(Hook):
+    """Advance the clock at the n-th changing operation, as for a process that was paused."""
+
+    number: int
+    seconds: float
+
+    def before(self, attempt: Attempt, op: Op) -> None:
+        """Advance it once."""
+        if op.changes and op.number == self.number:
+            attempt.clock += self.seconds
 
 
 @dataclass

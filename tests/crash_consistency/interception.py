@@ -128,6 +128,7 @@ class Attempt:
     ready: list[Any] = field(default_factory=list)  # threads that have not run yet
     turns: int = 0  # iterations of its event loop
     lag: int = 0  # iterations by which the journal's thread is late
+    sleepers: list[Any] = field(default_factory=list)  # threads that hang in storage for a time
 
     @contextmanager
     def active(self) -> Iterator[None]:

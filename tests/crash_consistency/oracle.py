@@ -103,6 +103,7 @@ def check(
     same_data: bool = True,
     lossy: bool = False,
     committed_since: int = 0,
+    keeps_durable: bool = False,
 ) -> list[Problem]:
     """Return the problems of a run that should be finished.
 
@@ -110,6 +111,8 @@ def check(
     may be made twice. ``lost_lines`` and ``lost_samples`` are steps whose lines the scenario has
     damaged. ``lossy``: storage did not recover, so lines of files other than checkpoints and
     journal may be missing if the log names the file. ``committed_since``: see ``destroyed``.
+    ``keeps_durable``: no file was damaged, so batches that were trained while the journal called
+    them durable, or that the ledger says are saved, are not made twice.
     """
     last = world.endings[-1]
     problems = [problem for ending in world.endings for problem in of_ending(ending)]
@@ -130,6 +133,8 @@ def check(
         problems.append(Problem(WEIGHTS, "they are not those of an undisturbed run"))
     if was_killed:
         problems += _work_twice(world, history)
+    elif keeps_durable:
+        problems += _work_twice(world, history, only_durable=True)
     of_lines = _of_metrics(world, history, reference, num_steps, set(lost_lines), is_lossy=lossy)
     problems += of_lines + _of_samples(world, num_steps, set(lost_samples), is_lossy=lossy)
     problems += _of_ledger(world, is_lossy=lossy)
@@ -284,26 +289,46 @@ def _order(size: int, epoch: int) -> Sequence[int]:
     return epoch_order(size, epoch, shuffle=True, seed=SEED)
 
 
-def _work_twice(world: World, history: Sequence[Any]) -> list[Problem]:
+def _work_twice(
+    world: World, history: Sequence[Any], *, only_durable: bool = False
+) -> list[Problem]:
     """Check that no trained batch is generated again or replaced.
 
-    A batch is durable before it is trained, so a resumed run trains it unchanged.
+    A batch is durable before it is trained, so a resumed run trains it unchanged. After storage
+    failures, ``only_durable``, some batches were trained without it.
     """
-    problems, done = [], set[int]()
+    problems, done, saved = [], set[int](), _saved(world)
     final = [fakes.digest(json.dumps(batch, sort_keys=True)) for batch in history]
     for ending in world.endings:
         again = sorted(done.intersection(ending.attempt.observed.graded))
         if again:
             problems.append(Problem(AGAIN, f"prompts {again}, which an attempt before had trained"))
-        for step, batch in ending.attempt.observed.trained:
+        observed = ending.attempt.observed
+        is_partial = only_durable and ending not in saved
+        trained = observed.durable if is_partial else observed.trained
+        for step, batch in trained:
             if step < len(final) and batch != final[step]:
                 problems.append(
                     Problem(RETRAINED, f"step {step + 1} was trained on another batch before")
                 )
+        kept = {step for step, _ in trained}
         done |= {
-            prompt_id for batch in ending.attempt.observed.history for prompt_id in _ids(batch)
+            prompt_id
+            for step, batch in enumerate(observed.history)
+            if step in kept or not is_partial
+            for prompt_id in _ids(batch)
         }
     return problems
+
+
+def _saved(world: World) -> list[Ending]:
+    """Return the preempted attempts of which the ledger says that their state is saved."""
+    stops = [ending for ending in world.endings if ending.how == "preempted"]
+    lines = [entry for entry in events(world) if entry.get("event") == "preempted"]
+    if len(stops) != len(lines):  # a line is lost
+        return []
+    pairs = zip(stops, lines, strict=True)
+    return [ending for ending, line in pairs if line.get("saved") != "nothing"]
 
 
 def _ids(batch: Sequence[Mapping[str, Any]]) -> list[int]:

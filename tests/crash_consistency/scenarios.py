@@ -11,11 +11,23 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
+from rlpost.durable import segment_writer
+from rlpost.durable.journal_chain import read_folder
 from tests.crash_consistency import oracle
 from tests.crash_consistency.durability import VARIANTS
-from tests.crash_consistency.hooks import FaultAt, KillAt, Lagging, Paused, StopAt
-from tests.crash_consistency.interception import Op
+from tests.crash_consistency.hooks import (
+    FaultAt,
+    FaultFor,
+    JumpAt,
+    KillAfter,
+    KillAt,
+    Lagging,
+    Paused,
+    StopAt,
+)
+from tests.crash_consistency.interception import Hook, Op
 from tests.crash_consistency.oracle import Baseline, Problem, baseline, check
 from tests.crash_consistency.world import (
     BAD_ROWS,
@@ -212,6 +224,66 @@ def _fault(stage: Stage) -> list[Problem]:
     return problems + check(world, reference=stage.reference, was_killed=False, lossy=is_lossy)
 
 
+def _in_journal(*kinds: str) -> Callable[[Op], bool]:
+    return lambda op: op.kind in kinds and PATHS["journal"](op)
+
+
+WRITES, READS = ("create", "write", "fsync", "link", "resize"), ("open", "read", "list", "stat")
+DISTURBANCES: dict[str, Callable[[random.Random, int], Hook]] = {
+    "full": lambda rng, number: FaultFor(
+        number, "ENOSPC", rng.choice((0.05, 0.3, 2.0)), lambda op: op.kind in WRITES[:2]
+    ),
+    "failing": lambda rng, number: FaultFor(
+        number,
+        rng.choice(("EIO", "ESTALE")),
+        rng.choice((0.02, 0.05, 0.1, 0.3, 2.0)),
+        _in_journal(*WRITES),
+    ),
+    "hanging": lambda rng, number: FaultFor(
+        number,
+        "hang",
+        rng.choice((0.05, 0.15, 0.3, 1.0, 70.0)),
+        _in_journal("write", "fsync", "link"),
+    ),
+    "paused": lambda rng, number: JumpAt(number, rng.choice((1.0, 100.0, 5000.0))),
+}
+"""What happens to an attempt from its ``number``-th changing operation on."""
+
+
+def _sequence(stage: Stage) -> list[Problem]:
+    """Disturb an attempt for a time, more than once; then end it, and let reads fail at the resume.
+
+    WHAT: the first disturbance, then how the attempt ends: kill|stop|power. Deadlines of storage are
+    as short as an answer, as those of a run are shorter than its answers.
+    """
+    world, trial, rng = stage.world, stage.trial, stage.rng
+    first, end = trial.what.split("+")
+    names = [first, *rng.choices(list(DISTURBANCES), k=rng.choice((0, 0, 1, 2)))]
+    span = stage.reference.num_changes
+    faults = [DISTURBANCES[name](rng, (trial.number + rng.randrange(40)) % span) for name in names]
+    hooks = [*faults, *([Lagging(rng.choice((2, 5, 20)))] if rng.random() < 0.3 else ())]
+    if end == "stop":
+        hooks.append(StopAt(world, trial.number + rng.randrange(60), rng.choice(("N/A", 1))))
+    else:
+        hooks.append(KillAfter(rng.randrange(span // 2), faults))
+    with mock.patch.object(segment_writer, "DEADLINE_S", rng.choice((0.1, 0.1, 60.0))):
+        ending = world.attempt(*hooks)
+    if end == "power":
+        world.disk.model.lose_power(rng.choice(VARIANTS), rng)
+    is_read = _in_journal(*READS)
+    seconds = rng.choice((0.05, 0.3, 1.0, 5.0))
+    reads = FaultFor(rng.randrange(40), rng.choice(("EIO", "ESTALE")), seconds, is_read, is_read)
+    slow = [KillAt(rng.randrange(span))] if rng.random() < 0.3 else []
+    resumed = world.attempt(reads, *slow)
+    stage.note = f"{', '.join(names)}; {ending.how}; then {resumed.how}"
+    if resumed.how != "done":
+        stage.finish()
+    # an episode of an environment times out while its process is paused
+    is_exact = not (world.config.env.env and "paused" in names)
+    reference = stage.reference if is_exact else None
+    return check(world, reference=reference, was_killed=False, lossy=True, keeps_durable=True)
+
+
 DAMAGES: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
     "flip": lambda data, rng: _flipped(data, rng),
     "truncate": lambda data, rng: data[: rng.randrange(len(data))] if data else data,
@@ -390,9 +462,8 @@ def _change(stage: Stage) -> list[Problem]:
     world, trial = stage.world, stage.trial
     world.attempt(KillAt(trial.number))
     had_checkpoint = any(world.run.checkpoints.glob("iter_*/COMMITTED"))
-    had_journal = any(
-        path.stat().st_size > 400 for path in world.run.checkpoints.glob("journal/*.log")
-    )
+    segments, _ = read_folder(world.run.checkpoints / "journal")
+    had_journal = any(segment.records for segment in segments)
     stage.note = "with a checkpoint" if had_checkpoint else "journal only"
     if trial.what in DATA:
         world.write_data(_data(trial.what))
@@ -431,6 +502,7 @@ PLAYS: dict[str, Play] = {
     "power": _power,
     "stop": _stop,
     "fault": _fault,
+    "sequence": _sequence,
     "damage": _damage,
     "two_attempts": _two_attempts,
     "change": _change,
@@ -504,6 +576,13 @@ def _faults(base: Path, rng: random.Random) -> Iterator[Trial]:
         yield Trial("fault", name, f"{error}:{where}", rng.randrange(count), rng.randrange(10**6))
 
 
+def _sequences(base: Path, rng: random.Random) -> Iterator[Trial]:
+    for number in range(3000):
+        first = list(DISTURBANCES)[number % len(DISTURBANCES)]
+        what = f"{first}+{rng.choice(('kill', 'kill', 'power', 'stop'))}"
+        yield Trial("sequence", *_place(base, rng, what, (*SETUPS, *WITH_ENVIRONMENT)))
+
+
 def _damages(base: Path, rng: random.Random) -> Iterator[Trial]:
     parts = ("journal", "metrics", "ledger", "checkpoint", "any")
     for number in range(1500):
@@ -532,7 +611,8 @@ def _place(
 ) -> tuple[str, str, int, int]:
     """Draw a configuration and one of its operations."""
     name = rng.choice(setups)
-    return name, what, rng.randrange(baseline(base, SETUPS[name]).num_changes), rng.randrange(10**6)
+    setup = {**SETUPS, **WITH_ENVIRONMENT}[name]
+    return name, what, rng.randrange(baseline(base, setup).num_changes), rng.randrange(10**6)
 
 
 _TRIALS: dict[str, Callable[[Path, random.Random], Iterator[Trial]]] = {
@@ -540,6 +620,7 @@ _TRIALS: dict[str, Callable[[Path, random.Random], Iterator[Trial]]] = {
     "power": _powers,
     "stop": _stops,
     "fault": _faults,
+    "sequence": _sequences,
     "damage": _damages,
     "two_attempts": _pairs,
     "change": _changes,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlpost.durable.segment_writer import create_file
-from tests.crash_consistency import oracle
+from rlpost.durable.segment_writer import SegmentWriter, create_file
+from tests.crash_consistency import fakes, oracle
 from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
-from tests.crash_consistency.interception import Op
+from tests.crash_consistency.interception import ROOM, Op
 from tests.crash_consistency.oracle import (
     Problem,
     baseline,
@@ -312,7 +314,7 @@ def test_a_newer_attempt_continues_when_an_older_one_takes_the_number_of_its_seg
             raise
 
     monkeypatch.setattr("rlpost.durable.segment_writer.create_file", create)
-    result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/10/276626"))
+    result = run_trial(base, Trial.named("two_attempts/one_step_off,partial/before:some/10/960857"))
     assert taken, "another trial has to be found: no number was taken in this one"
     assert result.note == "older refused, newer done"
     expect_none(result.problems)
@@ -325,8 +327,9 @@ def test_of_two_attempts_that_create_a_segment_at_the_same_time_the_owner_contin
 ) -> None:
     """The older attempt takes the number while the newer one pauses before naming its segment."""
     reference, world = baseline(base, SETUPS[setup]), World(base, SETUPS[setup])
-    older, newer = Paused(world), Paused(world)
+    older = Paused(world)
     older.run_until(0 if when == "resume" else 1, "before", of_journal("create"))
+    newer = Paused(world)
     newer.run_until(0, "before", of_journal("link"))
     older.run_until(None)
     newer.run_until(None)
@@ -368,6 +371,33 @@ def test_a_disk_that_was_full_for_a_while_costs_no_generated_group(base: Path, s
         found += [f"{number}: {each}" for each in check(world, reference=reference)]
     assert not found, "\n".join(found)
     assert num_killed >= 8
+
+
+@pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async,slow_save"])
+def test_every_record_is_on_disk_after_half_a_second_whatever_the_loop_awaits(
+    base: Path, setup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step trains for 3 s and a weight update takes 2 s; nothing else asks for an fsync then."""
+    waiting: dict[SegmentWriter, list[tuple[float, int]]] = defaultdict(list)
+    ages, append, sync = [], SegmentWriter.append, SegmentWriter._sync_written
+
+    def append_and_note(writer: SegmentWriter, content: bytes, part: Any = None) -> None:
+        append(writer, content, part)
+        waiting[writer].append((ROOM.attempt.clock, writer._queued))
+
+    def sync_and_note(writer: SegmentWriter) -> None:
+        sync(writer)
+        done = [one for one in waiting[writer] if one[1] <= writer._synced]
+        ages.extend(ROOM.attempt.clock - appended_at for appended_at, _ in done)
+        waiting[writer] = [one for one in waiting[writer] if one not in done]
+
+    monkeypatch.setattr(SegmentWriter, "append", append_and_note)
+    monkeypatch.setattr(SegmentWriter, "_sync_written", sync_and_note)
+    for name, seconds in (("TRAIN_S", 3.0), ("SYNC_S", 2.0), ("GRADE_S", 0.7)):
+        monkeypatch.setattr(fakes, name, seconds)
+    assert World(base, SETUPS[setup]).attempt().how == "done"
+    assert len(ages) > 40 and max(ages) <= 0.5
+    assert not any(waiting.values())
 
 
 def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:

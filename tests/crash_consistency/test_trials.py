@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,36 @@ from tests.crash_consistency.scenarios import Trial, run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {
-    "kill": 60,
-    "power": 45,
-    "stop": 25,
-    "fault": 40,
-    "damage": 45,
-    "two_attempts": 40,
-    "change": 20,
+    "kill": 50,
+    "power": 40,
+    "stop": 20,
+    "fault": 30,
+    "sequence": 30,
+    "damage": 35,
+    "two_attempts": 30,
+    "change": 15,
 }
+FAILED_ONCE = (
+    "sequence/fully_async,slow_save/hanging+power/40/919916",
+    "sequence/sync,replay/hanging+kill/273/848461",
+    "sequence/sync,partial,replayed/full+power/64/56921",
+    "sequence/sync,slow_save/failing+kill/68/220085",
+    "sequence/fully_async,env/full+power/262/178560",
+    "two_attempts/one_step_off,partial/before:some/1/400402",
+)
 
 
 @pytest.mark.parametrize("scenario", COUNTS)
 def test_a_disturbed_run_ends_as_an_undisturbed_one(base: Path, scenario: str) -> None:
     planned = random.Random(1).sample(list(trials(base, scenario, seed=0)), COUNTS[scenario])
+    _expect_no_problem(base, planned)
+
+
+def test_trials_that_failed_once_do_not_fail_again(base: Path) -> None:
+    _expect_no_problem(base, [Trial.named(name) for name in FAILED_ONCE])
+
+
+def _expect_no_problem(base: Path, planned: Sequence[Trial]) -> None:
     failed = []
     for trial in planned:
         result = run_trial(base, trial)

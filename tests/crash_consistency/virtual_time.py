@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,8 @@ class _Selector(selectors.SelectSelector):
         """Run other threads, or advance the clock by ``timeout`` seconds."""
         self._attempt.turns += 1
         if run_threads(self._attempt, is_due=timeout is not None):
+            return []
+        if wake(self._attempt, timeout):
             return []
         if timeout is None:
             raise _hung(
@@ -164,6 +167,8 @@ class Thread(REAL_THREAD):
             return
         if self in self._attempt.ready:
             self.proceed()
+        while self.hangs and wake(self._attempt, timeout):
+            pass
         if self.hangs and timeout is None:
             raise _hung(self._attempt, "it waits for a thread that hangs")
         self._attempt.clock += (timeout or 0.0) if self.hangs else 0.0
@@ -181,6 +186,45 @@ def run_threads(attempt: Attempt, *, is_due: bool = False) -> bool:
     return had_any
 
 
+@dataclass(eq=False)
+class Sleeper:
+    """A thread whose operation returns at ``due`` on the attempt's clock."""
+
+    due: float
+    thread: Thread
+    goes: threading.Event = field(default_factory=threading.Event)
+
+
+def wake(attempt: Attempt, within_s: float | None) -> bool:
+    """Advance the clock to the first operation that returns ``within_s``, and run its thread.
+
+    Return False without such an operation. None is any time.
+    """
+    first = min(attempt.sleepers, key=lambda each: each.due, default=None)
+    if first is None or (within_s is not None and first.due > attempt.clock + within_s):
+        return False
+    attempt.clock = max(attempt.clock, first.due)
+    attempt.sleepers.remove(first)
+    first.thread.hangs, first.thread._rests = False, threading.Event()
+    first.goes.set()
+    first.thread._rests.wait(LONG_S)
+    return True
+
+
+def hang_until(attempt: Attempt, due: float) -> None:
+    """Simulate an operation that returns at ``due``; it must not be one of an event loop."""
+    thread = getattr(ROOM, "thread", None)
+    if thread is None:
+        hang(attempt, threading.Event())
+    assert thread is not None, "an event loop that blocks has ended the attempt"
+    sleeper = Sleeper(due, thread)
+    attempt.sleepers.append(sleeper)
+    thread.hang()
+    sleeper.goes.wait(LONG_S)
+    if attempt.is_dead:
+        raise attempt.die()
+
+
 def end_threads(attempt: Attempt) -> None:
     """End all threads of a dead process.
 
@@ -188,6 +232,8 @@ def end_threads(attempt: Attempt) -> None:
     """
     assert attempt.is_dead
     attempt.ready.clear()
+    for sleeper in attempt.sleepers:
+        sleeper.goes.set()
     for thread in attempt.workers:
         thread.join(LONG_S)
 
@@ -213,6 +259,9 @@ def _wait(futures: Any, timeout: float | None = None, **how: Any) -> Any:
         return REAL_WAIT(futures, timeout, **how)
     run_threads(attempt)
     found = REAL_WAIT(futures, 0, **how)
+    while found.not_done and wake(attempt, timeout):
+        run_threads(attempt)
+        found = REAL_WAIT(futures, 0, **how)
     if found.not_done and timeout is None:
         raise _hung(attempt, "it waits for a thread that hangs")
     attempt.clock += timeout if found.not_done and timeout else 0.0
@@ -278,6 +327,8 @@ def _result(future: Any, timeout: float | None = None) -> Any:
     attempt = getattr(ROOM, "attempt", None)
     if attempt is not None and not future.done():
         run_threads(attempt)
+        while not future.done() and wake(attempt, timeout):
+            run_threads(attempt)
         if not future.done():
             if timeout is None:
                 raise _hung(attempt, "it waits for a thread that hangs")

@@ -358,6 +358,7 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
         "try_to_write_report": lambda run: None,
         "Reporter": _NoReporter,
         "LoopLag": fakes.LoopLag,
+        "Loop": fakes.WatchedLoop,
     },
     memory: {"process_gb": lambda: 1.0, "machine": dict},
 }

@@ -16,7 +16,6 @@ from rlpost.config.checks.agents import agent_problems, uses_sandboxes
 from rlpost.config.checks.container import container_problems
 from rlpost.config.load import load
 from rlpost.config.tree import Config
-from rlpost.durable.settings_hash import settings_hash
 from rlpost.errors import ConfigError
 
 CODE = """\
@@ -169,17 +168,6 @@ class Asks:
 
     async def run(self, episode: object) -> float:
         return 0.0
-
-
-def test_a_journal_of_other_environments_is_not_resumed() -> None:
-    word = "rlpost.agents.examples.guess:Guess"
-    one = settings_hash(config(word))
-    assert one != settings_hash(config())
-    assert one != settings_hash(config(word, env__env_reward="turn"))
-    assert one != settings_hash(config(word, env__env_args={"Guess": {"turns": 2}}))
-    assert one == settings_hash(config(word, env__env_timeout_s=5.0, env__env_retries=0))
-    without = load([], {}).config
-    assert settings_hash(config(env__env_timeout_s=5.0)) == settings_hash(without)
 
 
 def test_the_file_of_a_class_is_found_from_any_folder_and_in_a_container(

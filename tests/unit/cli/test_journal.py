@@ -11,7 +11,7 @@ from rlpost.driver.checkpoints import STATE_FILE
 from rlpost.durable.commit import begin, commit
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
-from rlpost.errors import ConfigError
+from rlpost.errors import CheckpointError, ConfigError
 from tests.unit.durable.test_journal import begin as begin_segment
 from tests.unit.durable.test_journal import group
 
@@ -112,4 +112,15 @@ def test_where_the_chain_ends_and_why_is_said_for_the_checkpoint_that_a_resume_t
 
 def test_a_run_without_a_journal_is_told_so(run):
     with pytest.raises(ConfigError, match="appears with the first attempt"):
+        main([str(run.root)])
+
+
+def test_a_segment_that_cannot_be_read_is_an_error_that_names_it(tmp_path, run, monkeypatch):
+    write(tmp_path)
+
+    def fail(path):
+        raise CheckpointError(f"{path} cannot be read")
+
+    monkeypatch.setattr("rlpost.durable.journal_chain.read_segment", fail)
+    with pytest.raises(ConfigError, match=r"0000000\.log cannot be read"):
         main([str(run.root)])

@@ -90,6 +90,7 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "rew')
     run.ledger.append("committed", step=2, checkpoint="iter_0000002")
     run.new_attempt()
+    run.ledger.append("started", attempt="0", changed=["lr: 1e-06 -> 2e-06"])
     assert main(["status", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["num_steps"], found["reward"]) == (
@@ -104,7 +105,10 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
     text = capsys.readouterr().out
     assert all(
         word in text
-        for word in (str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14")
+        for word in (
+            *(str(run.root), "3/10", "UNKNOWN", "there is no squeue here", "0:14"),
+            "lr: 1e-06 -> 2e-06",
+        )
     )
     run.ledger.append("submitted", job_id="local-999999999", nodes=1)
     (run.attempts / "latest/verdict").write_text("failed\n")

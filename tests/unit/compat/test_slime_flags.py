@@ -25,7 +25,7 @@ NO_USE = (
     "compat/",
     "config/signatures.py",
     "config/slime_flags.py",
-    "durable/provenance.py",
+    "durable/result_settings.py",
     "durable/journal.py",
 )
 """Code that defines, checks or lists settings, but does not use them."""

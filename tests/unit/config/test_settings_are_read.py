@@ -34,7 +34,7 @@ WITHOUT_EFFECT = (
     "config/wording.py",
     "cli/check_settings.py",
     "config/signatures.py",
-    "durable/provenance.py",
+    "durable/result_settings.py",
     "compat",
     "rehearsal",
     "durable/journal.py",

@@ -1,6 +1,7 @@
 """Background saves become visible when complete, run one at a time, and log failures."""
 
 import asyncio
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -289,14 +290,61 @@ def test_a_failed_deletion_does_not_undo_a_commit(tmp_path, caplog, monkeypatch)
     assert committed == [1, 2] and not made.is_owed and "could not be deleted" in caplog.text
 
 
-def test_load_is_used_when_save_is_empty_and_step_zero_when_both_are(tmp_path, caplog):
+def attempt(folder, number=0, **settings):
+    """The checkpoints of an attempt that has claimed the folder."""
+    made, _ = checkpoints(folder, **settings)
+    made.claim(f"{number} of run")
+    return made
+
+
+def test_load_is_used_while_save_is_empty(tmp_path, caplog):
     own, other = tmp_path / "own", tmp_path / "other"
-    made, _ = checkpoints(own, load=str(other))
-    assert made.newest() == (None, RunState(pending={})) and "--ref-load" in caplog.text
     save(checkpoints(other)[0], 7)
-    assert made.newest()[1].step == 7
+    made = attempt(own, load=str(other))
+    path, state = made.newest()
+    assert (path.parent, state.step) == (other, 7)
+    assert made.journal_segment(path, state) == 0
     save(made, 8)
     assert made.newest()[0].parent == own
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_load_that_it_started_from(tmp_path, caplog):
+    """The run that writes to --load goes on, and commits what this one has not trained."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    first = attempt(own, load=str(other))
+    assert first.newest() == (None, RunState(pending={})) and "--ref-load" in caplog.text
+    writer, _ = checkpoints(other, keep_last=2)
+    save(writer, 7)
+    again = attempt(own, 1, load=str(other))
+    assert again.newest() == (None, RunState(pending={})), "it started before there was one"
+    assert again.origin.content is None
+    (own / "ORIGIN").unlink()
+    begun = attempt(own, 2, load=str(other))
+    assert begun.newest()[1].step == 7
+    save(writer, 8)
+    again = attempt(own, 3, load=str(other))
+    assert again.newest()[1].step == 7 and again.origin == begun.origin
+    save(writer, 9)  # it deletes iter_0000007
+    with pytest.raises(ConfigError, match=r"started from iter_0000007, .*no longer.*ORIGIN"):
+        attempt(own, 4, load=str(other)).newest()
+    (own / "ORIGIN").unlink()
+    assert attempt(own, 5, load=str(other)).newest()[1].step == 9
+
+
+def test_another_load_is_used_and_the_loss_is_named_unless_it_has_the_same_checkpoint(
+    tmp_path, caplog
+):
+    own, one, copy, other = (tmp_path / name for name in ("own", "one", "copy", "other"))
+    save(checkpoints(one)[0], 7)
+    assert attempt(own, load=str(one)).newest()[1].step == 7
+    shutil.copytree(one, copy)
+    save(checkpoints(copy)[0], 8)
+    assert attempt(own, 1, load=str(copy)).newest()[1].step == 7
+    save(checkpoints(other)[0], 3)
+    caplog.clear()
+    assert attempt(own, 2, load=str(other)).newest()[1].step == 3
+    assert f"--load was {one} and is {other}" in caplog.text and "is lost" in caplog.text
+    assert attempt(own, 3, load=str(other)).newest()[1].step == 3
 
 
 def test_another_model_is_refused_and_changed_hyperparameters_are_named(tmp_path, caplog):

@@ -140,7 +140,7 @@ def test_the_journal_is_not_used_with_a_prompt_file_that_has_changed(tmp_path, c
     checkpoints = Checkpoints(config.checkpoint, tmp_path, committed=lambda step, path: None)
 
     def resumed():
-        journal = asyncio.run(driver._journal(config, checkpoints, None, RunState()))
+        journal = asyncio.run(driver._journal(config, checkpoints, None, RunState(), {}))
         found = len(journal.waiting)
         journal.append_group(SampleGroup(0, ()), wanted=False)
         journal.close()

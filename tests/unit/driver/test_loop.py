@@ -420,17 +420,23 @@ def test_a_stop_whose_save_fails_is_still_a_stop_and_the_journal_is_used(
 
 
 @pytest.mark.parametrize(
-    ("deadline", "fails", "left_with"), [(9e9, True, None), (1, True, None), (1, False, "journal")]
+    ("deadline", "fails", "saves", "left_with"),
+    [
+        (9e9, True, False, None),
+        (1, True, False, None),
+        (1, False, False, "journal"),
+        (1, True, True, "checkpoint"),
+    ],
 )
-def test_a_journal_with_unwritten_records_is_not_reported_as_saved(
-    tmp_path, monkeypatch, deadline, fails, left_with
+def test_a_journal_that_a_resume_cannot_read_is_not_reported_as_saved_and_a_late_save_is_tried(
+    tmp_path, monkeypatch, deadline, fails, saves, left_with
 ):
     class Refused(FakeStages):
         def request_stop(self):
             self.stop.write_text(json.dumps({"reason": "test", "deadline": deadline}))
 
         async def save(self, state, *, wait):
-            if wait:
+            if wait and not saves:
                 raise CheckpointError("the storage hangs")
 
     real = Journal.durable

@@ -51,7 +51,7 @@ def test_records_beyond_the_seal_of_the_next_segment_are_not_used():
 
 NONE = "no segment continues the checkpoint of step {}, which names segment {}"
 UNUSED = "{}; it is not used. To generate again: groups: {} ({} tokens), batches: {}"
-SETTINGS = "settings that decide what is generated have changed since, or the version of rlpost has"
+SETTINGS = "settings that decide what is generated have changed since: recorded by another version of rlpost"
 
 
 @pytest.mark.parametrize(

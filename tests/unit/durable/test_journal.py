@@ -12,14 +12,13 @@ import time
 
 import pytest
 
-from rlpost.config.tree import Config
 from rlpost.durable import segment_writer
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_chain import read_folder
-from rlpost.durable.journal_format import GROUP
+from rlpost.durable.journal_format import BATCH, GROUP
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.ownership import claim
-from rlpost.durable.settings_hash import settings_hash
+from rlpost.durable.result_settings import ResultSettings
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
@@ -125,27 +124,35 @@ def test_a_torn_tail_is_ignored_and_reported(tmp_path, caplog, cut):
     assert replayed(journal) == [(GROUP, 0)]
 
 
-def test_the_gpus_of_a_critic_may_change():
-    def of(**critic):
-        given = {"grpo": {"advantage_estimator": "ppo"}, "critic": critic}
-        return settings_hash(Config.model_validate(given))
-
-    places = {"critic_num_nodes": 2, "critic_num_gpus_per_node": 4}
-    own = {"critic_own_gpus": True, "critic_tensor_model_parallel_size": 2}
-    assert of() == of(**own) == of(**own, **places)
-    assert of(critic_lr=1e-5) != of()
+def settings_of(**values):
+    return ResultSettings({"rm_type": "math"}, {"lr": 1.0, **values}).to_json()
 
 
-def test_the_models_of_judges_decide_what_is_trained_and_their_engines_do_not():
-    def of(given=None, **rollout):
-        tables = {"engines": given} if given else {}
-        model = {"checkpoint": {"hf_checkpoint": "m"}, "rollout": {"prompt_data": "p", **rollout}}
-        return settings_hash(Config.model_validate({**model, **tables}))
-
-    judge = {"model": "j", "engines": 1}
-    assert of({"judge": judge}) == of({"judge": {**judge, "engines": 2, "timeout_s": 5.0}})
-    assert len({of(), of({"judge": judge}), of({"judge": {**judge, "model": "k"}})}) == 3
-    assert of(partial_rollout_record_s=5.0) == of()
+@pytest.mark.parametrize("changed", ["training", "generation"])
+def test_other_settings_of_training_cost_what_later_weights_have_generated(
+    tmp_path, caplog, changed
+):
+    """The batch of the checkpoint's own weights is trained again, with the new settings."""
+    journal = resumed(tmp_path, settings=settings_of())
+    journal.append_group(group(0), wanted=True)
+    journal.batch(0, [group(0)], {})
+    journal.append_evaluation(0, {"eval/x": 1.0})
+    journal.append_evaluation(1, {"eval/x": 2.0})
+    journal.close()
+    now = settings_of(lr=2.0)
+    if changed == "generation":
+        now = ResultSettings({"rm_type": "f1"}, {"lr": 2.0}).to_json()
+    journal = resumed(tmp_path, settings=now)
+    assert "lr: 1.0 -> 2.0" in journal.changes
+    if changed == "generation":
+        assert "rm_type: 'math' -> 'f1'" in caplog.text
+        assert (journal.newest_usable, replayed(journal)) == (None, [])
+        return
+    assert journal.newest_usable == 0
+    assert [record.kind for record in journal.waiting] == [GROUP, BATCH]
+    assert "settings of the training have changed since: lr: 1.0 -> 2.0" in caplog.text
+    assert journal.evaluation(0) == {"eval/x": 1.0} and journal.evaluation(1) is None
+    assert resumed(tmp_path, settings=now).newest_usable is None, "the copy has the new settings"
 
 
 def owning(save, number):

@@ -21,6 +21,7 @@ from rlpost.durable.journal_format import (
     Framing,
 )
 from rlpost.durable.journal_segments import read_segment
+from rlpost.durable.run_files import RETRY_AFTER_S
 from rlpost.errors import CheckpointError, ConfigError
 from tests.unit.durable.test_journal import begin, durable, group, resumed
 
@@ -203,7 +204,7 @@ def test_a_record_is_valid_only_in_its_place(tmp_path):
 
 def test_a_segment_of_a_newer_version_is_named_and_not_used(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr("rlpost.durable.journal.FORMAT", FORMAT + 1)
+        patched.setattr("rlpost.durable.journal_reads.FORMAT", FORMAT + 1)
         four_segments(tmp_path)
     assert waiting(resumed(tmp_path)) == []
     assert "0000000.log: it was written by a newer version" in caplog.text
@@ -258,30 +259,55 @@ def failing(monkeypatch):
     return fail
 
 
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses between retries, which take no time."""
+    seconds = []
+    monkeypatch.setattr("rlpost.durable.run_files.time.sleep", seconds.append)
+    return seconds
+
+
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
-def test_a_read_that_fails_once_is_repeated(tmp_path, failing, error, caplog):
+def test_a_read_that_fails_for_a_moment_is_repeated(
+    tmp_path, failing, error, times, caplog, pauses
+):
     events = four_segments(tmp_path)
-    failing(tmp_path / "0000001.log", 0, error, times=1)
+    failing(tmp_path / "0000001.log", 0, error, times=times)
     assert waiting(resumed(tmp_path)) == events
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 2, 3])
 @pytest.mark.parametrize("where", ["header", "last record"])
-def test_records_after_an_unreadable_place_are_not_used(tmp_path, failing, number, where, caplog):
+def test_a_segment_that_cannot_be_read_ends_the_attempt_and_is_not_taken_for_damaged(
+    tmp_path, failing, number, where, pauses, monkeypatch
+):
+    """The next attempt finds all records, whatever the first one did in between."""
     events = four_segments(tmp_path)
     path = tmp_path / f"{number:07d}.log"
     failing(path, 0 if where == "header" else read_segment(path).records[-1].offset)
-    used = waiting(resumed(tmp_path))
-    assert used == events[: 2 * number + (0 if where == "header" else 1)]
-    assert (
-        f"{path}: it cannot be read beyond byte" in caplog.text
-        and "Input/output error" in caplog.text
-    )
+    with pytest.raises(CheckpointError, match=f"{path} cannot be read: .*Input/output error"):
+        resumed(tmp_path)
+    assert pauses == list(RETRY_AFTER_S)
+    for module in (journal_format, journal_segments):
+        monkeypatch.setattr(module, "open", open, raising=False)
+    assert waiting(resumed(tmp_path)) == events
+
+
+def test_no_segment_is_deleted_while_a_header_cannot_be_read(tmp_path, failing, pauses, caplog):
+    """The oldest state that is kept may begin with that segment."""
+    four_segments(tmp_path)
+    journal = resumed(tmp_path)
+    files = sorted(tmp_path.glob("*.log"))
+    failing(files[0], 0)
+    journal.compact(1)
+    assert sorted(tmp_path.glob("*.log")) == files
+    assert "old segments in" in caplog.text and "not deleted yet" in caplog.text
 
 
 def test_a_record_that_becomes_unreadable_ends_the_attempt_with_a_message_and_the_next_one_resumes(
-    tmp_path, failing
+    tmp_path, failing, pauses, monkeypatch
 ):
     events = four_segments(tmp_path)
     journal = resumed(tmp_path)
@@ -289,11 +315,13 @@ def test_a_record_that_becomes_unreadable_ends_the_attempt_with_a_message_and_th
     failing(path, journal.waiting[2].offset)
     assert [record.key for record in journal.again()] == [(GROUP, 0), (BATCH, 0)]
     with pytest.raises(
-        CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*attempt"
+        CheckpointError, match=r"0000004\.log: the record at byte \d+ cannot be read: .*requeue"
     ):
         [record.group() for record in journal.again()]
     journal.close()
-    assert waiting(resumed(tmp_path)) == events[:2]
+    for module in (journal_format, journal_segments):
+        monkeypatch.setattr(module, "open", open, raising=False)
+    assert waiting(resumed(tmp_path)) == events
 
 
 def test_a_record_damaged_since_startup_is_not_used(tmp_path):
@@ -307,12 +335,12 @@ def test_a_record_damaged_since_startup_is_not_used(tmp_path):
         next(journal.again()).group()
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, pauses):
     def stale(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(journal_segments.os, "listdir", stale)
-    with pytest.raises(CheckpointError, match=r"cannot be listed: .*[Ss]tale"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*[Ss]tale"):
         resumed(tmp_path)
 
 

@@ -1,6 +1,8 @@
 """Answers and turns of groups in generation: kept, referred to, void, damaged."""
 
 import asyncio
+import errno
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, TokenSetColumn
 from rlpost.durable.journal_chain import read_folder
-from rlpost.durable.journal_format import ANSWER, GROUP, PART, STATE, STEP, TURN, Part
+from rlpost.durable.journal_format import ANSWER, BATCH, GROUP, PART, STATE, STEP, TURN, Part
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.open_parts import Kept
 from rlpost.types import Prompt
@@ -222,6 +224,89 @@ def test_a_group_with_a_damaged_answer_is_completed_from_the_others(tmp_path, ca
     assert "answers [1] to prompt 4 are damaged; they are generated again" in caplog.text
     assert replayed(journal) == [(GROUP, 9)]
     assert [sample.index for sample in asyncio.run(journal.kept_answers())[4]] == [0, 2]
+
+
+def failing_fsync(descriptor):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("how", ["given up", "EIO", "a bit", "a bit after a resume"])
+async def test_what_the_journal_has_lost_is_in_its_next_segment(tmp_path, monkeypatch, how):
+    """A group refers only to answers that a resume can read: its batch is replayed."""
+    journal, answers = resumed(tmp_path), [answer(index) for index in range(3)]
+    with monkeypatch.context() as patched:
+        if how in ("given up", "EIO"):
+            patched.setattr(os, "fsync", failing_fsync)
+        journal.add_part(answers[0], PROMPT)
+        await journal.durable()
+        if how == "EIO":  # it fails once more when the next segment begins
+            patched.setattr(os, "fsync", lambda file, left=[1]: left and failing_fsync(left.pop()))
+            number = await journal.begin(1)
+    if how == "given up":
+        journal._segment.give_up("the storage hangs")
+    elif "a bit" in how:
+        if "resume" in how:
+            journal.close()
+            journal = resumed(tmp_path)
+            await journal.kept_answers()
+        path = max(tmp_path.glob("*.log"))
+        flip(path, read_segment(path).records[0])
+    journal.add_part(answers[1], PROMPT)
+    if how != "EIO":
+        number = await journal.begin(1)
+    journal.add_part(answers[2], PROMPT)
+    journal.append_group(group_of(answers), wanted=True, prompt=PROMPT)
+    journal.batch(1, [group_of(answers)], {})
+    journal.note_committed(number)
+    await journal.durable()
+    assert journal.is_durable
+    journal.close()
+    again = resumed(tmp_path, number, 1)
+    records = list(again.waiting)
+    assert [record.kind for record in records] == [GROUP, BATCH]
+    assert records[0].group() == group_of(answers)
+
+
+async def test_records_are_durable_only_when_a_resume_reaches_them(tmp_path):
+    """After a gap a resume needs the state that was saved behind it, or a later one."""
+    journal = resumed(tmp_path)
+    await journal.durable()
+    assert journal.is_durable
+    journal._segment.give_up("the storage hangs")
+    assert not journal.is_durable
+    behind_the_gap = await journal.begin(1)
+    for number in (behind_the_gap, await journal.begin(2)):
+        journal.append_group(group(9, 3), wanted=True)
+        await journal.durable()
+        assert journal.is_written and not journal.is_durable, number
+    journal.note_committed(behind_the_gap)
+    assert journal.is_durable
+    journal.close()
+    assert replayed(resumed(tmp_path, behind_the_gap, 1)) == [(GROUP, 9)]
+    assert replayed(resumed(tmp_path, 0, 0)) == []
+
+
+async def test_the_journal_syncs_by_itself_whatever_the_loop_awaits(tmp_path, monkeypatch):
+    """After a failure it tries again, without another record."""
+    synced, fails, real = asyncio.Event(), [True], os.fsync
+    loop = asyncio.get_running_loop()
+
+    def fsync(descriptor):
+        if fails:
+            failing_fsync(fails.pop())
+        real(descriptor)
+        loop.call_soon_threadsafe(synced.set)
+
+    journal = resumed(tmp_path)
+    monkeypatch.setattr("rlpost.durable.journal.SYNC_AFTER_S", 0.01)
+    monkeypatch.setattr(os, "fsync", fsync)
+    journal.add_part(turn(0, 0), PROMPT)
+    async with asyncio.timeout(30):
+        await synced.wait()
+        while not journal.is_durable:
+            await asyncio.sleep(0.01)
+    assert not fails
+    journal.close()
 
 
 def test_two_damaged_records_in_a_row_end_the_segment(tmp_path, caplog):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.durable.commit import begin, commit, newest_committed, prune, recoverable
-from rlpost.durable.ownership import check_attempt, claim, read_owner
+from rlpost.durable.ownership import check_attempt, check_newest, claim, read_owner
 from rlpost.errors import CheckpointError, Fenced
 from tests.unit.paused_thread import PausedThread
 
@@ -188,6 +188,31 @@ def test_a_missing_or_damaged_owner_file_does_not_fence_an_attempt_with_a_lane(t
     ours.lane.rmdir()
     with pytest.raises(Fenced, match="belongs to no attempt"):
         ours.check()
+
+
+@pytest.mark.parametrize("begins", ["before the claim", "after OWNER is read"])
+def test_an_older_attempt_that_claims_late_ends_and_the_newer_one_continues(tmp_path, begins):
+    """Its job was paused within its claim while the next attempt began."""
+    attempts, folder = tmp_path / "attempts", tmp_path / "save"
+    (attempts / "0").mkdir(parents=True)
+    newer = []
+
+    def begin_newer():
+        if not newer:
+            (attempts / "1").mkdir()
+            newer.append(claim(folder, "1 of runs/a", check_newest=lambda: None))
+
+    def check():
+        if begins == "before the claim":
+            begin_newer()
+        check_newest(attempts, "0")
+        begin_newer()
+
+    with pytest.raises(Fenced, match=r"attempt 1 of .* has begun; attempt 0 ends"):
+        claim(folder, "0 of runs/a", check_newest=check)
+    newer[0].check()
+    check_newest(attempts, "1")
+    assert newer[0].lane.is_dir()
 
 
 def test_a_storage_error_is_not_a_loss_of_ownership(tmp_path, monkeypatch, caplog):

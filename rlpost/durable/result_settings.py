@@ -1,0 +1,202 @@
+"""Which settings decide results: one table, for the journal and for checkpoints. JSON, pure.
+
+Input: the settings of an attempt, and fingerprints of the weights that it starts from. Output: the
+values that decide which answers are generated, and those that decide only how they are trained. The
+journal compares both with those of its records, a resume those of its checkpoint; what is in
+neither (placement, memory, polling, addresses of services) may change.
+
+A change of what is generated voids the journal. A change of training voids what later weights than
+the checkpoint's have generated: with the new settings these weights would be others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from rlpost.config.critic_ranks import LAYOUT
+from rlpost.config.tree import Config
+
+CONTENT = "content of "
+"""Prefix of the fingerprints of folders and files."""
+Kind = Literal["generated", "trained", "neither"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The kind of the settings in one table of a recipe, and of those that differ from it."""
+
+    others: Kind = "neither"
+    generated: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()
+    neither: frozenset[str] = frozenset()
+
+    def kind(self, key: str) -> Kind:
+        """The kind of a setting."""
+        if key in self.generated:
+            return "generated"
+        if key in self.trained:
+            return "trained"
+        return "neither" if key in self.neither else self.others
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TABLE: Mapping[str, Rule] = MappingProxyType(
+    {
+        # Weights are compared by content, prompt files too (``journal_format.Header.data``).
+        "checkpoint": Rule(),
+        "rollout": Rule(
+            "generated",
+            neither=_keys(
+                "rm_url rm_url_timeout_s judge_url judge_engines judge_timeout_s reward_timeout_s "
+                "reward_workers num_rollout num_epoch partial_rollout_record_s "
+                "rollout_function_path global_batch_size num_steps_per_rollout"
+            ),
+        ),
+        "grpo": Rule(
+            "trained",
+            generated=_keys("loss_type use_rollout_routing_replay use_rollout_sampling_mask"),
+            neither=_keys(
+                "log_probs_chunk_size guard_initial_kl guard_rollout_logprob_diff "
+                "guard_grad_norm_factor"
+            ),
+        ),
+        "critic": Rule("trained", neither=frozenset({"critic_own_gpus", *LAYOUT})),
+        "optimizer": Rule(
+            "trained",
+            neither=_keys(
+                "lr_decay_iters optimizer_cpu_offload optimizer_offload_fraction "
+                "overlap_cpu_optimizer_d2h_h2d"
+            ),
+        ),
+        # What the adapter adds to the base changes with these at once, in the checkpoint too.
+        "lora": Rule("generated", trained=_keys("lora_dropout"), neither=_keys("lora_export")),
+        "model": Rule(
+            "generated",
+            trained=_keys(
+                "attention_dropout hidden_dropout moe_router_load_balancing_type "
+                "moe_aux_loss_coeff moe_router_bias_update_rate"
+            ),
+            neither=_keys(
+                "moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm moe_permute_fusion "
+                "no_rope_fusion override_hf_config"
+            ),
+        ),
+        "megatron": Rule("trained"),
+        "perf": Rule(
+            generated=_keys("bf16"),
+            trained=_keys("accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32"),
+        ),
+        "env": Rule(generated=_keys("env env_weights env_key env_args env_reward env_max_turns")),
+        "distillation": Rule(
+            "generated",
+            trained=_keys("opd_kl_coef opd_alone"),
+            neither=_keys("opd_teacher_url opd_teacher_engines opd_teacher_timeout_s"),
+        ),
+        "sglang": Rule(
+            generated=_keys(
+                "sglang_quantization sglang_quantization_param_path sglang_kv_cache_dtype sglang_dtype "
+                "sglang_enable_fp32_lm_head sglang_rl_on_policy_target sglang_sampling_backend "
+                "sglang_json_model_override_args sglang_chat_template"
+            )
+        ),
+        **dict.fromkeys(
+            (
+                *("cluster", "assets", "eval", "sandbox", "engines", "sync", "fleet"),
+                *("wandb", "observe", "debug"),
+            ),
+            Rule(),
+        ),
+    }
+)
+"""Tables of a recipe. ``_derived`` adds values that follow from several settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultSettings:
+    """The values that decide results, by setting."""
+
+    generated: Mapping[str, Any] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+def result_settings(
+    config: Config, weights: Mapping[str, str | None] | None = None
+) -> ResultSettings:
+    """Return the values of a run.
+
+    ``weights``: fingerprints of initial weights, by flag. A table that has
+    no effect on the run is left out.
+    """
+    tree = config.model_dump(mode="json")
+    is_used = {
+        "critic": config.use_critic,
+        "env": bool(config.env.env),
+        "lora": bool(config.lora.lora_rank),
+        "distillation": config.distillation.use_opd,
+    }
+    values: dict[Kind, dict[str, Any]] = {"generated": {}, "trained": {}, "neither": {}}
+    for group, rule in TABLE.items():
+        if is_used.get(group, True):
+            for key, value in tree[group].items():
+                values[rule.kind(key)][key] = value
+    generated, trained = _derived(config)
+    contents = {CONTENT + flag: digest for flag, digest in (weights or {}).items()}
+    return ResultSettings(values["generated"] | generated | contents, values["trained"] | trained)
+
+
+def _derived(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what follows from several settings, for generation and for training."""
+    judges = {
+        name: [str(group.model), group.served_model]
+        for name, group in config.engines.groups.items()
+        if name != config.eval.eval_engines
+    }
+    # Their models decide rewards and a teacher's log-probs.
+    generated: dict[str, Any] = {"engines": judges} if judges else {}
+    trained: dict[str, Any] = {
+        "num_steps_per_rollout": config.num_steps_per_rollout,
+        "eps_clip": config.loss_settings.eps_clip,  # by default those of the loss
+        "eps_clip_high": config.loss_settings.eps_clip_high,
+    }
+    optimizer = config.optimizer
+    if {optimizer.lr_decay_style, optimizer.weight_decay_incr_style} != {"constant"}:
+        trained["lr_decay_iters"] = config.lr_decay_iters
+    return generated, trained
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Lines ``key: before -> now``, of what decides generation and of what decides training."""
+
+    generated: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+
+
+def compare(before: str, now: str) -> Change:
+    """Compare two texts of ``ResultSettings.to_json``; a setting that one lacks counts as changed."""
+    if before == now:
+        return Change()
+    try:
+        one, other = json.loads(before), json.loads(now)
+        return Change(*(difference(one[kind], other[kind]) for kind in ("generated", "trained")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Change(generated=("recorded by another version of rlpost",))
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line for each key whose value differs."""
+    return tuple(
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if key not in before or key not in now or before[key] != now[key]
+    )

@@ -1,0 +1,142 @@
+"""Which settings decide results: every setting is changed, and a resume sees what it should."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from rlpost.config.flags import flag
+from rlpost.config.groups.engines import EngineGroup
+from rlpost.config.tree import Config
+from rlpost.durable.provenance import Provenance
+from rlpost.durable.result_settings import TABLE, Change, compare, result_settings
+
+USED = Config.model_validate(
+    {
+        "checkpoint": {"hf_checkpoint": "m"},
+        "rollout": {"prompt_data": "p"},
+        "grpo": {"advantage_estimator": "ppo"},
+        "lora": {"lora_rank": 8},
+    }
+)
+USED = USED.model_copy(
+    update={
+        "env": USED.env.model_copy(update={"env": ("module:Class",)}),
+        "distillation": USED.distillation.model_copy(update={"use_opd": True}),
+        "optimizer": USED.optimizer.model_copy(update={"lr_decay_style": "linear"}),
+    }
+)
+"""A configuration in which every table has an effect."""
+DERIVED = {
+    # What follows from several settings enters by its value.
+    "global_batch_size": "trained",
+    "num_steps_per_rollout": "trained",
+    "num_rollout": "trained",
+    "num_epoch": "neither",
+    "lr_decay_iters": "trained",
+}
+"""Settings that enter by a derived value; with a constant learning rate the last do not."""
+SWITCHES = {"env", "use_opd", "advantage_estimator"}
+"""Settings that bring in or leave out a whole table."""
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    for group in Config.model_fields:
+        for key in type(getattr(USED, group)).model_fields:
+            yield group, key
+
+
+def changed(group: str, key: str) -> Config:
+    """The configuration with another value of one setting, whatever its type."""
+    value = getattr(getattr(USED, group), key)
+    other: Any = f"another {value}"
+    if isinstance(value, bool):
+        other = not value
+    elif isinstance(value, int | float):
+        other = value + 7
+    elif isinstance(value, tuple):
+        other = (*value, "another")
+    elif isinstance(value, Mapping):
+        other = {**value, "another": 1}
+    elif value is None and ("lr" in key or "num" in key or "size" in key or "len" in key):
+        other = 3
+    table = getattr(USED, group).model_copy(update={key: other})
+    return USED.model_copy(update={group: table})
+
+
+def kinds(config: Config, before: Config = USED) -> set[str]:
+    """What a resume sees: whether generation or training has changed."""
+    change = compare(result_settings(before).to_json(), result_settings(config).to_json())
+    return {kind for kind in ("generated", "trained") if getattr(change, kind)}
+
+
+def test_every_table_has_a_rule_and_every_name_in_a_rule_is_a_setting():
+    assert TABLE.keys() == Config.model_fields.keys()
+    for group, rule in TABLE.items():
+        named = rule.generated | rule.trained | rule.neither
+        own = set(type(getattr(USED, group)).model_fields)
+        assert {key for key in named - own if not key.startswith("sglang_")} == set(), group
+        assert len(named) == len(rule.generated) + len(rule.trained) + len(rule.neither), group
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@pytest.mark.parametrize("group", list(Config.model_fields))
+def test_a_change_of_any_setting_is_seen_as_what_it_decides_and_named(group):
+    """Journal and checkpoint see the same: there is one table."""
+    before = Provenance.of(USED, {})
+    for name, key in settings():
+        if name != group or key in SWITCHES:
+            continue
+        config, kind = changed(group, key), DERIVED.get(key, TABLE[group].kind(key))
+        if key in DERIVED:
+            assert kinds(config) <= {kind}, key
+            continue
+        assert kinds(config) == ({kind} - {"neither"}), (group, key)
+        assert (Provenance.of(config, {}).settings != before.settings) == (kind != "neither"), key
+        if kind != "neither":
+            change = compare(result_settings(USED).to_json(), result_settings(config).to_json())
+            (line,) = getattr(change, kind)
+            assert line.startswith(f"{key}: ") and " -> " in line, flag(key)
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [
+        ({"sglang": {"sglang_kv_cache_dtype": "fp8_e5m2"}}, {"generated"}),
+        ({"sglang": {"sglang_mem_fraction_static": 0.5}}, set()),
+        ({"megatron": {"layernorm_epsilon": 0.5}}, {"trained"}),
+    ],
+)
+def test_options_that_are_passed_on_are_seen_too(table, kind):
+    plain = Config.model_validate({"checkpoint": {"hf_checkpoint": "m"}})
+    config = Config.model_validate({"checkpoint": {"hf_checkpoint": "m"}, **table})
+    assert kinds(config, plain) == kind
+
+
+def test_the_models_of_judges_decide_rewards_and_their_engines_do_not():
+    def of(**group):
+        judge = EngineGroup.model_validate({"model": "j", "engines": 1, **group})
+        return USED.model_copy(
+            update={"engines": USED.engines.model_validate({"judge": judge.model_dump()})}
+        )
+
+    assert kinds(of(engines=2, timeout_s=5.0), of()) == set()
+    assert kinds(of(model="k"), of()) == {"generated"} == kinds(of())
+
+
+def test_weights_are_compared_by_content_and_texts_of_other_versions_are_a_change():
+    before = result_settings(USED, {"--hf-checkpoint": "aa"}).to_json()
+    now = result_settings(USED, {"--hf-checkpoint": "bb"}).to_json()
+    assert compare(before, before) == Change()
+    assert compare(before, now).generated == ("content of --hf-checkpoint: 'aa' -> 'bb'",)
+    for text in ("0123456789abcdef", "{}", "[1]", "3"):
+        assert compare(text, now).generated == ("recorded by another version of rlpost",)
+
+
+def test_a_table_without_effect_on_the_run_may_change():
+    plain = Config.model_validate({"checkpoint": {"hf_checkpoint": "m"}})
+    table = plain.env.model_copy(update={"env_max_turns": 77})
+    assert kinds(plain.model_copy(update={"env": table}), plain) == set()
+    for name, key in (("critic", "critic_lr"), ("lora", "lora_alpha")):
+        table = getattr(plain, name).model_copy(update={key: 77.0})
+        assert kinds(plain.model_copy(update={name: table}), plain) == set()
