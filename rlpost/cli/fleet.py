@@ -76,7 +76,10 @@ def _act(run: RunFolder, options: argparse.Namespace) -> int:
     shown = [FleetFolder(run.root, options.group or POLICY)]
     if options.group is not None:
         check_group(_read_config(run), options.group)
-    elif not (options.drain or options.stop):
+    elif options.drain:
+        shown = _fleet_of(run, options.drain) or shown
+        options.group = shown[0].group
+    elif not options.stop:
         shown = fleet_folders(run) or shown
     options.group = options.group or POLICY
     if options.engines is not None:
@@ -89,6 +92,14 @@ def _act(run: RunFolder, options: argparse.Namespace) -> int:
         title = "" if folder.group == POLICY else f"[engines.{folder.group}]"
         print(table(fleet_views(run, folder.group), folder.lease(), title, folder.command))
     return 0
+
+
+def _fleet_of(run: RunFolder, engines: Sequence[str]) -> list[FleetFolder]:
+    """Return the fleet with one of these engines: the name of an engine, its job, is unique."""
+    for folder in fleet_folders(run):
+        if any(view.engine in engines for view in fleet_views(run, folder.group)):
+            return [folder]
+    return []
 
 
 def _scale(run: RunFolder, options: argparse.Namespace, found: Sequence[EngineView]) -> int:

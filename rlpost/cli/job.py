@@ -12,11 +12,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.attempt import DRIVER_RESTARTS
+from common.files import text_or_empty
+from common.jit_caches import is_remote, mount_of
 from rlpost.config.checks.agents import uses_sandboxes
+from rlpost.config.checks.missing import read_paths
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.config.wording import as_flag, spelled, with_values
+from rlpost.config.wording import as_flag, listed, spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.container_choice import choose
@@ -45,6 +48,20 @@ def time_notes(config: Config) -> list[str]:
         f"({spelled(config, 'signal_lead_s')}), and the start may take "
         f"{spelled(config, 'bringup_deadline_s')}, so an attempt may end without a step; use --time "
         f"{math.ceil(needed_s / 60) + 1} (minutes) or more, or --bringup-deadline-s {max(1, left_s // 2)}"
+    ]
+
+
+def local_disk_notes(config: Config) -> list[str]:
+    """Note on paths of a local disk of this host, where the runs folder is on a network."""
+    mounts = text_or_empty(Path("/proc/self/mounts"))
+    if not is_remote(mount_of(os.path.abspath(config.cluster.runs_dir), mounts)):
+        return []
+    local = [path for path in read_paths(config) if not is_remote(mount_of(path, mounts))]
+    if not local:
+        return []
+    return [
+        f"{listed(local, 'and')}: on a local disk of this host, unlike {config.cluster.runs_dir}; nodes "
+        "need it under the same path, or the job ends with exit code 78"
     ]
 
 
@@ -85,8 +102,9 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     if cluster.colocate or config.critic_shares_gpus:
         agent_args.append("--share-gpus")
     container = container_of(cluster)
-    for target in container.targets if container is not None else ():
-        agent_args += ["--needed-path", target]
+    targets = container.targets if container is not None else ()
+    for path in dict.fromkeys((*targets, *read_paths(config))):
+        agent_args += ["--needed-path", path]
     if cluster.ray_dashboard:
         agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
     values = {name: getattr(cluster, name) for name in SAME_NAME}

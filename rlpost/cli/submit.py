@@ -23,7 +23,7 @@ from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
-from rlpost.cli.job import as_the_job_would, job_spec, time_notes
+from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
 from rlpost.cli.run_claim import choose_folder, claim
@@ -168,7 +168,8 @@ def check_run(
         said += stack_notes
     if why:
         said.append(f"container {why}")
-    return config, local, [*said, *notes(config), *time_notes(config)]
+    said += [*notes(config), *time_notes(config), *([] if local else local_disk_notes(config))]
+    return config, local, said
 
 
 def _rehearse(config: Config, gpu_memory: str) -> None:

@@ -38,7 +38,7 @@ def watch(policy: str, num_nodes: int, environ: Mapping[str, str] = os.environ) 
         if policy != "requeue":
             if run_command(["scancel", job.name], environ) is not None:
                 return
-        elif job.requeue():
+        elif job.requeue() is None:
             job.update(f"NumNodes={num_nodes}")
             return
 

@@ -73,6 +73,21 @@ def is_made(path: str) -> bool:
     return TINY in pairwise(parts)
 
 
+def read_paths(config: Config) -> list[str]:
+    """Return each absolute path that the run reads, once; existing ones, with variables expanded."""
+    checkpoint, distillation = config.checkpoint, config.distillation
+    optional = (
+        checkpoint.ref_load,
+        checkpoint.load,
+        config.critic.critic_load,
+        distillation.opd_teacher_load,
+        distillation.opd_teacher_hf_checkpoint,
+        config.rollout.judge,
+    )
+    paths = [_file(path) for _, path, _ in _needed(config)] + [path for path in optional if path]
+    return [path for path in dict.fromkeys(paths) if path.startswith("/") and os.path.exists(path)]
+
+
 def _needed(config: Config) -> list[tuple[str, str, str]]:
     """(flag, path, "file" or "folder") of every path that is read."""
     found = []

@@ -42,9 +42,11 @@ echo "$VERDICT" >run/attempts/latest/verdict
 for ((n = 0; n < 10 * LINGERS; n++)); do /bin/sleep 0.1; done
 echo "srun ended" >>called""",
     "scontrol": """echo "scontrol $*" >>called
+[ ! "$COMPLAINT" ] || { echo "$COMPLAINT" >&2; exit 1; }
 [ "$(grep -c scontrol called)" -gt "$REFUSALS" ]""",
-    "sbatch": 'env >sbatch.env; printf "$SAYS\\n"',
-    "squeue": """case $* in *%o*) cat shown; exit ;; *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
+    "sbatch": """echo "sbatch $*" >>called; env >sbatch.env; printf "$SAYS\\n"
+[ ! "$SBATCH_FAILS" ] || { echo "$SBATCH_FAILS" >&2; exit 1; }""",
+    "squeue": """case $* in *--Format=*) echo "$RECORD"; exit ;; *--jobs=6*) echo RUNNING; exit ;; *%o*) cat shown; exit ;; *%e) [ "$LEFT" ] && echo $(($(date +%s) + LEFT)); exit $? ;; esac
 echo asked >>asked
 [ "$(wc -l <asked)" -gt "$SILENT" ] || { echo 'Unable to contact slurm controller' >&2; exit 1; }
 echo "$STATE"
@@ -100,6 +102,9 @@ def run(
         "TERMINATED": "",
         "REFUSALS": "0",
         "SAYS": "hours left: 1000",
+        "RECORD": "",
+        "SBATCH_FAILS": "",
+        "COMPLAINT": "",
     }
     stand_ins |= {name.upper(): str(value) for name, value in given.items()}
     stand_ins |= {
@@ -154,7 +159,7 @@ def test_a_requeue_that_was_accepted_too_late_to_answer_is_not_repeated(tmp_path
     job = commands(
         tmp_path / "bin", scontrol=f"echo $1 >>{tmp_path}/called; exit 1", squeue="echo PENDING"
     )
-    assert SlurmJob({"SLURM_JOB_ID": "7", "PATH": job}).requeue()
+    assert SlurmJob({"SLURM_JOB_ID": "7", "PATH": job}).requeue() is None
     assert (tmp_path / "called").read_text() == "requeue\n"
 
 

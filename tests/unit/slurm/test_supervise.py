@@ -54,7 +54,7 @@ def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expecte
     """A cancelled run stays cancelled; the exit code is the attempt's."""
     assert code(Ending(verdict, code=3)) is None
     assert code(Ending(verdict, code=3, terminated=True)) == expected
-    assert code(Ending(verdict, code=3, may_restart=False)) == expected
+    assert code(Ending(verdict, code=3, no_restart="never")) == expected
 
 
 def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -> None:
