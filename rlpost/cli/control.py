@@ -69,7 +69,7 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
         raise ConfigError(
             f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
         )
-    if entry.state is JobState.UNKNOWN:
+    if entry.state is JobState.UNKNOWN and not entry.is_over:
         raise ConfigError(f"{run.root.name}: {entry.reason}; nothing was cancelled: try again")
     # First: the batch script reads the ledger before it requeues or chains a job.
     run.ledger.append("cancelled", job_id=job_id)

@@ -104,7 +104,8 @@ def test_preemptions_and_failures_have_budgets_of_their_own() -> None:
     assert code(Ending("requeue"), PREEMPTED, FAILED, FAILED, *progress) is None
     assert code(Ending("failed"), PREEMPTED, PREEMPTED, PREEMPTED, *progress) is None
     spent = decide(Ending("requeue"), (PREEMPTED, PREEMPTED, *progress), BUDGETS)
-    assert spent == RestartDecision(75, "not requeued: preemptions: 3, and max_preemptions is 2")
+    reason = "not requeued: preemptions: 3, and max_preemptions is 2"
+    assert spent == RestartDecision(75, reason, is_final=True)
     assert "max_failures is 1" in decide(Ending("none"), (FAILED,), BUDGETS).reason
 
 
@@ -208,6 +209,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
         "answer": "again",
         "reason": "requeue after a failure (1 of 1)",
         "exclude": ["n02"],
+        "final": False,
     }
     assert what_follows(tmp_path, 9, budgets=budgets) == 9
 
