@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from types import MappingProxyType
 import pytest
 
 from common.ledger import Ledger
+from slurm.batch import once
 from slurm.batch import run as batch_run
 from slurm.batch.engine import _pass_on
 from slurm.batch.host import Host
@@ -228,6 +230,19 @@ def test_a_conversion_that_slurm_preempts_may_be_requeued_again(
         tmp_path, script=script, terminated=terminated, environ={"MASTER_ADDR": "n01"}
     )
     assert code == 1 and [line for line in called if line.startswith("scontrol")] == final, log
+
+
+def test_conversions_side_by_side_on_a_node_have_other_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each uses two ports; another process listens on one of the first pair."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        first = taken.getsockname()[1] // 2 * 2
+        monkeypatch.setattr(once, "FIRST_PORT", first)
+        assert once.free_pair(0) >= first + 2
+        assert once.free_pair(0) % 2 == 0
 
 
 def test_a_server_of_sandboxes_gets_usr2_when_it_can_handle_it(tmp_path: Path) -> None:
