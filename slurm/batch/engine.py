@@ -125,7 +125,7 @@ def restart_task(host: Host, options: Options, code: int, *, failures: Path, end
         if count > options.max_failures:
             host.log(f"not requeued: {count} failures")
             return _end_finally(code, end)
-    if not host.may_requeue():
+    if not host.may_requeue(host.job.state()):
         return End(code, is_final=False)
     host.log(f"requeue: task {host.job.name}")
     ignore_term()

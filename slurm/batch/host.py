@@ -195,9 +195,8 @@ class Host:
         if not self.run_bounded(argv, self.job.seconds_within(REMOVAL_S)):
             self.log("a container may be left on a node; the next run there removes it")
 
-    def may_requeue(self) -> bool:
-        """Whether this process may requeue its job; logs why not."""
-        state = self.job.state()
+    def may_requeue(self, state: str) -> bool:
+        """Whether this process may requeue its job, which is in this state; logs why not."""
         if state in REQUEUED:
             self.log(f"Slurm requeues the job itself (its state is {state})")
         elif state != "RUNNING":

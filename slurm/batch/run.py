@@ -241,7 +241,13 @@ def _restart(
     A run of ``rlpost submit``, whose batch file states everything, goes on by a new job where Slurm
     refuses to requeue this one.
     """
-    if not host.may_requeue():
+    state = host.job.state()
+    if not state:
+        reason = (
+            "not requeued: squeue does not say the state of the job; submit the run with --resume"
+        )
+        return _give_up(host, attempt, reason)
+    if not host.may_requeue(state):
         return End(EXIT_PREEMPTED, is_final=False)
     ignore_term()
     if options.requeue == "chain" or _is_requeue_forbidden(host, options):

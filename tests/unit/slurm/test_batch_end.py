@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,7 +25,7 @@ from slurm.batch.host import Host
 from slurm.batch.options import Options
 from slurm.batch.place import Place
 from slurm.batch.signals import STOPS, Signals
-from slurm.batch.slurm_job import SlurmJob, seconds_to_query
+from slurm.batch.slurm_job import Record, SlurmJob, seconds_to_query
 from slurm.container import Container
 from slurm.render import render_conversion, render_sbatch
 from slurm.spec import JobSpec
@@ -141,6 +141,17 @@ def run(
     )
 
 
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    """Handlers of signals, until the end of the test."""
+    numbers = [getattr(signal, name) for name in (*STOPS, "SIGTERM", "SIGCHLD")]
+    before = [signal.getsignal(number) for number in numbers]
+    yield Signals()
+    signal.set_wakeup_fd(-1)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 def test_a_request_to_stop_while_the_image_is_imported_does_not_wait_for_it(
     tmp_path: Path,
 ) -> None:
@@ -181,15 +192,17 @@ def test_a_container_is_not_removed_after_the_job_was_ended(tmp_path: Path) -> N
     assert not any(line.startswith("scontrol") for line in called), log
 
 
-def test_storage_that_answers_with_errors_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+def test_storage_that_answers_with_errors_for_a_moment_ends_no_run(
+    tmp_path: Path, signals: Signals
+) -> None:
     """Path.exists raises most errors (here ENAMETOOLONG, as ESTALE of NFS) in place of False."""
-    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, Signals())
+    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, signals)
     step = subprocess.Popen(["sleep", "0.1"])
     assert batch_run._wait(host, Options(), step, tmp_path / ("x" * 300)) == 0
 
 
-def test_a_start_that_cannot_be_noted_is_a_start(tmp_path: Path) -> None:
-    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, Signals())
+def test_a_start_that_cannot_be_noted_is_a_start(tmp_path: Path, signals: Signals) -> None:
+    host = Host("batch", {"SLURM_JOB_ID": "7", "PATH": "/nowhere"}, signals)
     attempt = batch_run.Attempt(0, tmp_path / "missing", tmp_path)
     place = Place("/", str(tmp_path), "python3", "none", "", "name", ())
     assert batch_run._record_start(host, place, attempt)
@@ -343,25 +356,17 @@ def test_an_array_of_one_run_folder_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("shown", "ended", "chained"), [("8 {script}\n7 {script}\n9 /other", 0, ["8"]), ("", 75, [])]
-)
-def test_a_chain_takes_no_number_from_a_banner(
-    tmp_path: Path, shown: str, ended: int, chained: list[str]
-) -> None:
+def test_a_chain_takes_no_number_from_a_banner(tmp_path: Path) -> None:
     """It finds the job by its file, and leaves itself out."""
     spec = JobSpec(
-        home=str(ROOT),
-        python=sys.executable,
-        run_folder=str(tmp_path / "run"),
-        requeue="chain",
-        signal_lead_s=1,
+        home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"), requeue="chain"
     )
-    (tmp_path / "shown").write_text(shown.format(script=tmp_path / "run/job.sbatch"))
-    code, _, log = run(tmp_path, spec=spec, left=7)
-    assert code == ended and "printed 'hours left: 1000', no line of which is a job id" in log
+    script = tmp_path / "run/job.sbatch"
+    (tmp_path / "shown").write_text(f"8 {script}\n7 {script}\n9 /other")
+    code, _, log = run(tmp_path, spec=spec)
+    assert code == 0 and "printed 'hours left: 1000', no line of which is a job id" in log
     entries = Ledger(tmp_path / "run/ledger.jsonl").read()
-    assert [entry["job_id"] for entry in entries if entry["event"] == "chained"] == chained, log
+    assert [entry["job_id"] for entry in entries if entry["event"] == "chained"] == ["8"], log
 
 
 LOST = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -371,7 +376,6 @@ LOST = "sbatch: error: Batch job submission failed: Socket timed out on send/rec
     ("shown", "complaint", "outcome"),
     [
         ("8 {script}\n7 {script}", LOST, "chained"),
-        ("8 {script} --lr 1\n7 {script}", "a wrapper's own error", "chained"),
         ("7 {script}", LOST, "unknown"),
         ("7 {script}", "sbatch: error: Batch job submission failed: Invalid qos", "rejected"),
     ],
@@ -419,20 +423,25 @@ def test_a_run_goes_on_by_a_new_job_where_slurm_forbids_to_requeue_it(
     assert ("--requeue chain" in said_first) == ("record" in given)
 
 
-@pytest.mark.parametrize("given", [{"record": "0 0 1:00:00"}, {"complaint": DISABLED}])
 def test_a_plain_batch_file_says_how_to_restart_where_slurm_forbids_it(
-    tmp_path: Path, given: dict[str, str]
+    tmp_path: Path, signals: Signals
 ) -> None:
     """Options of sbatch's command line would be lost in a new job."""
     spec = JobSpec(job_name="one", driver_args=("recipe.toml",), python=sys.executable)
     for name in ("slurm", "common"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {"RLPOST_HOME": str(tmp_path)}
-    code, called, log = run(tmp_path, spec=spec, environ=environ, at="runs/one-7", **given)
+    code, called, log = run(
+        tmp_path, spec=spec, environ=environ, at="runs/one-7", complaint=DISABLED
+    )
     assert code == 75 and not any(line.startswith("sbatch") for line in called), log
     decided = Ledger(tmp_path / "runs/one-7/ledger.jsonl").read()[-1]
     assert decided["answer"] == 75 and "--requeue chain" in decided["reason"]
     assert "--resume" in decided["reason"]
+    host = Host("batch", {"SLURM_JOB_ID": "7"}, signals)
+    host.record = Record(may_requeue=False)
+    assert "--requeue chain" in batch_run._why_no_restart(host, Options(script="one.sbatch"))
+    assert batch_run._why_no_restart(host, Options()) == ""  # a new job resumes it
 
 
 def test_a_job_that_slurm_requeues_itself_is_not_said_to_end(tmp_path: Path) -> None:
@@ -452,21 +461,14 @@ def test_a_time_limit_below_the_signals_lead_is_named_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("ended", "code"),
-    [
-        ({"verdict": "done", "answer": 0}, 0),
-        ({"verdict": "config", "answer": 78}, 78),
-        ({"verdict": "failed", "answer": 3, "final": True}, 3),
-        ({"verdict": "requeue", "answer": 75, "final": False}, None),
-        ({"verdict": "requeue", "answer": "again"}, None),
-    ],
+    [({"verdict": "config", "answer": 78}, 78), ({"verdict": "requeue", "answer": "again"}, None)],
 )
 def test_a_job_that_has_ended_for_good_does_not_start_again_whatever_slurm_does(
     tmp_path: Path, ended: dict[str, object], code: int | None
 ) -> None:
-    """No right to change the job is needed. After TERM Slurm may start it again."""
+    """No right to change the job is needed."""
     (tmp_path / "run").mkdir()
     ledger = Ledger(tmp_path / "run/ledger.jsonl")
-    ledger.append("submitted", job_id="7")
     ledger.append("attempt", attempt=0, job_id="7")
     ledger.append("verdict", attempt=0, **ended)
     done, called, log = run(tmp_path, record="1 1 1:00:00", verdict="done")
@@ -487,12 +489,22 @@ def test_of_two_jobs_of_a_run_the_second_ends_while_the_first_has_its_nodes(
     assert (tmp_path / "run/attempts").exists() == starts
 
 
-@pytest.mark.parametrize("signal_name", [name[3:] for name in STOPS])
-def test_every_announcement_of_an_end_is_a_stop_request(tmp_path: Path, signal_name: str) -> None:
-    _, called, log = run(tmp_path, signalled=signal_name)
+def test_every_announcement_of_an_end_is_a_stop_request(tmp_path: Path) -> None:
+    _, called, log = run(tmp_path, signalled="HUP")
     stop = json.loads((tmp_path / "run/attempts/0/STOP").read_text())
-    assert stop["reason"].startswith(f"signal {signal_name} to the batch script"), log
+    assert stop["reason"] == "signal HUP to the batch script", log
     assert called[-1] == "scontrol requeue 7", log
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_that_would_end_the_batch_script_is_a_stop_request(
+    signals: Signals, name: str
+) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+    signals.wait(10)
+    signals.request_stop("later")
+    assert signals.stopped and not signals.terminated
+    assert signals.reason.startswith(f"signal {name[3:]} to the batch script")
 
 
 def test_attempts_and_containers_do_not_take_the_number_of_another_job(tmp_path: Path) -> None:
@@ -520,14 +532,13 @@ def test_the_end_of_the_job_is_queried_again_before_a_stop_would_be_due() -> Non
 
 
 def test_a_moved_end_reaches_the_file_of_the_agents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An extension is written; a limit that was cut below the lead is a stop request."""
     ends = iter([2000.0, 5000.0, 1100.0])
     monkeypatch.setattr(SlurmJob, "end_time", lambda self: next(ends))
     clock = [1000.0]
     monkeypatch.setattr("slurm.batch.host.time.time", lambda: clock[0])
-    signals = Signals()
     host, file = Host("batch", {"SLURM_JOB_ID": "7"}, signals), tmp_path / "end_time"
     host.note_end_time(100, file)
     for moment, written, stops in (

@@ -19,6 +19,7 @@ from slurm.supervise import (
     bad_hosts,
     decide,
     describe_shortage,
+    final_code,
     record_chained,
     record_end,
     record_start,
@@ -92,6 +93,40 @@ def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(
     record_start(tmp_path, 1, "8", "", {})
     numbers = [entry.get("num_nodes") for entry in Ledger(tmp_path / "ledger.jsonl").read()]
     assert numbers == [3, None]
+
+
+@pytest.mark.parametrize(
+    ("ended", "job", "expected"),
+    [
+        ({"verdict": "done", "answer": 0}, "7", 0),
+        ({"verdict": "config", "answer": 78}, "7", 78),
+        ({"verdict": "failed", "answer": 3, "final": True}, "7", 3),
+        ({"verdict": "requeue", "answer": 75, "final": False}, "7", None),  # Slurm preempted it
+        ({"verdict": "requeue", "answer": "again", "final": False}, "7", None),
+        ({"verdict": "done", "answer": 0, "final": True}, "8", None),  # another job resumes it
+    ],
+)
+def test_only_the_job_whose_end_is_final_must_not_start_again(
+    ended: dict[str, Any], job: str, expected: int | None
+) -> None:
+    entries = [
+        {"event": "attempt", "attempt": 0, "job_id": "7"},  # before sbatch has returned
+        {"event": "submitted", "job_id": "7"},
+        {"event": "verdict", "attempt": 0, **ended},
+    ]
+    assert final_code(entries, job) == expected
+    assert final_code([*entries, {"event": "submitted", "job_id": "9"}], "7") is None
+
+
+def test_a_submission_counts_from_its_intent_unless_it_was_rejected() -> None:
+    """sbatch may have no answer, and the job of a resumed run is not a cancelled one."""
+    cancelled = {"event": "cancelled"}
+    intent = {"event": "submitting", "outcome": "submitted", "file": "f"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, intent, ATTEMPT) is None
+    rejected = {"event": "rejected", "file": "f"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, intent, rejected) == 75
+    engines = {**intent, "outcome": "fleet"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, engines) == 75
 
 
 def test_a_failure_never_exits_with_zero() -> None:
