@@ -128,7 +128,9 @@ class RunExecutor(submitit.SlurmExecutor):
         if is_refused(words, printed, jobs):
             return ""
         named = f" (sbatch printed the id {printed})" if printed else ""
-        raise UnknownJobError(f"{words or 'sbatch failed'}{named}; the job may be queued")
+        raise UnknownJobError(
+            f"{words or 'sbatch failed'}{named}; the job may be queued (squeue --me)"
+        )
 
 
 def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
