@@ -109,6 +109,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     if options.debug:
         return conclude(run, resume=resume)
     wait = local if options.wait is None else options.wait
+    if wait and not local:
+        print(f"job {job_id} runs on if this command ends: rlpost cancel {run.root}")
     return follow(run, job_id, started_it=local, resume=resume) if wait else 0
 
 
