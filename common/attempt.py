@@ -10,7 +10,7 @@ that exists.
     verdict.json   the verdict with its cause, for the user
     exclude        hosts to exclude from the next start, one per line; only if there are any
     preflight.json checks of every host and their results
-    end_time       end of the job in seconds since 1970, kept current by the batch host while it runs
+    end_time       end of the job in seconds since 1970, kept current by the batch host
     launch.log     output of srun, preceded by that of the image import
     cause          why the driver failed, in one line, written by the driver; only if a training
                    call hangs
@@ -45,8 +45,8 @@ LAUNCH_LOG = "launch.log"
 def create_attempt(attempts: Path) -> Path:
     """Create the folder (0700) of the next attempt; link ``latest`` to it.
 
-    Slurm's count of restarts is not its number: a new job of the run begins with 0, and sbatch passes
-    on the count of a job in which it is called. Raises OSError.
+    Slurm's count of restarts is not its number: a new job of the run begins with 0, and sbatch
+    passes on the count of a job in which it is called. Raises OSError.
     """
     attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
     number = 1 + max((int(name) for name in os.listdir(attempts) if name.isdecimal()), default=-1)

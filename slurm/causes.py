@@ -44,8 +44,8 @@ _NO_NAMESPACE = re.compile(
     r"(?:failed to create|couldn't unshare|failed to unshare) (?:user|mount) namespaces?: [^\n]+"
 )
 _NAMESPACE_REMEDY = (
-    "ask the site to allow them on every node (sysctl user.max_user_namespaces and user.max_mnt_namespaces "
-    "above 0; where they exist, kernel.unprivileged_userns_clone = 1 and "
+    "ask the site to allow them on every node (sysctl user.max_user_namespaces and "
+    "user.max_mnt_namespaces above 0; where they exist, kernel.unprivileged_userns_clone = 1 and "
     "kernel.apparmor_restrict_unprivileged_userns = 0), or use --container none"
 )
 # Messages of the kernel, curl, enroot, pip and Slurm about disks, networks, registries and memory.

@@ -98,8 +98,8 @@ def explain_submission(output: str, script: str) -> str:
     """Say that sbatch printed no id, what it printed, and how to find the job. Pure."""
     printed = f"printed {output.strip()!r}" if output.strip() else "printed nothing"
     return (
-        f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: look "
-        f"for it: squeue --user=$USER --format='%i %T %o' | grep {script}"
+        f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: "
+        f"look for it: squeue --user=$USER --format='%i %T %o' | grep {script}"
     )
 
 

@@ -1,9 +1,9 @@
 """Submissions in the ledger: recorded before sbatch, with their outcome after it. Python 3.6.
 
 Slurm may have accepted a job although sbatch says nothing, prints an error or does not come back.
-A submission without an outcome is therefore neither done nor failed: it is unknown, and looked up by
-its batch file until Slurm says what became of it. While it is unknown nothing else is submitted in
-its place.
+A submission without an outcome is therefore neither done nor failed: it is unknown, and looked up
+by its batch file until Slurm says what became of it. While it is unknown nothing else is submitted
+in its place.
 
     submitting   file, outcome (the event that will name the job), details, clusters, known, at
     submitted, chained, fleet, sandboxes   the job, with its file
@@ -166,8 +166,8 @@ def explain(submission: Submission) -> str:
     wait_s = max(0, int(SETTLE_S - age_s) + 1)
     when = f"in {wait_s} s" if wait_s else "when squeue answers"
     return (
-        f"a submission {age_s:.0f} s ago had no answer, and its job ({submission.file}) may be queued "
-        f"or arrive in the queue; try again {when}"
+        f"a submission {age_s:.0f} s ago had no answer, and its job ({submission.file}) may be "
+        f"queued or arrive in the queue; try again {when}"
     )
 
 

@@ -109,7 +109,7 @@ def exit_code(ending: Ending) -> int:
 
 
 def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Entries after the last submission of the run, also one of which only the intent is recorded."""
+    """Entries after the last submission of the run; its intent (``submitting``) is enough."""
     rejected = {entry.get("file") for entry in _events(entries, "rejected")}
     last = -1
     for index, entry in enumerate(entries):

@@ -1,9 +1,9 @@
 """Determine when this job ends.
 
-Input: ``squeue`` if available (a container may lack it), the file that the batch host keeps, Slurm's
-environment. Output: seconds since 1970. Slurm moves the end of a job when it preempts the job
-(slurmctld, ``job_mgr.c``: end = now + GraceTime) and when an operator changes its time limit: a query
-takes precedence over the file, and the file over the variable set at the start.
+Input: ``squeue`` if available (a container may lack it), the file that the batch host keeps,
+Slurm's environment. Output: seconds since 1970. Slurm moves the end of a job when it preempts the
+job (slurmctld, ``job_mgr.c``: end = now + GraceTime) and when an operator changes its time limit: a
+query takes precedence over the file, and the file over the variable set at the start.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def _network(facts: HostFacts) -> Check:
 def _mounts(facts: HostFacts) -> Check:
     if facts.missing_paths:
         said = (
-            f"{', '.join(facts.missing_paths)} not there: a local disk of another host, or a file system "
-            "that is not mounted (here, or in the container)?"
+            f"{', '.join(facts.missing_paths)} not there: a local disk of another host, or a file "
+            "system that is not mounted (here, or in the container)?"
         )
         return Check("mounts", "EXCLUDE_NODE", said)
     return Check("mounts", "OK", "all paths exist")

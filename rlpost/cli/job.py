@@ -60,8 +60,8 @@ def local_disk_notes(config: Config) -> list[str]:
     if not local:
         return []
     return [
-        f"{listed(local, 'and')}: on a local disk of this host, unlike {config.cluster.runs_dir}; nodes "
-        "need it under the same path, or the job ends with exit code 78"
+        f"{listed(local, 'and')}: on a local disk of this host, unlike {config.cluster.runs_dir}; "
+        "nodes need it under the same path, or the job ends with exit code 78"
     ]
 
 

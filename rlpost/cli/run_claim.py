@@ -112,8 +112,8 @@ def _make(root: Path) -> bool:
 def refuse_live_job(run: RunFolder) -> None:
     """Raise ConfigError if a job of the run is queued or runs: two would fence each other off.
 
-    Also while Slurm does not answer: the job may be on a cluster whose controller is down. And while
-    the outcome of an earlier submission is unknown, unless this host has no Slurm.
+    Also while Slurm does not answer: the job may be on a cluster whose controller is down. And
+    while the outcome of an earlier submission is unknown, unless this host has no Slurm.
     """
     for unknown in settle(run, gives_up=True):
         if unknown.is_of_the_run and shutil.which("squeue"):

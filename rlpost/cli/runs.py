@@ -2,8 +2,9 @@
 
 That is a folder, a name in the runs folder, a job id, or by default the newest run.
 
-Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Slurm is queried
-by ``running_job``, and while the outcome of a submission is unknown (``slurm.submissions``).
+Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Slurm is
+queried by ``running_job``, and while the outcome of a submission is unknown
+(``slurm.submissions``).
 """
 
 from __future__ import annotations

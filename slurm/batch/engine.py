@@ -2,8 +2,9 @@
 
 - The engine's name is that of its task, ``ARRAY_TASK``, also after a requeue. SLURM_JOB_ID is
   another number for each task, so containers of two tasks on a node have different names.
-- USR2 (the time limit, or a preemption where the site sends it; ``signals.STOPS``) reaches this process alone, which
-  announces the end in FLEET/stop/NAME (``common.fleet_name``); TERM to the step reaches the agent itself.
+- USR2 (the time limit, or a preemption where the site sends it) and ``signals.STOPS`` reach this
+  process alone, which announces the end in FLEET/stop/NAME (``common.fleet_name``); TERM to the
+  step reaches the agent itself.
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
   ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
   retry makes the image available. Anything else is a failure; ``max_failures`` bounds the restarts.

@@ -84,10 +84,10 @@ class Host:
         limit_s = self.record.limit_s
         if limit_s is not None and limit_s <= signal_lead_s:
             raise SpecError(
-                f"the time limit of this job is {limit_s} s, and --signal-lead-s {signal_lead_s} asks "
-                "for the signal to save that long before its end, so nothing can run; ask for more "
-                "--time (the partition, a plugin of the site or --time-min may have cut it), or use a "
-                "smaller --signal-lead-s"
+                f"the time limit of this job is {limit_s} s, and --signal-lead-s {signal_lead_s} "
+                "asks for the signal to save that long before its end, so nothing can run; ask for "
+                "more --time (the partition, a plugin of the site or --time-min may have cut it), "
+                "or use a smaller --signal-lead-s"
             )
 
     def note_end_time(self, signal_lead_s: int, file: Optional[Path] = None) -> None:
@@ -124,9 +124,9 @@ class Host:
 
         Args:
             log: of the import.
-            leaves_on_stop: after a stop request return EXIT_PREEMPTED at once. The import may take longer than
-                the job has, and a job at its time limit cannot be requeued; Slurm ends the import
-                with the job.
+            leaves_on_stop: after a stop request return EXIT_PREEMPTED at once. The import may take
+                longer than the job has, and a job at its time limit cannot be requeued; Slurm ends
+                the import with the job.
         """
         if place.container == "none":
             return 0, place

@@ -97,9 +97,10 @@ def _run(host: Host, options: Options, place: Place, command: Sequence[str]) -> 
 
 
 def free_pair(start: int) -> int:
-    """The first of two neighbouring ports on which nothing listens here: torchrun's and the store's.
+    """The first of two neighbouring ports on which nothing listens here.
 
-    Other jobs may run on this node. ``start``: where to begin in the range, another for each job.
+    They are torchrun's and the store's; other jobs may run on this node. ``start``: where to begin
+    in the range, another for each job.
     """
     for offset in range(0, NUM_PORTS, 2):
         port = FIRST_PORT + (start + offset) % NUM_PORTS

@@ -7,8 +7,8 @@ from types import FrameType
 from typing import Optional
 
 STOPS = ("SIGUSR2", "SIGUSR1", "SIGHUP", "SIGINT", "SIGXCPU")
-"""The job's own signal (``--signal=B:USR2``), and those with which sites, plugins and users announce
-an end: by default each of them would end this process, and the run without a decision."""
+"""The job's own signal (``--signal=B:USR2``), and those with which sites, plugins and users
+announce an end: by default each of them would end this process, and the run without a decision."""
 
 
 class Signals:

@@ -74,7 +74,7 @@ def is_made(path: str) -> bool:
 
 
 def read_paths(config: Config) -> list[str]:
-    """Return each absolute path that the run reads, once; existing ones, with variables expanded."""
+    """Return each absolute path that the run reads, once: those that exist on this host."""
     checkpoint, distillation = config.checkpoint, config.distillation
     optional = (
         checkpoint.ref_load,

@@ -84,7 +84,7 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
 
 
 def test_a_host_without_squeue_reads_what_the_batch_host_writes(tmp_path: Path) -> None:
-    """An operator extended the limit from 9000 to 20000, then cut it; agents may be in a container."""
+    """An operator extended the limit from 9000 to 20000, then cut it. Containers have no squeue."""
     (tmp_path / "squeue").unlink()
     clock = JobClock(
         {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "9000"},

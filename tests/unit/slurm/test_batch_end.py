@@ -40,7 +40,8 @@ FORBIDS_REQUEUE = "scontrol update JobId=7 Requeue=0"
 STAND_INS = {
     "srun": """echo "srun $*" >>called
 [ -e run/attempts/latest/verdict ] && exit
-[ "$SIGNALLED" ] && kill -$SIGNALLED $PPID && until [ -e run/attempts/latest/STOP ]; do /bin/sleep 0.1; done
+[ "$SIGNALLED" ] && kill -$SIGNALLED $PPID &&
+until [ -e run/attempts/latest/STOP ]; do /bin/sleep 0.1; done
 [ "$TERMINATED" ] && kill -TERM $PPID && /bin/sleep 0.5
 echo "$VERDICT" >run/attempts/latest/verdict
 for ((n = 0; n < 10 * LINGERS; n++)); do /bin/sleep 0.1; done

@@ -28,15 +28,16 @@ from slurm.submissions import unknown_submissions
 from tests.unit.slurm.stand_ins import commands
 
 FAILED = "sbatch: error: Batch job submission failed: "
+NO_RECEIPT = "Unable to contact slurm controller (receive failure)"
 ANSWERS = {
     "an id": ("70", "", 0),
     "an id and an error of a wrapper": ("70", "portal: no mail server", 3),
     "nothing": ("welcome", "", 0),
     "an error of a wrapper": ("", "portal: no mail server", 3),
     "a lost answer": ("", f"{FAILED}Socket timed out on send/recv operation", 1),
-    "a lost answer of a restart": ("", f"{FAILED}Unable to contact slurm controller (receive failure)", 1),
+    "a lost answer of a restart": ("", f"{FAILED}{NO_RECEIPT}", 1),
     "a refusal": ("", f"{FAILED}Invalid qos specification", 1),
-}  # fmt: skip
+}
 # The job is in the file "job", with the batch file that sbatch got, if Slurm made one.
 SBATCH = """[ -e accepts ] && echo "70 ${{!#}}" >job
 echo "{printed}"; [ -z "{words}" ] || echo "{words}" >&2; exit {code}"""
