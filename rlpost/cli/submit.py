@@ -41,7 +41,7 @@ from rlpost.config.wording import spelled, with_values
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.errors import SlurmError
+from slurm.errors import SlurmError, UnknownJobError
 from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec, completed
@@ -229,6 +229,8 @@ def _submit_engines(run: RunFolder, config: Config, group: str, number: int, *, 
     try:
         spec = fleet_spec(run, engine_settings(config), number, group=group, after=after)
         print(f"submitted {submit_engines(spec, run)}: {words}")
+    except UnknownJobError as error:  # neither submitted nor not
+        print(f"note: {words}: {error}", file=sys.stderr)
     except (SlurmError, OSError) as error:
         command = FleetFolder(run.root, group).command.removesuffix("N")
         print(
