@@ -70,19 +70,22 @@ def test_every_path_that_the_run_reads_is_looked_for_on_every_node(tmp_path: Pat
     """If it exists here; a path with a variable is one of another host."""
     for name in ("model", "judge", "ref"):
         (tmp_path / name).mkdir()
-    for name in ("prompts.jsonl", "eval.jsonl"):
+    for name in ("prompts.jsonl", "eval.jsonl", "reward.py", "world.py"):
         (tmp_path / name).touch()
     values = {
         "checkpoint": {"hf_checkpoint": "model", "ref_load": "ref", "load": "none-yet"},
         "rollout": {"prompt_data": ["prompts.jsonl@[0:10]", "$RLPOST_NOWHERE/x.jsonl"]},
         "eval": {"eval_prompt_data": ["math", "eval.jsonl"]},
         "engines": {"judge": {"model": "judge"}},
+        "env": {"env": [f"{tmp_path}/world.py:World"]},
     }
+    values["rollout"]["custom_rm_path"] = f"{tmp_path}/reward.py:score"
     arguments = job_spec(load([], values, base=tmp_path).config).agent_args
     options = parse_options(
         ["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"]
     )
     names = ("model", "judge", "prompts.jsonl", "eval.jsonl", "ref")
+    names += ("world.py", "reward.py")
     assert options.needed_paths == tuple(tmp_path / name for name in names)
 
 
