@@ -65,20 +65,28 @@ def local_disk_notes(config: Config) -> list[str]:
     ]
 
 
-def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """Return the job of a run; ``driver_args`` are passed to ``rlpost.train`` after the run folder.
+def job_spec(
+    config: Config, *, driver_args: tuple[str, ...] = (), is_for_any_site: bool = False
+) -> JobSpec:
+    """Return the job of a run.
+
+    Args:
+        driver_args: passed to ``rlpost.train`` after the run folder.
+        is_for_any_site: the batch file is submitted elsewhere, so paths of this host mean nothing.
 
     Raises:
         ConfigError: --environment contains an API key, which would appear in the batch script.
         SpecError: a value is invalid in a batch script; the message names its flag.
     """
     try:
-        return _job_spec(config, driver_args)
+        return _job_spec(config, driver_args, () if is_for_any_site else tuple(read_paths(config)))
     except SpecError as error:
         raise SpecError(as_flag(str(error))) from error
 
 
-def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
+def _job_spec(
+    config: Config, driver_args: tuple[str, ...], needed_paths: tuple[str, ...]
+) -> JobSpec:
     cluster = config.cluster
     if keys := [name for name in KEYS if name in cluster.environment]:
         raise ConfigError(
@@ -103,7 +111,7 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
         agent_args.append("--share-gpus")
     container = container_of(cluster)
     targets = container.targets if container is not None else ()
-    for path in dict.fromkeys((*targets, *read_paths(config))):
+    for path in dict.fromkeys((*targets, *needed_paths)):
         agent_args += ["--needed-path", path]
     if cluster.ray_dashboard:
         agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
