@@ -110,7 +110,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         return conclude(run, resume=resume)
     wait = local if options.wait is None else options.wait
     if wait and not local:
-        print(f"job {job_id} runs on if this command ends: rlpost cancel {run.root}")
+        print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
     return follow(run, job_id, started_it=local, resume=resume) if wait else 0
 
 

@@ -238,8 +238,8 @@ def _restart(
 ) -> End:
     """Requeue the job, or submit the next one of the chain.
 
-    A run of ``rlpost submit``, whose batch file states everything, goes on by a new job where Slurm
-    refuses to requeue this one.
+    A run of ``rlpost submit``, whose batch file states everything, continues in a new job where
+    Slurm refuses to requeue this one.
     """
     state = host.job.state()
     if not state:

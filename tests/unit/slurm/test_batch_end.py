@@ -411,7 +411,7 @@ DISABLED = "Requested operation is presently disabled for job 7"
 
 
 @pytest.mark.parametrize("given", [{"record": "0 0 1:00:00"}, {"complaint": DISABLED}])
-def test_a_run_goes_on_by_a_new_job_where_slurm_forbids_to_requeue_it(
+def test_a_run_continues_in_a_new_job_where_slurm_forbids_to_requeue_it(
     tmp_path: Path, given: dict[str, str]
 ) -> None:
     code, called, log = run(tmp_path, says="8", **given)
