@@ -1,7 +1,7 @@
 """Names of the files of an attempt. Python 3.6 and later, because batch hosts use them.
 
-An attempt is one start of a job in ``RUN/attempts/K``, where K is the first unused number from the
-Slurm restart count upwards.
+An attempt is one start of a job in ``RUN/attempts/K``, where K is one more than the highest number
+that exists.
 
     STOP           stop request, see ``common.stop_file``
     secret         created by the batch script (or by a single local agent), mode 0600;
@@ -10,6 +10,7 @@ Slurm restart count upwards.
     verdict.json   the verdict with its cause, for the user
     exclude        hosts to exclude from the next start, one per line; only if there are any
     preflight.json checks of every host and their results
+    end_time       end of the job in seconds since 1970, kept current by the batch host
     launch.log     output of srun, preceded by that of the image import
     cause          why the driver failed, in one line, written by the driver; only if a training
                    call hangs
@@ -37,17 +38,20 @@ LOST_NODES_FILE = "lost_nodes.json"
 REPLACEABLE_FILE = "replaceable"
 PREFLIGHT_JSON = "preflight.json"
 DRIVER_LOG = "driver.log"
+END_TIME_FILE = "end_time"
 LAUNCH_LOG = "launch.log"
 CONTAINER_PREFIX = "container_prefix"
 """Words before each command in the agents' container, JSON; with ``--container command`` alone."""
 
 
-def create_attempt(attempts: Path, number: int = 0) -> Path:
-    """Create the folder (0700) of the first unused number from ``number``; link ``latest`` to it.
+def create_attempt(attempts: Path) -> Path:
+    """Create the folder (0700) of the next attempt; link ``latest`` to it.
 
-    Raises OSError.
+    Slurm's count of restarts is not its number: a new job of the run begins with 0, and sbatch
+    passes on the count of a job in which it is called. Raises OSError.
     """
     attempts.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number = 1 + max((int(name) for name in os.listdir(attempts) if name.isdecimal()), default=-1)
     while True:
         folder = attempts / str(number)
         try:

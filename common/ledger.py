@@ -3,16 +3,19 @@
 Input: events from the login node, the batch host and the driver. Output: the same events in order.
 
 Login node:
-    submitted    job_id (123, or 123;CLUSTER on another cluster), nodes
+    submitting   before sbatch, also by the batch host: see ``slurm.submissions``
+    submitted    job_id (123, or 123;CLUSTER on another cluster), nodes, file
+    rejected     file, reason: the submission of this file made no job
     cancelled    job_id
-    fleet        array, engines, group (of a table [engines.NAME]): engine jobs were submitted
-    sandboxes    array, servers: sandbox servers were submitted
+    fleet        array, engines, group (of a table [engines.NAME]), file: engine jobs were submitted
+    sandboxes    array, servers, file: sandbox servers were submitted
 
 Batch host:
     attempt      attempt, job_id (123, or 123_4 of an array), nodes, num_nodes, image, code, home;
                  at each start of the job
-    verdict      attempt, verdict, cause, answer, reason, exclude; at each end
-    chained      attempt, job_id; in place of a requeue
+    verdict      attempt, verdict, cause, answer, reason, exclude, final (the job must not start
+                 again); at each end. A second one with correction: Slurm refused the restart
+    chained      attempt, job_id, file; in place of a requeue
 
 Driver:
     started      attempt, step, nodes, gpus (by role), again (steps of earlier attempts that it

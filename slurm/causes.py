@@ -39,6 +39,16 @@ class Sign(NamedTuple):
     remedy: str
 
 
+# unshare(2) of enroot-nsenter, enroot-mksquashovlfs and pyxis: ENOSPC means a limit of 0, EINVAL a
+# kernel without namespaces, EPERM and EACCES a policy; none of them a disk.
+_NO_NAMESPACE = re.compile(
+    r"(?:failed to create|couldn't unshare|failed to unshare) (?:user|mount) namespaces?: [^\n]+"
+)
+_NAMESPACE_REMEDY = (
+    "ask the site to allow them on every node (sysctl user.max_user_namespaces and "
+    "user.max_mnt_namespaces above 0; where they exist, kernel.unprivileged_userns_clone = 1 and "
+    "kernel.apparmor_restrict_unprivileged_userns = 0), or use --container none"
+)
 # Messages of the kernel, curl, enroot, pip and Slurm about disks, networks, registries and memory.
 # Of a namespace ENOSPC means its limit, not a disk (user_namespaces(7)).
 _DISK_FULL = re.compile(r"(?<!namespaces: )no space left on device|disk quota exceeded", re.I)
@@ -72,6 +82,22 @@ _INTERPRETER_REMEDY = (
     "image or a mount"
 )
 _LASTING = (
+    Sign(
+        f"({_NO_NAMESPACE.pattern})",
+        "containers need user namespaces, which the host does not allow ({})",
+        _NAMESPACE_REMEDY,
+    ),
+    # enroot's hook 98-nvidia.sh
+    Sign(
+        r"nvidia-container-cli: (\w+ error: (?:nvml error: driver|load library failed|driver).*)",
+        "the GPU driver of the host cannot be used ({})",
+        "ask the site to load or repair it there: nvidia-smi fails on the host too",
+    ),
+    Sign(
+        r"nvidia-container-cli: (\w+ error: .*)",
+        "the GPUs cannot be given to the container ({})",
+        "ask the site: nvidia-container-cli info and nvidia-smi on the host show more",
+    ),
     Sign(
         r"unrecognized option '?(--(?:no-)?container-[a-z-]+)",
         "srun does not know {}: this cluster has no pyxis",
@@ -170,7 +196,7 @@ _LASTING = (
         "FILE.sqsh) and give the file as --container-image",
     ),
     Sign(
-        r"\[ERROR\] Command not found: (\S+)",
+        r"\[ERROR\] Command not found: ([^\s,]+)",
         "enroot needs the program {}, which is missing",
         "ask the site to install it on every node, as enroot's documentation lists it",
     ),
@@ -367,11 +393,11 @@ class _Known(NamedTuple):
 
 def is_disk_full(text: str) -> bool:
     """Whether a text reports a full disk."""
-    return _DISK_FULL.search(text) is not None
+    return _DISK_FULL.search(_NO_NAMESPACE.sub("", text)) is not None
 
 
 def _sign(text: str) -> Optional[_Known]:
-    full = _DISK_FULL.search(text)
+    full = _DISK_FULL.search(_NO_NAMESPACE.sub("", text))
     if full:
         return _Known(full[0], _DISK_REMEDY)
     transient = _TRANSIENT.search(text)

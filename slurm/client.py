@@ -184,7 +184,12 @@ def explain_rejection(words: str, sinfo: str) -> str:
     return "\n".join([*lines, *([f"remedy: {remedy}"] if remedy else [])])
 
 
+_REASON = re.compile(r"(?:submission failed|allocation failure): (.*)")
+"""Slurm's own reason; other lines may be sentences of a site's plugin."""
+
+
 def _remedy(words: str, nodes: Sequence[NodesOfPartition]) -> str:
+    words = "\n".join(_REASON.findall(words)) or words
     for pattern, change, facts in _REMEDIES:
         if re.search(pattern, words, re.IGNORECASE):
             known = facts(nodes)

@@ -8,11 +8,12 @@ task and requeues from inside the container, which may have no scontrol.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from typing import Literal
 import submitit
 
 from common.files import write_atomic
-from common.fleet_name import fleet_name, group_of
+from common.fleet_name import POLICY, fleet_name, group_of
 from common.run_folder import RunFolder
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.client import explain_with_sinfo
@@ -36,11 +37,20 @@ from slurm.job_id import (
 from slurm.local import DetachedExecutor, LocalAttempt
 from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec, completed
+from slurm.submissions import (
+    LOOKUP_S,
+    Submission,
+    announce,
+    is_refused,
+    look_up,
+    may_be_queued,
+    record,
+    reject,
+)
 from slurm.variables import submission_environment
 
 Where = Literal["slurm", "local", "debug"]
-LOST_ANSWER = "timed out on send/recv"
-"""In sbatch's error (slurm, ESLURM_PROTOCOL_SOCKET_IMPL_TIMEOUT): slurmctld may have the job."""
+logger = logging.getLogger(__name__)
 
 
 class RunExecutor(submitit.SlurmExecutor):
@@ -53,13 +63,23 @@ class RunExecutor(submitit.SlurmExecutor):
         script: text of the batch script.
         num_nodes: number of tasks, one per node.
         cluster: cluster to submit to; empty: as the environment says, else that of this host.
+        announce: called with the path of the submission file before sbatch is.
     """
 
-    def __init__(self, folder: Path, *, script: str, num_nodes: int, cluster: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        script: str,
+        num_nodes: int,
+        cluster: str = "",
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(folder=folder)
         self._script = script
         self._options = ["--parsable", *cluster_option(on_cluster("", cluster))]
-        self._file = ""
+        self._announce = announce
+        self.file = ""
         self._job_id = ""
         self.update_parameters(nodes=num_nodes, ntasks_per_node=1)
 
@@ -74,16 +94,43 @@ class RunExecutor(submitit.SlurmExecutor):
         return self._job_id
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        self._file = str(submission_file_path)  # a new one for each submission
-        return ["sbatch", *self._options, self._file]
+        self.file = str(submission_file_path)  # a new one for each submission
+        if self._announce is not None:
+            self._announce(self.file)
+        return ["sbatch", *self._options, self.file]
 
     def _get_job_id_from_submission_command(self, string: str | bytes) -> str:  # type: ignore[override]
         output = string if isinstance(string, str) else string.decode(errors="replace")
         self._job_id = read_submission(output)
         if not self._job_id:
-            found = find_by_script(self._file, os.environ)
-            raise UnknownJobError(explain_submission(output, self._file, found))
+            self._job_id = self._find_job(output)
         return number_of(self._job_id)
+
+    def _find_job(self, output: str) -> str:
+        jobs = find_by_script(self.file, os.environ, ended=True)
+        if not jobs:
+            raise UnknownJobError(explain_submission(output, self.file))
+        return jobs[0]
+
+    def job_after_error(self, error: RuntimeError) -> str:
+        """The job that Slurm accepted although sbatch ended with an error; empty if there is none.
+
+        Raises:
+            UnknownJobError: Slurm may have the job, and squeue does not show it.
+        """
+        output = str(getattr(error.__cause__, "output", "") or "")
+        words, printed = str(error), read_submission(output)
+        seconds = LOOKUP_S if may_be_queued(words, printed) else 0.0
+        jobs = look_up(self.file, os.environ, seconds=seconds)
+        if jobs:
+            logger.warning("sbatch ended with an error, and job %s is queued: %s", jobs[0], words)
+            return printed if number_of(printed) == number_of(jobs[0]) else jobs[0]
+        if is_refused(words, printed, jobs):
+            return ""
+        named = f" (sbatch printed the id {printed})" if printed else ""
+        raise UnknownJobError(
+            f"{words or 'sbatch failed'}{named}; the job may be queued (squeue --me)"
+        )
 
 
 def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
@@ -105,30 +152,70 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
         return _submit_locally(spec, run, debug=where == "debug")
     num_nodes = spec.nodes + spec.spare_nodes
     make_log_folder(spec.output or "")
-    job_id = submit_script(
-        render_sbatch(spec), run.script, num_nodes, os.environ, folder=run.submitit
-    )
-    run.ledger.append("submitted", job_id=job_id, nodes=spec.nodes)
-    return job_id
+    intent = Submission("", "submitted", {"nodes": spec.nodes})
+    script = render_sbatch(spec)
+    return _submit_and_record(intent, script, run.script, run, os.environ, num_nodes=num_nodes)
 
 
 def submit_fleet(
     spec: FleetSpec, run: RunFolder, environ: Mapping[str, str], *, cluster: str = ""
 ) -> str:
-    """Submit the engine jobs of a run's fleet, as ``submit_script``; return the array's id."""
-    path = run.root / fleet_name(group_of(spec.job.agent_args)) / "job.sbatch"
-    script = render_fleet(spec)
-    return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
+    """Submit the engine jobs of a run's fleet and record them, as ``submit``; the array's id."""
+    group = group_of(spec.job.agent_args)
+    path = run.root / fleet_name(group) / "job.sbatch"
+    details = {"engines": spec.num_engines, **({} if group == POLICY else {"group": group})}
+    intent = Submission("", "fleet", details)
+    return _submit_and_record(intent, render_fleet(spec), path, run, environ, cluster=cluster)
 
 
 def submit_sandboxes(
     spec: SandboxSpec, run: RunFolder, environ: Mapping[str, str], *, cluster: str = ""
 ) -> str:
-    """Submit the sandbox servers of a run, as ``submit_script``; return the array's id."""
+    """Submit the sandbox servers of a run and record them, as ``submit``; the array's id."""
     path = run.root / "sandboxes" / "job.sbatch"
     path.parent.mkdir(exist_ok=True, mode=0o700)
+    intent = Submission("", "sandboxes", {"servers": spec.num_servers})
     script = render_sandbox(spec)
-    return submit_script(script, path, 1, environ, folder=run.submitit, cluster=cluster)
+    return _submit_and_record(intent, script, path, run, environ, cluster=cluster)
+
+
+def _submit_and_record(
+    intent: Submission,
+    script: str,
+    path: Path,
+    run: RunFolder,
+    environ: Mapping[str, str],
+    *,
+    num_nodes: int = 1,
+    cluster: str = "",
+) -> str:
+    """Submit a script of a run as ``submit_script``; the ledger has it before and after."""
+    clusters = cluster or environ.get("SBATCH_CLUSTERS", "")
+    intents: list[Submission] = []
+
+    def note(file: str) -> None:
+        intents.append(intent._replace(file=file, clusters=clusters))
+        announce(run.ledger, intents[0])
+
+    try:
+        job_id = submit_script(
+            script,
+            path,
+            num_nodes,
+            environ,
+            folder=run.submitit,
+            cluster=cluster,
+            announce=note,
+        )
+    except UnknownJobError as error:
+        remedy = f"rlpost status {run.root} looks it up; nothing else is submitted until then"
+        raise UnknownJobError(f"{error}; {remedy}") from error
+    except SubmitError as error:
+        if intents:
+            reject(run.ledger, intents[0], str(error).splitlines()[-1])
+        raise
+    record(run.ledger, intents[0], job_id)
+    return job_id
 
 
 def make_log_folder(output: str) -> None:
@@ -150,13 +237,17 @@ def submit_script(
     *,
     folder: Path | None = None,
     cluster: str = "",
+    announce: Callable[[str], None] | None = None,
 ) -> str:
     """Write a batch script to ``path`` and submit it; return the id of the job (``job_id``).
+
+    If sbatch fails, squeue is asked whether Slurm has the job all the same.
 
     Args:
         environ: environment of sbatch, which sends it to Slurm; without keys.
         folder: submitit's folder; by default ``submitit`` beside ``path``.
         cluster: cluster to submit to; empty: as ``environ`` says, else that of this host.
+        announce: called with the file that sbatch gets, before it is called.
 
     Raises:
         SubmitError: sbatch rejected the job (with its message and the remedy).
@@ -164,18 +255,19 @@ def submit_script(
     """
     folder = folder or path.parent / "submitit"
     write_atomic(path, script, mode=0o700)
-    try:
-        with _environment(submission_environment(environ, script)):
-            executor = RunExecutor(folder, script=script, num_nodes=num_nodes, cluster=cluster)
+    with _environment(submission_environment(environ, script)):
+        executor = RunExecutor(
+            folder, script=script, num_nodes=num_nodes, cluster=cluster, announce=announce
+        )
+        try:
             # submitit prints sbatch's message and raises it: it is shown once, with the remedy.
             with redirect_stderr(io.StringIO()):
                 return executor.submit_script()
-    except RuntimeError as error:
-        if LOST_ANSWER in str(error):
-            raise UnknownJobError(f"{error}; the job may be queued: see squeue --me") from error
-        raise SubmitError(
-            f"sbatch rejected {path}: {explain_with_sinfo(str(error), cluster)}"
-        ) from error
+        except RuntimeError as error:
+            if job_id := executor.job_after_error(error):
+                return job_id
+            explained = explain_with_sinfo(str(error), cluster)
+            raise SubmitError(f"sbatch rejected {path}: {explained}") from error
 
 
 @contextmanager

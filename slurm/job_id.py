@@ -1,5 +1,7 @@
 """Ids of jobs: ``123``, ``123_4`` for a task of an array, ``123;CLUSTER`` on another cluster.
 
+Also the times that squeue prints.
+
 Input: texts of the ledger and of ``sbatch --parsable``. Output: their parts, as Slurm's commands
 want them, or the reason why a submission has no id. Python 3.6.
 """
@@ -7,9 +9,10 @@ want them, or the reason why a submission has no id. Python 3.6.
 import os
 import re
 import subprocess
-from typing import List, Mapping, Optional, Sequence
+from typing import Collection, List, Mapping, Optional, Sequence
 
 _PARSABLE = re.compile(r"[0-9]+(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?(;[A-Za-z0-9_][A-Za-z0-9_-]*)?")
 
 
@@ -62,52 +65,77 @@ def read_submission(output: str) -> str:
     return next((line for line in lines if _PARSABLE.fullmatch(line)), "")
 
 
-def find_by_script(script: str, environ: Mapping[str, str], *, but: str = "") -> List[str]:
-    """Ids of this user's unfinished jobs of a batch file; none if Slurm does not answer.
+def find_by_script(
+    script: str, environ: Mapping[str, str], *, but: Collection[str] = (), ended: bool = False
+) -> Optional[List[str]]:
+    """Ids of this user's jobs of a batch file, arrays as one; None if Slurm does not answer.
 
-    ``but``: number of a job to leave out.
+    Args:
+        but: numbers of jobs to leave out.
+        ended: also jobs that have ended, while Slurm remembers them (MinJobAge).
     """
-    clusters = environ.get("SBATCH_CLUSTERS", "")
-    options = [f"--clusters={clusters}"] if clusters else []
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %o"]
-    shown = run_command([*command, *options], environ) or ""
-    found = []
+    cluster = environ.get("SBATCH_CLUSTERS", "")
+    options = [f"--clusters={cluster}"] if cluster else []
+    options += ["--states=all"] if ended else []
+    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F %o"]
+    shown = run_command([*command, *options], environ, is_quiet=True)
+    if shown is None:
+        return None
+    cluster = "" if "," in cluster else cluster
+    jobs = []
     for line in shown.splitlines():
         number, _, rest = line.strip().partition(" ")
-        if rest.strip() == script and number != but and is_job_id(number):
-            found.append(on_cluster(number, "" if "," in clusters else clusters))
-    return found
+        if number == "CLUSTER:" and options:  # before the jobs of each of several clusters
+            cluster = rest.strip()
+        # squeue shows the file with its arguments
+        is_of_script = rest.strip() == script or rest.startswith(f"{script} ")
+        if is_of_script and number not in but and is_job_id(number):
+            jobs.append(on_cluster(number, cluster))
+    return list(dict.fromkeys(jobs))
 
 
-def explain_submission(output: str, script: str, found: Sequence[str]) -> str:
-    """Say that sbatch printed no id, what it printed, and how to find the job. Pure.
-
-    ``found``: what ``find_by_script`` returned.
-    """
+def explain_submission(output: str, script: str) -> str:
+    """Say that sbatch printed no id, what it printed, and how to find the job. Pure."""
     printed = f"printed {output.strip()!r}" if output.strip() else "printed nothing"
-    if len(found) == 1:
-        way = f"the job is {found[0]} (squeue shows its file, {script}); cancel it: scancel "
-        way += " ".join([*cluster_option(found[0]), number_of(found[0])])
-    else:
-        way = f"look for it: squeue --user=$USER --format='%i %T %o' | grep {script}"
     return (
-        f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: {way}; "
-        "then submit where sbatch is Slurm's own and SBATCH_ variables do not silence it"
+        f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: "
+        f"look for it: squeue --user=$USER --format='%i %T %o' | grep {script}"
     )
+
+
+def seconds_in(text: str) -> Optional[int]:
+    """A time of squeue in seconds; None for NOT_SET, UNLIMITED and INVALID.
+
+    >>> [seconds_in(text) for text in ("1-02:03:04", "2:00", "UNLIMITED")]
+    [93784, 120, None]
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 ANSWER_S = 10.0
 
 
 def run_command(
-    argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = ANSWER_S
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = ANSWER_S,
+    is_quiet: bool = False,
 ) -> Optional[str]:
-    """Output of a command of Slurm; None if it failed, is missing or does not answer in time."""
+    """Output of a command of Slurm; None if it failed, is missing or does not answer in time.
+
+    ``is_quiet``: its errors are not shown.
+    """
     try:
         done = subprocess.run(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if is_quiet else None,
             universal_newlines=True,
             errors="replace",
             timeout=timeout_s,

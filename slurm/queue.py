@@ -7,19 +7,17 @@ controller does not answer or no longer knows the job (MinJobAge, usually five m
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from slurm.client import run_slurm
-from slurm.job_id import cluster_of, cluster_option, is_job_id, number_of
+from slurm.job_id import cluster_of, cluster_option, is_job_id, number_of, seconds_in
 from slurm.states import JobState, parse_state
 
 # man squeue: id, state, time left, expected start, nodes; last the reason, which is free text.
 _FORMAT = "%i|%T|%L|%S|%N|%r"
 FORGOTTEN = "Slurm has forgotten the job, or never knew it"
-_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,9 @@ def parse_queue(text: str) -> dict[str, QueueEntry]:
         start = "" if start == "N/A" else start
         reason = "" if reason == "None" else reason
         entries[job_id] = QueueEntry(
-            job_id, parse_state(state), seconds_left(left), start, nodes, reason
+            job_id, parse_state(state), seconds_in(left), start, nodes, reason
         )
     return entries
-
-
-def seconds_left(text: str) -> int | None:
-    """``1-02:03:04`` in seconds; None for NOT_SET, UNLIMITED and INVALID."""
-    match = _TIME_LEFT.fullmatch(text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def queue(job_ids: Collection[str]) -> dict[str, QueueEntry]:

@@ -201,7 +201,7 @@ class JobSpec:
         if self.segment is not None and (self.segment < 1 or num_nodes % self.segment):
             divisors = [str(size) for size in range(1, num_nodes + 1) if num_nodes % size == 0]
             raise SpecError(
-                f"segment: '{self.segment}' does not divide the {num_nodes} nodes, spare ones "
+                f"segment: {self.segment} does not divide the {num_nodes} nodes, spare ones "
                 f"included; use one of {', '.join(divisors)}"
             )
         if self.time_limit_s <= self.signal_lead_s:

@@ -48,20 +48,31 @@ class Ending(NamedTuple):
     verdict: str
     code: int = 0
     terminated: bool = False  # the batch shell got TERM
-    may_restart: bool = True  # False for the requeue policy 'never'
+    no_restart: str = ""  # why it must not restart, with the remedy; empty if it may
 
 
 class RestartDecision(NamedTuple):
-    """What follows an attempt: exit with ``code``, or requeue if ``code`` is None."""
+    """What follows an attempt: exit with ``code``, or requeue if ``code`` is None.
+
+    ``is_final``: this job must not start again. After TERM Slurm itself may have preempted it, and
+    requeues it.
+    """
 
     code: Optional[int]
     reason: str
+    is_final: bool = False
     exclude: Sequence[str] = ()
     """Hosts to exclude from a restart, with those that the job excludes anyway."""
 
 
 def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> RestartDecision:
     """Decide whether to requeue; ``entries`` is the ledger before this ending was recorded."""
+    answer = _decide(ending, entries, budgets)
+    is_over = ending.verdict in ("done", "config") or not ending.terminated
+    return answer._replace(is_final=answer.code is not None and is_over)
+
+
+def _decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> RestartDecision:
     if ending.verdict == "done":
         return RestartDecision(EXIT_DONE, "the run is done")
     if ending.verdict == "config":
@@ -75,10 +86,8 @@ def decide(ending: Ending, entries: Sequence[Entry], budgets: Budgets) -> Restar
         )
     if was_cancelled(entries):
         return RestartDecision(code, "not requeued: the run was cancelled")
-    if not ending.may_restart:
-        return RestartDecision(
-            code, "not requeued: the policy is 'never'; submit the run again with --resume"
-        )
+    if ending.no_restart:
+        return RestartDecision(code, f"not requeued: {ending.no_restart}")
     stalled = stalled_attempts(entries)
     if stalled >= budgets.max_stalled_attempts:
         return RestartDecision(
@@ -100,11 +109,18 @@ def exit_code(ending: Ending) -> int:
 
 
 def since_submission(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Entries after the last submission of the run."""
-    last = max(
-        (i for i, entry in enumerate(entries) if entry.get("event") == "submitted"), default=-1
-    )
+    """Entries after the last submission of the run; its intent (``submitting``) is enough."""
+    rejected = {entry.get("file") for entry in _events(entries, "rejected")}
+    last = -1
+    for index, entry in enumerate(entries):
+        if _is_submission(entry) and entry.get("file", "") not in rejected:
+            last = index
     return entries[last + 1 :]
+
+
+def _is_submission(entry: Entry) -> bool:
+    is_intent = entry.get("event") == "submitting" and entry.get("outcome") == "submitted"
+    return is_intent or entry.get("event") == "submitted"
 
 
 def was_cancelled(entries: Sequence[Entry]) -> bool:
@@ -117,7 +133,7 @@ def count_endings(entries: Sequence[Entry], is_preempted: bool) -> int:
     verdicts = [
         entry.get("verdict")
         for entry in since_submission(entries)
-        if entry.get("event") == "verdict"
+        if entry.get("event") == "verdict" and not entry.get("correction")
     ]
     return sum((verdict == "requeue") == is_preempted for verdict in verdicts)
 
@@ -131,7 +147,7 @@ def stalled_attempts(entries: Sequence[Entry]) -> int:
     """
     stalled, best, newest_job, is_submitted = 0, -1, "", False
     for entry in entries:
-        if entry.get("event") == "submitted":
+        if _is_submission(entry):
             # A job may start before sbatch returns and the submission is recorded.
             has_begun = bool(newest_job) and number_of(str(entry.get("job_id", ""))) == newest_job
             stalled, is_submitted = int(has_begun), True
@@ -150,6 +166,37 @@ def _reached(entry: Entry) -> int:
     is_safe = entry.get("event") == "committed" or entry.get("saved") == "journal"
     step = entry.get("step", -1)
     return step if is_safe and isinstance(step, int) else -1
+
+
+def final_code(entries: Sequence[Entry], job: str) -> Optional[int]:
+    """Exit code with which this job has ended for good in an earlier start; None if it has not.
+
+    Slurm 24.05 to 25.11 starts a job again that was preempted once, whatever its exit code, where
+    its record cannot be changed.
+    """
+    jobs = {entry.get("attempt"): entry.get("job_id") for entry in _events(entries, "attempt")}
+    newest = _last(since_submission(entries), "verdict")
+    if jobs.get(newest.get("attempt")) != job or not newest:
+        return None
+    is_final = newest.get("final", newest.get("verdict") in ("done", "config"))
+    answer = newest.get("answer")
+    return answer if is_final and isinstance(answer, int) else None
+
+
+def open_job(entries: Sequence[Entry], job: str) -> str:
+    """Another job whose attempt is the newest and has no verdict; empty if there is none."""
+    newest = _last(entries, "attempt")
+    ended = {entry.get("attempt") for entry in _events(entries, "verdict")}
+    other = str(newest.get("job_id", ""))
+    return "" if other == job or newest.get("attempt") in ended else other
+
+
+def _events(entries: Sequence[Entry], event: str) -> List[Entry]:
+    return [entry for entry in entries if entry.get("event") == event]
+
+
+def _last(entries: Sequence[Entry], event: str) -> Entry:
+    return next((entry for entry in reversed(entries) if entry.get("event") == event), {})
 
 
 def bad_hosts(run_folder: Path) -> List[str]:
@@ -191,13 +238,13 @@ def record_start(
     )
 
 
-def record_chained(run_folder: Path, attempt: int, job: str) -> None:
+def record_chained(run_folder: Path, attempt: int, job: str, file: str = "") -> None:
     """Record the job that resumes the run in place of a requeue; ``rlpost cancel`` needs its id.
 
     Both sides write to the ledger before they read it, so at least one of them sees the other.
     """
     ledger = Ledger(run_folder / "ledger.jsonl")
-    ledger.append("chained", attempt=attempt, job_id=job)
+    ledger.append("chained", attempt=attempt, job_id=job, file=file)
     if was_cancelled(ledger.read()):
         print(
             f"the run was cancelled while the job was submitted: cancelling job {job}",
@@ -244,7 +291,7 @@ def record_end(
     if answer.code is None and excluded:
         problem = why_too_few([*static, *excluded], environ)
         if problem:
-            answer = RestartDecision(exit_code(ending), f"not requeued: {problem}")
+            answer = RestartDecision(exit_code(ending), f"not requeued: {problem}", is_final=True)
     ledger.append(
         "verdict",
         attempt=attempt,
@@ -253,12 +300,29 @@ def record_end(
         answer="again" if answer.code is None else answer.code,
         reason=answer.reason,
         exclude=excluded,
+        final=answer.is_final,
     )
     if cause and verdict != "done":
         print(f"cause: {cause}", file=sys.stderr)
     outlook = f"; {resume_point(run_folder, entries)}" if answer.code is None else ""
     print(f"{answer.reason}{outlook}; see {attempt_dir}", file=sys.stderr)
     return answer._replace(exclude=(*static, *excluded))
+
+
+def record_refusal(run_folder: Path, attempt: int, code: int, reason: str) -> None:
+    """Correct the decision of an attempt that was to restart and cannot. Raises OSError."""
+    ledger = Ledger(run_folder / "ledger.jsonl")
+    decided = _last(ledger.read(), "verdict")
+    values = {name: decided.get(name) for name in ("verdict", "cause", "exclude")}
+    ledger.append(
+        "verdict",
+        attempt=attempt,
+        **values,
+        answer=code,
+        reason=reason,
+        correction=True,
+        final=False,
+    )
 
 
 def nodes_of(entries: Sequence[Entry], attempt: int) -> str:

@@ -41,7 +41,8 @@ def rendered(name: str) -> str:
     flags = ["--cluster", profile] if profile else []
     for key, value in overrides.items():
         flags += [flag(key), str(value)]
-    return render_sbatch(for_any_home(job_spec(config, driver_args=(recipe, *flags)), config))
+    spec = job_spec(config, driver_args=(recipe, *flags), is_for_any_site=True)
+    return render_sbatch(for_any_home(spec, config))
 
 
 def conversions() -> dict[str, str]:

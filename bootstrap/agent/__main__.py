@@ -62,7 +62,11 @@ def read_secret(attempt_dir: Path, facts: Facts) -> bytes:
 
 
 async def _run(facts: Facts, options: Options, secret: bytes) -> None:
-    clock = JobClock(os.environ if facts.in_slurm else {}, lead_s=options.signal_lead_s)
+    clock = JobClock(
+        os.environ if facts.in_slurm else {},
+        lead_s=options.signal_lead_s,
+        attempt_dir=options.attempt_dir if facts.in_slurm else None,
+    )
     stop = StopSignals(options.attempt_dir, facts.host, clock, is_head=facts.is_head)
     stop.listen_to(*_STOP_SIGNALS)
     role = HeadAgent if facts.is_head else NodeAgent

@@ -115,7 +115,7 @@ def base_environment(
     command line and no variable.
     """
     environ = {key: value for key, value in inherited.items() if not _SCRUBBED.fullmatch(key)}
-    environ |= {
+    return environ | {
         "RLPOST_JOB_ID": facts.job_id,
         "RLPOST_RESTART_COUNT": str(facts.restart_count),
         "RAY_AUTH_MODE": "token",
@@ -123,9 +123,6 @@ def base_environment(
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    if "SLURM_JOB_END_TIME" in inherited:
-        environ["RLPOST_JOB_END_TIME"] = inherited["SLURM_JOB_END_TIME"]
-    return environ
 
 
 def ray_environment(base: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Determine when this job ends.
 
-Input: Slurm's environment, and ``squeue`` if available (a container may lack it). Output: seconds
-since 1970. Slurm moves the end of a job when it preempts the job (slurmctld, ``job_mgr.c``: end =
-now + GraceTime) and when its time limit is changed, so a query at the signal takes precedence over
-the environment variable set at the start.
+Input: ``squeue`` if available (a container may lack it), the file that the batch host keeps,
+Slurm's environment. Output: seconds since 1970. Slurm moves the end of a job when it preempts the
+job (slurmctld, ``job_mgr.c``: end = now + GraceTime) and when an operator changes its time limit: a
+query takes precedence over the file, and the file over the variable set at the start.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
-from common.attempt import job_name
+from common.attempt import END_TIME_FILE, job_name
+from common.files import text_or_empty
 
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
+READ_AGAIN_S = 30.0
+"""Interval between looks at the batch host's file."""
 LEAVE_S = 10.0
 """Seconds before the deadline for the agent's verdict, so that the batch script can requeue."""
 
@@ -33,51 +37,80 @@ def seconds_for_the_driver(left_s: float | None, *, grace_s: float, lead_s: floa
 
 
 def end_after_signal(
-    queried: float | None, initial: float | None, *, now: float, lead_s: float
+    queried: float | None, known: float | None, *, now: float, lead_s: float
 ) -> float | None:
     """End of a job after a stop signal.
 
-    ``queried``: Slurm's current answer, which takes precedence. Otherwise ``initial``, the end
-    known at the start of the job, but at most ``lead_s`` seconds from now.
+    ``queried``: Slurm's current answer, which takes precedence. Otherwise ``known``, the end from
+    before the signal, but at most ``lead_s`` seconds from now.
     """
     if queried is not None:
         return queried
     latest = now + lead_s
-    return latest if initial is None else min(initial, latest)
+    return latest if known is None else min(known, latest)
 
 
 class JobClock:
     """Clock of one job. Outside Slurm the job has no known end."""
 
     def __init__(
-        self, environ: Mapping[str, str], *, lead_s: float, now: Callable[[], float] = time.time
+        self,
+        environ: Mapping[str, str],
+        *,
+        lead_s: float,
+        attempt_dir: Path | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        """``lead_s``: seconds before its end at which the job must receive a stop request."""
+        """Describe the job of ``environ``.
+
+        Args:
+            lead_s: seconds before its end at which the job must receive a stop request.
+            attempt_dir: where the batch host keeps the end of the job.
+        """
         self.lead_s = lead_s
         self.now = now
         self._job_id = job_name(environ)
         self._initial_end = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
+        self._file = None if attempt_dir is None else attempt_dir / END_TIME_FILE
 
     async def end(self) -> float | None:
         """Currently known end of the job; None if unknown."""
         queried = await self._query_end()
-        return self._initial_end if queried is None else queried
+        return await self._known_end() if queried is None else queried
 
     async def end_after_signal(self, *, ask: bool) -> float | None:
         """Deadline of a stop request received now; ``ask``: query Slurm."""
         if not self._job_id:
             return None
         queried = await self._query_end() if ask else None
-        return end_after_signal(queried, self._initial_end, now=self.now(), lead_s=self.lead_s)
+        known = await self._known_end()
+        return end_after_signal(queried, known, now=self.now(), lead_s=self.lead_s)
 
     async def until_due(self) -> None:
-        """Return when a stop request is due even without a signal; never if the end is unknown."""
-        while (end := await self.end()) is not None:
-            wait_s = end - self.lead_s - self.now()
+        """Return when a stop request is due even without a signal; never while no end is known."""
+        while self._job_id:
+            end = await self.end()
+            wait_s = ASK_AGAIN_S if end is None else end - self.lead_s - self.now()
             if wait_s <= 0:
                 return
-            await asyncio.sleep(min(wait_s, ASK_AGAIN_S))
+            await self._sleep(min(wait_s, ASK_AGAIN_S))
         await asyncio.get_running_loop().create_future()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, or until the batch host writes another end of the job."""
+        before, deadline = await self._known_end(), self.now() + seconds
+        while (left_s := deadline - self.now()) > 0:
+            await asyncio.sleep(min(left_s, READ_AGAIN_S))
+            if await self._known_end() != before:
+                return
+
+    async def _known_end(self) -> float | None:
+        """End of the job by the batch host's file, else as of the start."""
+        if self._file is None:
+            return self._initial_end
+        # In a thread: a stalled shared file system must not stop the heartbeats.
+        written = _seconds(await asyncio.to_thread(text_or_empty, self._file))
+        return self._initial_end if written is None else written
 
     async def _query_end(self) -> float | None:
         """End of the job from squeue; None outside Slurm or without an answer."""

@@ -173,7 +173,10 @@ def _network(facts: HostFacts) -> Check:
 
 def _mounts(facts: HostFacts) -> Check:
     if facts.missing_paths:
-        said = f"{', '.join(facts.missing_paths)} not there: is the file system mounted (also in the container)?"
+        said = (
+            f"{', '.join(facts.missing_paths)} not there: a local disk of another host, or a file "
+            "system that is not mounted (here, or in the container)?"
+        )
         return Check("mounts", "EXCLUDE_NODE", said)
     return Check("mounts", "OK", "all paths exist")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from bootstrap.check_result import LEVELS, Check, level_of
 from bootstrap.preflight.gpus import GpuReading
+from common.units import first_names
 
 MARKS = {"OK": "ok", "WARN": "-", "EXCLUDE_NODE": "X", "FATAL_CONFIG": "X"}
 """The table's mark for each level."""
@@ -138,13 +139,17 @@ class Preflight:
     ) -> Preflight:
         """Combine the hosts' checks: a failure that all of several hosts share is fatal.
 
+        Of a single host only a missing path is: it is missing on every host far more often than a
+        file system on one.
+
         Args:
             checks: by host; of several with one name the most severe counts.
             absent: hosts that could not be checked, each with the reason.
         """
         merged = {host: _worst_of_each_name(host_checks) for host, host_checks in checks.items()}
         out = [_names(_excluding(host_checks)) for host_checks in merged.values()]
-        shared = set.intersection(*out) if len(out) > 1 else set()
+        shared = set.intersection(*out) if out and not (len(out) == 1 and absent) else set()
+        shared &= {"mounts"} if len(out) == 1 else shared
         table = {host: _with_fatal(host_checks, shared) for host, host_checks in merged.items()}
         for host, why in (absent or {}).items():
             table[host] = (Check("reach", "EXCLUDE_NODE", why),)
@@ -159,7 +164,9 @@ class Preflight:
             for check in checks
             if check.level == "FATAL_CONFIG"
         }
-        return "on every host: " + _reasons(found.values()) if found else None
+        hosts = first_names(list(self.checks))
+        where = hosts if len(self.checks) == 1 else f"every host ({hosts})"
+        return f"on {where}: {_reasons(found.values())}" if found else None
 
     @property
     def unfit(self) -> dict[str, str]:

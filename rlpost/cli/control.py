@@ -16,14 +16,17 @@ from rlpost.cli.runs import (
     find_run,
     job_ids,
     local_is_alive,
+    newest_job,
     running_job,
     settings_of,
+    settle,
 )
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
 from slurm.client import ask_to_requeue, cancel
 from slurm.queue import queue
 from slurm.states import JobState
+from slurm.submissions import explain
 
 
 def cancel_main(arguments: Sequence[str]) -> int:
@@ -53,14 +56,20 @@ def cancel_main(arguments: Sequence[str]) -> int:
 
 
 def _cancel_all(run: RunFolder, job_id: str) -> None:
-    """Cancel all unfinished jobs: in a chain the next may be pending while the last one ends."""
+    """Cancel all unfinished jobs: in a chain the next may be pending while the last one ends.
+
+    Raises ConfigError also if a job may be queued that is not known yet, after the others are
+    cancelled.
+    """
+    unknown = settle(run, gives_up=True)
+    job_id = newest_job(run) or job_id
     entry = queue([job_id])[job_id]
-    if entry.is_over:
+    if entry.is_over and not unknown:
         entry = of_ledger(entry, run.ledger.read())
         raise ConfigError(
             f"{run.root.name}: job {job_id} has already ended ({entry.state}); nothing to cancel"
         )
-    if entry.state is JobState.UNKNOWN:
+    if entry.state is JobState.UNKNOWN and not entry.is_over:
         raise ConfigError(f"{run.root.name}: {entry.reason}; nothing was cancelled: try again")
     # First: the batch script reads the ledger before it requeues or chains a job.
     run.ledger.append("cancelled", job_id=job_id)
@@ -68,6 +77,8 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
         if not one.is_over:
             cancel(one.job_id)
     stop_engines(run)
+    for submission in unknown:
+        raise ConfigError(f"{run.root.name}: the known jobs are cancelled; {explain(submission)}")
 
 
 def requeue_main(arguments: Sequence[str]) -> int:

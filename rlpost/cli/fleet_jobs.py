@@ -17,7 +17,7 @@ from common.fleet_name import GROUP, POLICY, fleet_name, group_of
 from common.run_folder import RunFolder
 from rlpost.cli.fleet_view import EngineView, arrays_of, views
 from rlpost.cli.job import job_spec
-from rlpost.cli.runs import newest_job
+from rlpost.cli.runs import newest_job, settle
 from rlpost.config.checks.fleet import engine_size_problem, quantised_problem
 from rlpost.config.engine_groups import fleet_groups, group_config
 from rlpost.config.groups.cluster import ClusterConfig
@@ -30,9 +30,11 @@ from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError, suggestion
 from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
+from slurm.errors import UnknownJobError
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import queue
 from slurm.sbatch_options import words_of_engines
+from slurm.submissions import explain
 
 PROJECT = Path(__file__).parents[2]
 PLACES = [
@@ -151,18 +153,18 @@ def fleet_spec(
 def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
     """Submit engine jobs and record them in the ledger; return the id of the array.
 
-    Raises SlurmError.
+    Raises SlurmError, also while the outcome of an earlier submission of engines is unknown.
     """
+    for unknown in settle(run, gives_up=True):
+        if unknown.outcome == "fleet":
+            raise UnknownJobError(explain(unknown))
     folder = FleetFolder(run.root, group_of(spec.job.agent_args))
     folder.create()
     folder.order(stop=False)
     cluster = cluster_of(newest_job(run) or "")
     from slurm.executor import submit_fleet  # loads submitit
 
-    array = submit_fleet(spec, run, without_keys(os.environ), cluster=cluster)
-    named = {} if folder.group == POLICY else {"group": folder.group}
-    run.ledger.append("fleet", array=array, engines=spec.num_engines, **named)
-    return array
+    return submit_fleet(spec, run, without_keys(os.environ), cluster=cluster)
 
 
 def stop_engines(run: RunFolder) -> int:
@@ -170,6 +172,7 @@ def stop_engines(run: RunFolder) -> int:
 
     Raises JobError.
     """
+    settle(run)
     folders = fleet_folders(run)
     if not folders:
         return 0
@@ -197,6 +200,7 @@ def fleet_folders(run: RunFolder) -> list[FleetFolder]:
 
 def fleet_views(run: RunFolder, group: str = POLICY) -> list[EngineView]:
     """Return a view of each engine: one query to Slurm, and the files of the fleet."""
+    settle(run)
     folder = FleetFolder(run.root, group)
     jobs = queue(_tasks(run, group))
     return views(jobs, folder.engines(), folder.lease(), folder.orders(), run.ledger.read())

@@ -12,11 +12,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.attempt import DRIVER_RESTARTS
+from common.files import text_or_empty
+from common.jit_caches import is_remote, mount_of
 from rlpost.config.checks.agents import uses_sandboxes
+from rlpost.config.checks.missing import read_paths
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
 from rlpost.config.tree import Config
-from rlpost.config.wording import as_flag, spelled, with_values
+from rlpost.config.wording import as_flag, listed, spelled, with_values
 from rlpost.errors import ConfigError
 from slurm.container import Container
 from slurm.container_choice import choose
@@ -48,20 +51,42 @@ def time_notes(config: Config) -> list[str]:
     ]
 
 
-def job_spec(config: Config, *, driver_args: tuple[str, ...] = ()) -> JobSpec:
-    """Return the job of a run; ``driver_args`` are passed to ``rlpost.train`` after the run folder.
+def local_disk_notes(config: Config) -> list[str]:
+    """Note on paths of a local disk of this host, where the runs folder is on a network."""
+    mounts = text_or_empty(Path("/proc/self/mounts"))
+    if not is_remote(mount_of(os.path.abspath(config.cluster.runs_dir), mounts)):
+        return []
+    local = [path for path in read_paths(config) if not is_remote(mount_of(path, mounts))]
+    if not local:
+        return []
+    return [
+        f"{listed(local, 'and')}: on a local disk of this host, unlike {config.cluster.runs_dir}; "
+        "nodes need it under the same path, or the job ends with exit code 78"
+    ]
+
+
+def job_spec(
+    config: Config, *, driver_args: tuple[str, ...] = (), is_for_any_site: bool = False
+) -> JobSpec:
+    """Return the job of a run.
+
+    Args:
+        driver_args: passed to ``rlpost.train`` after the run folder.
+        is_for_any_site: the batch file is submitted elsewhere, so paths of this host mean nothing.
 
     Raises:
         ConfigError: --environment contains an API key, which would appear in the batch script.
         SpecError: a value is invalid in a batch script; the message names its flag.
     """
     try:
-        return _job_spec(config, driver_args)
+        return _job_spec(config, driver_args, () if is_for_any_site else tuple(read_paths(config)))
     except SpecError as error:
         raise SpecError(as_flag(str(error))) from error
 
 
-def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
+def _job_spec(
+    config: Config, driver_args: tuple[str, ...], needed_paths: tuple[str, ...]
+) -> JobSpec:
     cluster = config.cluster
     if keys := [name for name in KEYS if name in cluster.environment]:
         raise ConfigError(
@@ -85,8 +110,9 @@ def _job_spec(config: Config, driver_args: tuple[str, ...]) -> JobSpec:
     if cluster.colocate or config.critic_shares_gpus:
         agent_args.append("--share-gpus")
     container = container_of(cluster)
-    for target in container.targets if container is not None else ():
-        agent_args += ["--needed-path", target]
+    targets = container.targets if container is not None else ()
+    for path in dict.fromkeys((*targets, *needed_paths)):
+        agent_args += ["--needed-path", path]
     if cluster.ray_dashboard:
         agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
     values = {name: getattr(cluster, name) for name in SAME_NAME}

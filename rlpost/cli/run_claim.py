@@ -17,12 +17,13 @@ from datetime import datetime
 from pathlib import Path
 
 from common.run_folder import LOCK_FILE, RunFolder, claim_folder
-from rlpost.cli.runs import LOCAL, list_runs, local_is_alive, newest_job
+from rlpost.cli.runs import LOCAL, list_runs, local_is_alive, newest_job, settle
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, suggestion
 from slurm.errors import SubmitError, UnknownJobError
 from slurm.queue import queue
 from slurm.states import JobState
+from slurm.submissions import explain
 
 ANOTHER_SUBMISSION_S = 60.0
 POLL_S = 0.2
@@ -116,8 +117,12 @@ def _make(root: Path) -> bool:
 def refuse_live_job(run: RunFolder) -> None:
     """Raise ConfigError if a job of the run is queued or runs: two would fence each other off.
 
-    Also while Slurm does not answer: the job may be on a cluster whose controller is down.
+    Also while Slurm does not answer: the job may be on a cluster whose controller is down. And
+    while the outcome of an earlier submission is unknown, unless this host has no Slurm.
     """
+    for unknown in settle(run, gives_up=True):
+        if unknown.is_of_the_run and shutil.which("squeue"):
+            raise ConfigError(f"--run-folder {run.root}: {explain(unknown)}")
     job_id = newest_job(run)
     if job_id is None:
         return

@@ -31,7 +31,7 @@ from common.log_format import as_text
 from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from common.units import MAX_NAMED, counted
-from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of
+from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of, settle
 from rlpost.observe.pace import PACE_STEPS, STEP_S, duration, recent, throughput
 from rlpost.observe.report.goodput import Goodput, end_of, goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
@@ -41,6 +41,7 @@ from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.causes import HostEnd
 from slurm.queue import QueueEntry, queue
 from slurm.states import JobState, parse_state
+from slurm.submissions import explain, unknown_submissions
 
 MAX_WARNINGS = 4
 MAX_HEADLINE = 160  # characters
@@ -151,7 +152,7 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         folder=str(run.root),
         job_id=job_id,
         state=str(entry.state),
-        reason=entry.reason or _startup(run, attempt, entry, events),
+        reason=_unanswered(events) or entry.reason or _startup(run, attempt, entry, events),
         expected_start=entry.expected_start if entry.state is JobState.PENDING else "",
         nodelist=entry.nodelist,
         time_left_s=entry.time_left_s,
@@ -173,6 +174,11 @@ def status_of(run: RunFolder, job_id: str | None, entry: QueueEntry | None) -> S
         warnings=warnings_in(tail_or_empty(latest / DRIVER_LOG, LOG_TAIL)),
         **_progress(run, events, entry),
     )
+
+
+def _unanswered(events: Sequence[Entry]) -> str:
+    """That the run may have a job which is not known yet; empty if it has none."""
+    return next((explain(one) for one in unknown_submissions(events) if one.is_of_the_run), "")
 
 
 def _kept(events: Sequence[Entry], attempt: str | None) -> str:
@@ -399,6 +405,9 @@ def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
 def statuses(runs: Sequence[RunFolder]) -> list[Status]:
     """Return the status of each run; that of a run whose files are damaged says so."""
     kept = {run.root: read_cached(run) for run in runs}
+    for run in runs:
+        if kept[run.root] is None:
+            settle(run)
     ids = {run.root: newest_job(run) for run in runs if kept[run.root] is None}
     entries = queue([job_id for job_id in ids.values() if job_id and not job_id.startswith(LOCAL)])
 
@@ -410,7 +419,7 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
         state = parse_state(status.state)
         if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
             empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
-        if state.is_over:
+        if state.is_over and not unknown_submissions(run.ledger.read()):
             keep(run, status)
         return status
 

@@ -2,8 +2,9 @@
 
 That is a folder, a name in the runs folder, a job id, or by default the newest run.
 
-Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Only
-``running_job`` queries Slurm.
+Input: a name, or none, and the runs folder. Output: a ``RunFolder`` and its job id. Slurm is
+queried by ``running_job``, and while the outcome of a submission is unknown
+(``slurm.submissions``).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from common.run_folder import RunFolder
 from common.run_identity import original_of
 from common.units import counted
 from rlpost.errors import ConfigError, suggestion
+from slurm import submissions
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.queue import QueueEntry, queue
 from slurm.states import JobState
+from slurm.submissions import Submission, explain, unknown_submissions
+from slurm.variables import submission_environment
 
 LOCAL = "local-"  # begins the job id of a run on this machine
 KTHREADD = 2  # parent of the threads of the kernel, which have no command line either
@@ -58,7 +62,16 @@ def add_runs_dir(made: argparse.ArgumentParser) -> None:
 
 
 def find_run(word: str | None, runs_dir: Path) -> RunFolder:
-    """Return the run that ``word`` names. Raises ConfigError with the existing names."""
+    """Return the run that ``word`` names, after a look for jobs of unanswered submissions.
+
+    Raises ConfigError with the existing names.
+    """
+    run = _find_folder(word, runs_dir)
+    settle(run)
+    return run
+
+
+def _find_folder(word: str | None, runs_dir: Path) -> RunFolder:
     if word is not None and _is_run(Path(word)):
         return RunFolder(Path(word).absolute())
     listing = list_runs(runs_dir)
@@ -81,6 +94,11 @@ def find_run(word: str | None, runs_dir: Path) -> RunFolder:
         f"{word}: neither a run folder nor the name or job id of a run in {runs_dir.absolute()}"
         f"{suggestion(word, names)}{known}{hidden}"
     )
+
+
+def settle(run: RunFolder, *, gives_up: bool = False) -> list[Submission]:
+    """``slurm.submissions.settle`` for a run; asks Slurm only if an outcome is unknown."""
+    return submissions.settle(run.ledger, submission_environment(os.environ), gives_up=gives_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +188,10 @@ def newest_job(run: RunFolder) -> str | None:
 
 
 def current_job(run: RunFolder) -> str:
-    """Return the newest job of a run. Raises ConfigError if it was never submitted."""
+    """Return the newest job of a run. Raises ConfigError if none is known."""
     if (job_id := newest_job(run)) is None:
+        for unknown in unknown_submissions(run.ledger.read()):
+            raise ConfigError(f"{run.root}: {explain(unknown)}")
         raise ConfigError(
             f"{run.root}: its ledger names no job, so it was never submitted; use rlpost submit RECIPE "
             f"--resume --run-folder {run.root}"

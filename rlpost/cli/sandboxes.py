@@ -75,6 +75,4 @@ def submit_servers(run: RunFolder, config: Config, job_id: str) -> str:
     environ = without_keys(os.environ)
     from slurm.executor import submit_sandboxes  # loads submitit
 
-    array = submit_sandboxes(spec, run, environ, cluster=cluster_of(job_id))
-    run.ledger.append("sandboxes", array=array, servers=config.sandbox.sandbox_servers)
-    return array
+    return submit_sandboxes(spec, run, environ, cluster=cluster_of(job_id))

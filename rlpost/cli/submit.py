@@ -26,7 +26,7 @@ from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow
-from rlpost.cli.job import as_the_job_would, job_spec, time_notes
+from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
 from rlpost.cli.run_claim import choose_folder, claim
@@ -45,7 +45,7 @@ from rlpost.config.wording import spelled, with_values
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.errors import SlurmError
+from slurm.errors import SlurmError, UnknownJobError
 from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec, completed
@@ -121,6 +121,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     if options.debug:
         return conclude(run, resume=resume)
     wait = local if options.wait is None else options.wait
+    if wait and not local:
+        print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
     return follow(run, job_id, started_it=local, resume=resume) if wait else 0
 
 
@@ -180,7 +182,8 @@ def check_run(
         said += stack_notes
     if why:
         said.append(f"container {why}")
-    return config, local, [*said, *notes(config), *time_notes(config)]
+    said += [*notes(config), *time_notes(config), *([] if local else local_disk_notes(config))]
+    return config, local, said
 
 
 def _rehearse(config: Config, gpu_memory: str) -> None:
@@ -238,6 +241,8 @@ def _submit_engines(run: RunFolder, config: Config, group: str, number: int, *, 
     try:
         spec = fleet_spec(run, engine_settings(config), number, group=group, after=after)
         print(f"submitted {submit_engines(spec, run)}: {words}")
+    except UnknownJobError as error:  # neither submitted nor not
+        print(f"note: {words}: {error}", file=sys.stderr)
     except (SlurmError, OSError) as error:
         command = FleetFolder(run.root, group).command.removesuffix("N")
         print(

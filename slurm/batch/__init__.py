@@ -14,8 +14,11 @@ requeue. Constraints that only the batch host can handle:
   recognised by the end of the job, which is nearer than the signal's lead. USR2 before the agents
   were started, also during the import of the image, requeues the job without them: an import and
   the extraction of an image could take all the time that is left.
-- A preemption moves the end of the job. squeue reports it, but a container may have no squeue. If
-  squeue does not answer at USR2, the signal's lead is assumed to be all the time left.
+- Preemptions and operators move the end of the job. squeue reports it, but a container may have no
+  squeue: this process keeps it in a file of the attempt. If squeue does not answer at USR2, the
+  signal's lead is assumed to be all the time left.
+- By default USR1, HUP, INT and XCPU would end this process without a decision: they are stop
+  requests too.
 - TERM means that the job was cancelled, or that its grace time is over and Slurm requeues it. A
   cancelled job must not be requeued, so after TERM this process never requeues.
 - Slurm's commands read options from the environment. The submitting shell may itself run in a job
@@ -35,7 +38,9 @@ requeue. Constraints that only the batch host can handle:
   cannot be requeued: waiting for srun and for container cleanup is bounded by the end of the job.
 - Slurm 22.05 does not requeue a preempted job that exits within its grace time: this process must.
 - Slurm 24.05 to 25.11 requeues a job that was preempted once even after it ended with exit code 0,
-  unless its record forbids a requeue.
+  unless its record forbids a requeue. Users may not be allowed to change that: the ledger decides
+  at the start.
+- sbatch may fail after Slurm has accepted the next job: ``slurm.submissions``.
 - With spare nodes a lost node must not end the job: ``--no-kill`` for job and step, without which
   Slurm kills the whole step and requeues the job when it sets the node DOWN. Slurm then removes the
   node from the job: a requeued job would ask for one node less, so that is set again. If that node

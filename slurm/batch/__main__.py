@@ -73,6 +73,7 @@ def _run_job(verb: str, options: Options, groups: List[List[str]]) -> int:
     environ = _environment()
     who = WHO.get(verb, "batch").format(job_name(environ))
     host = Host(who, environ, signals, chosen)
+    host.read_record()
     end = End(EXIT_FAILED)
     try:
         if options.script:

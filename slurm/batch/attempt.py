@@ -8,28 +8,26 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Callable, Iterable, Mapping, Optional, Tuple
+from typing import Callable, Iterable, Optional, Tuple
 
 from common.attempt import LAUNCH_LOG, SECRET_FILE, create_attempt
 from common.exit_codes import EXIT_PREEMPTED
 from common.stop_file import StopMessage
 
 SECRET_BYTES = 32
-USR2 = "signal USR2 to the batch script: preemption, or the time limit is near"
 
 
-def start_attempt(run_folder: Path, environ: Mapping[str, str]) -> Path:
+def start_attempt(run_folder: Path) -> Path:
     """Create the folder of this start and its secret; return it. Raises OSError."""
-    number = int(environ.get("SLURM_RESTART_COUNT", "") or 0)
-    folder = create_attempt(run_folder / "attempts", number)
+    folder = create_attempt(run_folder / "attempts")
     (folder / SECRET_FILE).write_text(secrets.token_hex(SECRET_BYTES))
     return folder
 
 
-def stop_message(end_time: Optional[float], signal_lead_s: int) -> StopMessage:
-    """The content of a STOP file after USR2. ``end_time``: end of the job, if Slurm says it."""
+def stop_message(reason: str, end_time: Optional[float], signal_lead_s: int) -> StopMessage:
+    """The content of a STOP file. ``end_time``: end of the job, if Slurm says it."""
     now = int(time.time())
-    return StopMessage(USR2, now, now + signal_lead_s if end_time is None else end_time)
+    return StopMessage(reason, now, now + signal_lead_s if end_time is None else end_time)
 
 
 def get_image(

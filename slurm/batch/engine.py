@@ -2,8 +2,9 @@
 
 - The engine's name is that of its task, ``ARRAY_TASK``, also after a requeue. SLURM_JOB_ID is
   another number for each task, so containers of two tasks on a node have different names.
-- USR2 (the time limit, or a preemption where the site sends it) reaches this process alone, which
-  announces the end in FLEET/stop/NAME (``common.fleet_name``); TERM to the step reaches the agent itself.
+- USR2 (the time limit, or a preemption where the site sends it) and ``signals.STOPS`` reach this
+  process alone, which announces the end in FLEET/stop/NAME (``common.fleet_name``); TERM to the
+  step reaches the agent itself.
 - The agent's exit code determines what follows. 0: the engine is not needed any more (the run has
   ended, or the user drained it). 75: it was preempted and is requeued. 78: a setting is wrong, or no
   retry makes the image available. Anything else is a failure; ``max_failures`` bounds the restarts.
@@ -15,8 +16,9 @@ itself, not in a container: it makes the namespaces of its sandboxes. Python 3.6
 
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import discard, is_there, text_or_empty, write_atomic
@@ -50,6 +52,10 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
     state.mkdir(parents=True, exist_ok=True)
     discard(stop_file)  # of an earlier start
     host.log_start()
+    end = ended_before(host, state / "end")
+    if end is not None:
+        return end
+    host.refuse_short_limit(options.signal_lead_s)
     (state / "container").write_text(place.container + "\n")
     launch = logs / f"{name}.launch"
     host.note_end_time(options.signal_lead_s)
@@ -65,7 +71,7 @@ def run_engine(host: Host, options: Options, agent: Sequence[str]) -> End:
         host.log(f"the agent ended (srun exit {code})")
         host.remove_container(place)
     discard(stop_file)
-    return restart_task(host, options, code, state / "failures")
+    return restart_task(host, options, code, failures=state / "failures", end=state / "end")
 
 
 def engine_step(
@@ -83,19 +89,32 @@ def engine_step(
     ]
 
 
-def restart_task(host: Host, options: Options, code: int, failures: Path) -> End:
+def ended_before(host: Host, file: Path) -> Optional[End]:
+    """The final end of an earlier start of this task; None without one.
+
+    Slurm may start a task again although its end is final, where users may not change their jobs.
+    """
+    text = text_or_empty(file).strip()
+    if not text.isdecimal():
+        return None
+    host.log(f"this task has ended with exit code {text}; not starting again")
+    return End(int(text))
+
+
+def restart_task(host: Host, options: Options, code: int, *, failures: Path, end: Path) -> End:
     """Requeue a task of an array after a preemption or a failure.
 
     Args:
         code: exit code of the agent; 0: not needed any more, 75: preempted, 78: a restart would fail
             in the same way.
         failures: file with the number of failures so far.
+        end: file for ``ended_before``.
     """
     if code in (EXIT_DONE, EXIT_CONFIG):
-        return End(code)
+        return _end_finally(code, end)
     if options.requeue == "never":
         host.log(f"not requeued{' after TERM' if host.signals.terminated else ''}: --requeue never")
-        return End(code)
+        return _end_finally(code, end)
     if code != EXIT_PREEMPTED:
         earlier = text_or_empty(failures)
         count = 1 + (int(earlier) if earlier.isdecimal() else 0)
@@ -106,18 +125,30 @@ def restart_task(host: Host, options: Options, code: int, failures: Path) -> End
             host.log(f"{failures} cannot be written, each start counts: {error}")
         if count > options.max_failures:
             host.log(f"not requeued: {count} failures")
-            return End(code)
-    if not host.may_requeue():
+            return _end_finally(code, end)
+    if not host.may_requeue(host.job.state()):
         return End(code, is_final=False)
     host.log(f"requeue: task {host.job.name}")
     ignore_term()
-    return End(EXIT_DONE if host.job.requeue() else code, is_final=False)
+    refusal = host.job.requeue()
+    if refusal is not None:
+        host.log(
+            f"not requeued ({refusal.words}): engines and sandbox servers need a cluster on which "
+            "jobs may be requeued; rlpost fleet RUN --engines N submits engines again"
+        )
+    return End(EXIT_DONE if refusal is None else code, is_final=False)
+
+
+def _end_finally(code: int, file: Path) -> End:
+    with suppress(OSError):  # then the record of Slurm alone forbids another start
+        write_atomic(file, f"{code}\n")
+    return End(code)
 
 
 def _announce(host: Host, options: Options, stop_file: Path) -> bool:
     """Announce the end of this start to the agent and to the run; whether it is written."""
-    host.log("USR2: preemption, or the time limit is near; the engine leaves")
-    message = stop_message(host.job.end_time(), options.signal_lead_s)
+    host.log(f"{host.signals.reason}; the engine leaves")
+    message = stop_message(host.signals.reason, host.job.end_time(), options.signal_lead_s)
     try:
         stop_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(stop_file, stop_text(message))
@@ -142,13 +173,17 @@ def run_sandbox_server(host: Host, options: Options, server: Sequence[str]) -> E
     record = folder / "nodes" / f"{name}.json"
     discard(record)  # of an earlier start
     host.log_start()
+    end = ended_before(host, logs / f"{name}.end")
+    if end is not None:
+        return end
     words = [expand(word, host.environ) for word in server]
     argv = server_step(options, place, name, words)
     step = host.start_step(argv, logs / f"{name}.launch")
     code = host.wait_for(step, lambda: _pass_on(step, record))
     host.log(f"the server ended (srun exit {code})")
     discard(record)
-    return restart_task(host, options, code, logs / f"{name}.failures")
+    failures, end_file = logs / f"{name}.failures", logs / f"{name}.end"
+    return restart_task(host, options, code, failures=failures, end=end_file)
 
 
 def server_step(options: Options, place: Place, name: str, server: Sequence[str]) -> List[str]:

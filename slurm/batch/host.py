@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from common.exit_codes import EXIT_PREEMPTED
+from common.files import write_atomic
 from slurm.batch.attempt import get_image
 from slurm.batch.options import Options
 from slurm.batch.place import Place, find_place
 from slurm.batch.signals import Signals
-from slurm.batch.slurm_job import SlurmJob
+from slurm.batch.slurm_job import REQUEUED, Record, SlurmJob, seconds_to_query
 from slurm.batch.steps import removal_step, stale_removal_step
+from slurm.errors import SpecError
 from slurm.variables import login_variables
 
 POLL_S = 1.0
@@ -40,6 +42,7 @@ class Host:
         who: prefix of the log's lines.
         environ: the environment of steps and of Slurm's commands.
         chosen: variables with which the next job of a chain is submitted like this one.
+        record: what Slurm has recorded of the job, as of ``read_record``.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Host:
         self.signals = signals
         self.chosen = dict(chosen)
         self.job = SlurmJob(environ)
+        self.record = Record()
+        self._query_at = 0.0
         self._term_is_logged = False
 
     def log(self, text: str) -> None:
@@ -69,12 +74,53 @@ class Host:
             self.log(f"container: {why}")
         return place
 
-    def note_end_time(self, signal_lead_s: int) -> None:
-        """Set SLURM_JOB_END_TIME for the steps, and recognise a USR2 from before its handler."""
+    def read_record(self) -> None:
+        """Ask Slurm about the job; correct the number of its restarts in the environment.
+
+        Slurm sets SLURM_RESTART_COUNT from the first restart on. On the first start it is that of a
+        job in which sbatch was called.
+        """
+        self.record = self.job.record()
+        if self.record.num_restarts is not None:
+            self.environ["SLURM_RESTART_COUNT"] = str(self.record.num_restarts)
+
+    def refuse_short_limit(self, signal_lead_s: int) -> None:
+        """Raise SpecError if the signal to save is due when the job starts."""
+        limit_s = self.record.limit_s
+        if limit_s is not None and limit_s <= signal_lead_s:
+            raise SpecError(
+                f"the time limit of this job is {limit_s} s, and --signal-lead-s {signal_lead_s} "
+                "asks for the signal to save that long before its end, so nothing can run; ask for "
+                "more --time (the partition, a plugin of the site or --time-min may have cut it), "
+                "or use a smaller --signal-lead-s"
+            )
+
+    def note_end_time(self, signal_lead_s: int, file: Optional[Path] = None) -> None:
+        """Set SLURM_JOB_END_TIME for the steps, and recognise a USR2 from before its handler.
+
+        Args:
+            file: where agents read the end of the job; containers have no squeue.
+        """
         end_time = self.job.end_time()
         self.environ["SLURM_JOB_END_TIME"] = "" if end_time is None else str(int(end_time))
-        if end_time is not None and end_time - time.time() <= signal_lead_s:
-            self.signals.stopped = True
+        now = time.time()
+        self._query_at = now + seconds_to_query(now, end_time, signal_lead_s)
+        if end_time is None:
+            return
+        if end_time - now <= signal_lead_s:
+            self.signals.request_stop(
+                f"the job ends in {max(0, int(end_time - now))} s (--signal-lead-s {signal_lead_s})"
+            )
+        if file is not None:
+            try:
+                write_atomic(file, f"{int(end_time)}\n")
+            except OSError as error:
+                self.log(f"the end of the job cannot be written for the agents: {error}")
+
+    def refresh_end_time(self, signal_lead_s: int, file: Path) -> None:
+        """``note_end_time`` when it is due again, until a stop request."""
+        if time.time() >= self._query_at and not self.signals.stopped:
+            self.note_end_time(signal_lead_s, file)
 
     def import_image(
         self, options: Options, place: Place, log: Path, *, leaves_on_stop: bool = False
@@ -83,9 +129,9 @@ class Host:
 
         Args:
             log: of the import.
-            leaves_on_stop: after USR2 return EXIT_PREEMPTED at once. The import may take longer than
-                the job has, and a job at its time limit cannot be requeued; Slurm ends the import
-                with the job.
+            leaves_on_stop: after a stop request return EXIT_PREEMPTED at once. The import may take
+                longer than the job has, and a job at its time limit cannot be requeued; Slurm ends
+                the import with the job.
         """
         if place.container in NOT_IMPORTED:
             return 0, place
@@ -97,7 +143,7 @@ class Host:
 
         code, path = get_image(place.image, options.image_cache or default, log, should_wait)
         if code == EXIT_PREEMPTED:
-            self.log("USR2 during the import of the image: not waiting for it")
+            self.log("a stop request during the import of the image: not waiting for it")
         elif code:
             self.log("no image; see above")
         return shell_code(code), place._replace(image=path)
@@ -123,7 +169,7 @@ class Host:
     def wait_for(self, step: "subprocess.Popen[bytes]", on_stop: Callable[[], bool]) -> int:
         """Wait for a step; return its exit code as a shell reports it.
 
-        ``on_stop`` is called after USR2 until it returns True.
+        ``on_stop`` is called after a stop request until it returns True.
         """
         is_stopped = False
         while step.poll() is None:
@@ -154,10 +200,11 @@ class Host:
         if not self.run_bounded(argv, self.job.seconds_within(REMOVAL_S)):
             self.log("a container may be left on a node; the next run there removes it")
 
-    def may_requeue(self) -> bool:
-        """Whether this process may requeue its job; logs why not."""
-        state = self.job.state()
-        if state != "RUNNING":
+    def may_requeue(self, state: str) -> bool:
+        """Whether this process may requeue its job, which is in this state; logs why not."""
+        if state in REQUEUED:
+            self.log(f"Slurm requeues the job itself (its state is {state})")
+        elif state != "RUNNING":
             self.log(f"not requeued: job state is {state or 'unknown'}")
         elif self.signals.terminated:
             self.log("not requeued by the batch script, which got TERM")

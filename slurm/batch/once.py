@@ -5,6 +5,7 @@ Such a job does not handle preemption: after a requeue it starts from scratch.
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from slurm.batch.place import Place, find_run_folder
 from slurm.batch.steps import ONE_TASK_PER_NODE, in_container, output_pattern, prepared
 
 LAST_LINES = 5
+FIRST_PORT, NUM_PORTS = 20000, 10000
 
 
 def convert(host: Host, options: Options, tool: Sequence[str], flags: Sequence[str]) -> End:
@@ -39,7 +41,7 @@ def convert(host: Host, options: Options, tool: Sequence[str], flags: Sequence[s
     writing = f"{save}.converting-{job_id}"
     shutil.rmtree(writing, ignore_errors=True)  # of this job before it was requeued
     address = host.environ.get("MASTER_ADDR") or _first_host(host)
-    port = host.environ.get("MASTER_PORT") or str(20000 + int(job_id) % 10000)
+    port = host.environ.get("MASTER_PORT") or str(free_pair(2 * int(job_id)))
     words = [expand(word, host.environ) for word in tool]
     torchrun = ["bash", f"{place.home}/slurm/torchrun.sh", place.python, str(options.gpus)]
     command = [*torchrun, address, port, "-m", "rlpost.cli.convert", "to-torch-dist", *words]
@@ -92,6 +94,30 @@ def _run(host: Host, options: Options, place: Place, command: Sequence[str]) -> 
     code = host.wait_for(step, lambda: True)
     host.remove_container(place)
     return code
+
+
+def free_pair(start: int) -> int:
+    """The first of two neighbouring ports on which nothing listens here.
+
+    They are torchrun's and the store's; other jobs may run on this node. ``start``: where to begin
+    in the range, another for each job.
+    """
+    for offset in range(0, NUM_PORTS, 2):
+        port = FIRST_PORT + (start + offset) % NUM_PORTS
+        if _is_free(port) and _is_free(port + 1):
+            return port
+    return FIRST_PORT + start % NUM_PORTS
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # Connections in TIME_WAIT, of an earlier start, do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def _first_host(host: Host) -> str:

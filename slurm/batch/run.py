@@ -6,14 +6,17 @@ its budgets are spent, or its end is final.
 
 import json
 import subprocess
+import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence
+from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from common.attempt import CONTAINER_PREFIX, STOP_FILE, VERDICT_FILE
+from common.attempt import CONTAINER_PREFIX, END_TIME_FILE, STOP_FILE, VERDICT_FILE
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from common.files import is_there, text_or_empty
+from common.ledger import Ledger
 from common.stop_file import write_stop
 from slurm import supervise
 from slurm.batch.attempt import launch_log, start_attempt, stop_message
@@ -24,9 +27,24 @@ from slurm.batch.signals import ignore_term
 from slurm.batch.steps import agents_step, command_prefix, watch_step
 from slurm.causes import Finding
 from slurm.evidence import leave_verdict
-from slurm.job_id import explain_submission, find_by_script, read_submission
+from slurm.job_id import explain_submission, find_by_script, number_of, read_submission
+from slurm.submissions import (
+    LOOKUP_S,
+    Submission,
+    announce,
+    is_refused,
+    look_up,
+    may_be_queued,
+    reject,
+)
 from slurm.supervise import Budgets, Ending, RestartDecision, exit_code
 from slurm.variables import submission_environment
+
+NO_REQUEUE = (
+    "Slurm may not requeue this job (Requeue=0: set by the site or by --no-requeue); "
+    "--requeue chain restarts a run by new jobs"
+)
+REFUSED = "the next job was refused"
 
 
 class Command(NamedTuple):
@@ -54,12 +72,18 @@ def run(host: Host, options: Options, command: Command) -> End:
     """
     run_folder = find_run_folder(options, host.environ)
     place = host.find_place(options, command.agent, run_folder)
-    folder = start_attempt(Path(place.run_folder), host.environ)
+    end = _end_before_start(host, Path(place.run_folder))
+    if end is not None:
+        return end
+    host.refuse_short_limit(options.signal_lead_s)
+    if _is_requeue_forbidden(host, options):
+        host.log(NO_REQUEUE if options.script else f"{NO_REQUEUE}; a restart will be a new job")
+    folder = start_attempt(Path(place.run_folder))
     number = int(folder.name)
     attempt = Attempt(number, folder, Path(place.run_folder))
     nodes = host.environ.get("SLURM_JOB_NODELIST", "")
     host.log(f"job {host.job.name} attempt {number} on {nodes}: {folder}")
-    host.note_end_time(options.signal_lead_s)
+    host.note_end_time(options.signal_lead_s, folder / END_TIME_FILE)
     code, place = host.import_image(options, place, launch_log(folder), leaves_on_stop=True)
     if not _record_start(host, place, attempt):
         host.log("the job was cancelled (rlpost cancel); not starting again")
@@ -73,13 +97,50 @@ def run(host: Host, options: Options, command: Command) -> End:
     if has_steps:
         host.log(f"agents ended (srun exit {code}), verdict: {verdict or 'none'}")
         host.remove_container(place, str(folder))
-    ending = Ending(verdict or "none", code, host.signals.terminated, options.requeue != "never")
+    no_restart = _why_no_restart(host, options)
+    ending = Ending(verdict or "none", code, host.signals.terminated, no_restart)
     answer = _decide(host, options, attempt, ending)
     if answer.code is not None:
-        # After TERM Slurm itself may have preempted the job, and requeues it.
-        is_over = answer.code in (EXIT_DONE, EXIT_CONFIG) or not ending.terminated
-        return End(answer.code, is_over)
+        return End(answer.code, answer.is_final)
     return _restart(host, options, command, attempt, answer.exclude)
+
+
+def _end_before_start(host: Host, run_folder: Path) -> Optional[End]:
+    """How this start ends before it begins; None if it may begin.
+
+    The job has ended for good before, or another job of the run has its nodes: two would take the
+    checkpoint folder from each other.
+    """
+    try:
+        entries = Ledger(run_folder / "ledger.jsonl").read()
+    except OSError as error:
+        host.log(f"the ledger cannot be read: {error}")
+        return None
+    code = supervise.final_code(entries, host.job.name)
+    if code is not None:
+        host.log(f"this job has ended with exit code {code}; not starting again")
+        return End(code)
+    other = supervise.open_job(entries, host.job.name)
+    if other and host.job.runs(other):
+        host.log(
+            f"job {other} of this run has its nodes; this job ends. To run this one in its place: "
+            f"scancel {other}, then rlpost submit RECIPE --resume --run-folder {run_folder}"
+        )
+        return End(EXIT_CONFIG)
+    return None
+
+
+def _is_requeue_forbidden(host: Host, options: Options) -> bool:
+    return options.requeue == "requeue" and host.record.may_requeue is False
+
+
+def _why_no_restart(host: Host, options: Options) -> str:
+    """Why the policy, or Slurm's record of the job, excludes a restart; empty if neither does."""
+    if options.requeue == "never":
+        return "the policy is 'never'; submit the run again with --resume"
+    if _is_requeue_forbidden(host, options) and options.script:
+        return f"{NO_REQUEUE}; submit the run again with --resume"
+    return ""
 
 
 def _record_start(host: Host, place: Place, attempt: Attempt) -> bool:
@@ -100,7 +161,8 @@ def _record_start(host: Host, place: Place, attempt: Attempt) -> bool:
 def _leave_early(host: Host, options: Options, attempt: Attempt) -> None:
     """Leave the verdict ``requeue``: extracting an image could take all the time that is left."""
     _stop(host, options, attempt.folder)
-    leave_verdict(attempt.folder, Finding("requeue", "USR2 came before the agents were started"))
+    cause = f"the agents were not started: {host.signals.reason}"
+    leave_verdict(attempt.folder, Finding("requeue", cause))
 
 
 def _run_agents(
@@ -136,15 +198,17 @@ def _wait(host: Host, options: Options, step: "subprocess.Popen[bytes]", attempt
             deadline = time.monotonic() + host.job.seconds_within(options.teardown_s)
         if deadline is not None and time.monotonic() >= deadline:
             return 0
+        if deadline is None:
+            host.refresh_end_time(options.signal_lead_s, attempt_dir / END_TIME_FILE)
         host.wait()
     return shell_code(step.returncode)
 
 
 def _stop(host: Host, options: Options, attempt_dir: Path) -> bool:
     """Write the STOP file; whether it is written."""
-    host.log("USR2: preemption, or the time limit is near; asking the run to stop")
+    host.log(f"{host.signals.reason}; asking the run to stop")
     try:
-        message = stop_message(host.job.end_time(), options.signal_lead_s)
+        message = stop_message(host.signals.reason, host.job.end_time(), options.signal_lead_s)
         write_stop(attempt_dir / STOP_FILE, message)
     except OSError as error:
         host.log(f"the STOP file cannot be written, trying again: {error}")
@@ -166,24 +230,41 @@ def _decide(host: Host, options: Options, attempt: Attempt, ending: Ending) -> R
     except Exception:  # a run is not lost because its ledger cannot be written
         traceback.print_exc()
         host.log("the budgets cannot be read: a preempted run is requeued, any other ends")
-    if ending.verdict == "requeue" and not ending.terminated and ending.may_restart:
+    if ending.verdict == "requeue" and not ending.terminated and not ending.no_restart:
         return RestartDecision(None, "requeue after a preemption")
     code = {"done": EXIT_DONE, "config": EXIT_CONFIG}.get(ending.verdict, exit_code(ending))
-    return RestartDecision(code, "not requeued")
+    is_final = code in (EXIT_DONE, EXIT_CONFIG) or not ending.terminated
+    return RestartDecision(code, "not requeued", is_final)
 
 
 def _restart(
     host: Host, options: Options, command: Command, attempt: Attempt, exclude: Sequence[str]
 ) -> End:
-    """Requeue the job, or submit the next one of the chain."""
-    if not host.may_requeue():
+    """Requeue the job, or submit the next one of the chain.
+
+    A run of ``rlpost submit``, whose batch file states everything, continues in a new job where
+    Slurm refuses to requeue this one.
+    """
+    state = host.job.state()
+    if not state:
+        reason = (
+            "not requeued: squeue does not say the state of the job; submit the run with --resume"
+        )
+        return _give_up(host, attempt, reason)
+    if not host.may_requeue(state):
         return End(EXIT_PREEMPTED, is_final=False)
     ignore_term()
-    if options.requeue == "chain":
+    if options.requeue == "chain" or _is_requeue_forbidden(host, options):
         return _chain(host, options, command, attempt, exclude)
     host.log(f"requeue: job {host.job.name}")
-    if not host.job.requeue():
-        return End(EXIT_PREEMPTED, is_final=False)
+    refusal = host.job.requeue()
+    if refusal is not None:
+        if refusal.is_final and not options.script:
+            host.log(f"Slurm refuses to requeue the job ({refusal.words}): submitting a new one")
+            return _chain(host, options, command, attempt, exclude)
+        remedy = "use --requeue chain" if refusal.is_final else "if it does not start again"
+        reason = f"not requeued: {refusal.words}; {remedy}: submit the run with --resume"
+        return _give_up(host, attempt, reason)
     values = [f"ExcNodeList={','.join(exclude)}"] if exclude else []
     if options.spare_nodes:
         values.append(f"NumNodes={options.nodes + options.spare_nodes}")
@@ -192,37 +273,76 @@ def _restart(
     return End(EXIT_DONE, is_final=False)
 
 
+def _give_up(host: Host, attempt: Attempt, reason: str) -> End:
+    """Correct the decision in the ledger: the run does not restart by itself."""
+    host.log(reason)
+    try:
+        supervise.record_refusal(attempt.run_folder, attempt.number, EXIT_PREEMPTED, reason)
+    except OSError as error:
+        host.log(f"the ledger cannot be written: {error}")
+    return End(EXIT_PREEMPTED, is_final=False)
+
+
 def _chain(
     host: Host, options: Options, command: Command, attempt: Attempt, exclude: Sequence[str]
 ) -> End:
+    """Submit the next job of the run, which starts after this one."""
     script = options.script or str(attempt.run_folder / "job.sbatch")
-    excluded = [f"--exclude={','.join(exclude)}"] if exclude else []
     stated = "" if options.script else text_or_empty(Path(script))
     environ = submission_environment({**host.environ, **host.chosen}, stated)
     environ["RLPOST_RUN_FOLDER"] = str(attempt.run_folder)
+    added = [f"--exclude={','.join(exclude)}"] if exclude else []
+    if options.requeue != "chain":  # whose file says it by the name of the job
+        added.append(f"--dependency=afterany:{host.job.name}")
+    known = [host.job.name.partition("_")[0]]
+    if options.script:  # further runs may have jobs of this file
+        known += map(number_of, find_by_script(script, environ, ended=True) or [])
+    ledger = Ledger(attempt.run_folder / "ledger.jsonl")
+    submission = Submission(script, "chained", {"attempt": attempt.number}, known=known)
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", *excluded, script, *command.flags],
-            stdout=subprocess.PIPE,
-            universal_newlines=True,
-            errors="replace",
-            env=environ,
-        )
+        announce(ledger, submission)
     except OSError as error:
-        host.log(f"chain: {error}")
-        return End(EXIT_PREEMPTED)
-    if done.returncode:
-        return End(EXIT_PREEMPTED)
-    job = read_submission(done.stdout)
+        host.log(f"the ledger cannot be written: {error}")
+    job, reason = _submit_next(host, [*added, script, *command.flags], submission, environ)
     if not job:
-        jobs = find_by_script(script, environ, but=host.job.name)
-        host.log(f"chain: {explain_submission(done.stdout, script, jobs)}")
-        if len(jobs) != 1:
-            return End(EXIT_PREEMPTED)
-        job = jobs[0]
+        if reason.startswith(REFUSED):
+            with suppress(OSError):
+                reject(ledger, submission, reason)
+        return _give_up(host, attempt, f"chain: {reason}")
     host.log(f"chain: job {job} resumes the run")
     try:
-        supervise.record_chained(attempt.run_folder, attempt.number, job)
+        supervise.record_chained(attempt.run_folder, attempt.number, job, script)
     except OSError as error:
         host.log(f"the ledger cannot be written, rlpost cancel does not know job {job}: {error}")
     return End(EXIT_DONE)
+
+
+def _submit_next(
+    host: Host, words: Sequence[str], submission: Submission, environ: Mapping[str, str]
+) -> Tuple[str, str]:
+    """Call sbatch; return the job, or the reason why there is none or why it is not known."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            errors="replace",
+            env=dict(environ),
+        )
+    except OSError as error:
+        return "", f"{REFUSED}: {error}; submit the run with --resume"
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    job = read_submission(done.stdout)
+    if job and done.returncode == 0:
+        return job, ""
+    said = done.stderr if done.returncode else explain_submission(done.stdout, submission.file)
+    host.log(f"chain: sbatch ended with {done.returncode}: {said.strip()}")
+    can_wait = done.returncode == 0 or may_be_queued(done.stderr, job)
+    seconds = host.job.seconds_within(int(LOOKUP_S)) if can_wait else 0
+    jobs = look_up(submission.file, environ, seconds=seconds, but=submission.known)
+    if jobs:
+        return jobs[0], ""
+    if done.returncode and is_refused(done.stderr, job, jobs):
+        return "", f"{REFUSED}: {' '.join(done.stderr.split())}; submit the run with --resume"
+    return "", "it is not known whether the next job is queued; rlpost status looks it up"

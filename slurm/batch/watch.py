@@ -20,7 +20,7 @@ ANSWER_S = 20.0
 
 
 def watch(policy: str, num_nodes: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until the batch host is lost; then requeue or cancel the job.
+    """Wait until the batch host is lost; then requeue the job, or cancel it where that is refused.
 
     Args:
         policy: requeue or cancel.
@@ -35,11 +35,16 @@ def watch(policy: str, num_nodes: int, environ: Mapping[str, str] = os.environ) 
             continue
         ignore_term()  # the requeue sends it
         print(f"the batch host {answer.split()[0]} is lost: {policy}", flush=True)
-        if policy != "requeue":
-            if run_command(["scancel", job.name], environ) is not None:
+        if policy == "requeue":
+            refusal = job.requeue()
+            if refusal is None:
+                job.update(f"NumNodes={num_nodes}")
                 return
-        elif job.requeue():
-            job.update(f"NumNodes={num_nodes}")
+            print(f"not requeued: {refusal.words}", flush=True)
+            if not refusal.is_final:
+                continue
+        # otherwise it would hold its nodes to its time limit
+        if run_command(["scancel", job.name], environ) is not None:
             return
 
 

@@ -34,7 +34,7 @@ def test_more_gpus_than_any_node_has_is_a_configuration_error(lab: Lab) -> None:
     attempt = Attempt(lab, "gpus", options="--num-gpus 4", stub_ray=True)
     word, cause = attempt.wait()
     assert word == "config"
-    assert "on every host: gpus: 2 by Slurm, 4 asked for" in cause
+    assert "on every host (n01, n02): gpus: 2 by Slurm, 4 asked for" in cause
     assert attempt.excluded == []
     attempt.end()
 

@@ -51,7 +51,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "no-package": {"driver_args": ("no-package",), "nodes": 2},
     "no-room": {"driver_args": ("exclude-once",), "nodes": 4},
+    "forbidden": {"driver_args": ("requeue-once",)},
+    "short": {"driver_args": ("done",)},
+    "finished": {"driver_args": ("done",)},
 }
+OPTIONS = {"forbidden": ("--no-requeue",), "short": ("--time=2",)}
+"""What a plugin of the site may change."""
+MAY_NOT_UPDATE = """#!/bin/bash
+[ "$1" != update ] || { echo "Access/permission denied" >&2; exit 1; }
+PATH=${PATH#*:} exec scontrol "$@"
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,13 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
         (folder / "job.sbatch").write_text(script)
         # May be set by a user; srun then reports one of several tasks that end alike.
         environment = {"SLURM_SRUN_REDUCE_TASK_EXIT_MSG": "1"}
-        started[name] = Run(lab, sbatch(lab, f"{name}.sbatch", script, env=environment), folder)
+        if name == "finished":
+            (folder / "scontrol").write_text(MAY_NOT_UPDATE)
+            (folder / "scontrol").chmod(0o755)
+            environment["PATH"] = f"{folder}:{lab.environment()['PATH']}"
+        options = OPTIONS.get(name, ())
+        job = sbatch(lab, f"{name}.sbatch", script, *options, env=environment)
+        started[name] = Run(lab, job, folder)
     yield started
 
 
@@ -179,9 +194,14 @@ def test_a_bad_node_is_excluded_from_the_next_attempt(runs: dict[str, Run]) -> N
     assert sorted(hosts) == sorted([first, "n03", "n04"])
 
 
-def test_where_requeueing_is_forbidden_another_job_resumes_the_run(runs: dict[str, Run]) -> None:
-    """The second job is the next attempt in the same folder, and starts when the first has ended."""
-    run = runs["chain"]
+@pytest.mark.parametrize("name", ["chain", "forbidden"])
+def test_where_requeueing_is_forbidden_another_job_resumes_the_run(
+    runs: dict[str, Run], name: str
+) -> None:
+    """The second job is the next attempt in the same folder, and starts when the first has ended.
+    Also where the run asks for a requeue and the site turns it off.
+    """
+    run = runs[name]
     until(
         lambda: len(run.events("verdict")) == 2,
         run.lab,
@@ -199,6 +219,29 @@ def test_where_requeueing_is_forbidden_another_job_resumes_the_run(runs: dict[st
     first, second = run.events("attempt")
     assert second["job_id"] == info.job_id and first["job_id"] == run.first_job
     assert second["time"] > run.events("verdict")[0]["time"]
+
+
+def test_a_time_limit_that_was_cut_below_the_signals_lead_ends_the_job_with_both_numbers(
+    runs: dict[str, Run],
+) -> None:
+    run = runs["short"]
+    info = run.over()
+    assert (info.exit_code, info.num_restarts) == (78, 0), run.log
+    assert "the time limit of this job is 120 s, and --signal-lead-s 120" in run.log
+    assert not (run.folder / "attempts").exists()
+
+
+def test_a_finished_run_that_slurm_starts_again_ends_before_its_agents(
+    runs: dict[str, Run],
+) -> None:
+    """Its user may not change the record of the job, so Slurm may restart it."""
+    run = runs["finished"]
+    assert run.over().state is JobState.COMPLETED
+    run.lab.run("ctl", ["scontrol", "requeue", run.first_job])
+    until(lambda: "not starting again" in run.log, run.lab, "the job starts again", deadline_s=180)
+    info = run.over()
+    assert (info.state, info.num_restarts) == (JobState.COMPLETED, 1), run.log
+    assert run.attempts == ["0"] and len(run.events("verdict")) == 1
 
 
 def test_an_srun_that_does_not_end_after_the_verdict_is_not_waited_for(

@@ -79,7 +79,7 @@ def test_a_run_of_a_sweep_is_requeued_and_cancelled_without_the_others(
     flags = ("--name", "s", "--runs-dir", str(runs_dir))
     finish(start_sweep(lab, project, "wait", *flags))
     runs = [RunFolder(runs_dir / f"s-p{number}") for number in range(2)]
-    jobs = [run.ledger.read()[0]["job_id"] for run in runs]
+    jobs = [run.ledger.read()[1]["job_id"] for run in runs]
     described = [
         lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout for job in jobs
     ]

@@ -179,7 +179,11 @@ def test_a_waiting_run_has_a_reason_and_the_list_of_runs_needs_one_query(
     rlpost(lab, "cancel", "waiting")
     until(lambda: job_info(lab, job).state.is_over, lab, "the waiting run is cancelled")
     assert status(lab, "waiting")["state"] == "CANCELLED"
-    assert [entry["event"] for entry in run.ledger.read()] == ["submitted", "cancelled"]
+    assert [entry["event"] for entry in run.ledger.read()] == [
+        "submitting",
+        "submitted",
+        "cancelled",
+    ]
     assert job_info(lab, job).num_restarts == 0
 
 

@@ -80,6 +80,16 @@ def interpreter_note(config: Config) -> str | None:
     )
 
 
+def environment_paths(config: Config) -> Iterator[str]:
+    """Yield each absolute file of environments and each folder of tasks."""
+    for word in config.env.env:
+        path = word.partition("=")[2] if "=/" in word else word
+        if path.startswith("/"):  # FILE.py:Class
+            yield path.rpartition(":")[0]
+        elif "harbor:/" in word:
+            yield word.partition("harbor:")[2]
+
+
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """(flag, path) of every path read or written inside; loaded paths are absolute."""
     for group in type(config).model_fields:
@@ -89,12 +99,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
                 if group != "cluster" and isinstance(path, str) and path.startswith("/"):
                     yield flag(key), path
     yield from config.engines.paths
-    for word in config.env.env:
-        path = word.partition("=")[2] if "=/" in word else word
-        if path.startswith("/"):  # FILE.py:Class
-            yield "--env", path.rpartition(":")[0]
-        elif "harbor:/" in word:
-            yield "--env", word.partition("harbor:")[2]
+    yield from (("--env", path) for path in environment_paths(config))
     with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
         named = "--eval-config" if config.eval.eval_config else "--eval-prompt-data"
         yield from ((f"{named} {name}", path) for name, path in config.eval_sets)

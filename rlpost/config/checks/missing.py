@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+from rlpost.config.checks.container import environment_paths
+from rlpost.config.checks.functions import SETTINGS
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, near_path
@@ -71,6 +73,25 @@ def is_made(path: str) -> bool:
     """Whether a path lies in the folder of the tiny model, which `rlpost fetch` makes."""
     parts = Path(path).parts
     return TINY in pairwise(parts)
+
+
+def read_paths(config: Config) -> list[str]:
+    """Return each absolute path that the run reads, once: those that exist on this host."""
+    checkpoint, distillation = config.checkpoint, config.distillation
+    functions = (str(getattr(getattr(config, table), key) or "") for table, key, _ in SETTINGS)
+    optional = (
+        checkpoint.ref_load,
+        checkpoint.load,
+        checkpoint.save,  # a resume reads it
+        config.critic.critic_load,
+        distillation.opd_teacher_load,
+        distillation.opd_teacher_hf_checkpoint,
+        config.rollout.judge,
+        *environment_paths(config),
+        *(name.rpartition(":")[0] for name in functions),  # FILE.py:function
+    )
+    paths = [_file(path) for _, path, _ in _needed(config)] + [path for path in optional if path]
+    return [path for path in dict.fromkeys(paths) if path.startswith("/") and os.path.exists(path)]
 
 
 def _needed(config: Config) -> list[tuple[str, str, str]]:

@@ -237,6 +237,8 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> lis
         ):
             attempts.append(_Attempt(when, when))
             name, is_open, is_over = str(entry.get("attempt")), True, False
+        if attempts and event == "verdict" and entry.get("correction"):
+            attempts[-1].comes_back = entry.get("answer") in COMES_BACK
         if not attempts or event == "submitted" or not is_open:
             continue
         now = attempts[-1]

@@ -131,7 +131,9 @@ def _mark(entry: Mapping[str, object], at_s: float) -> Mark | None:
             return Mark("recovered", at_s, _recovered(entry))
         case "kept":
             return Mark("recovered", at_s, kept_words(entry))
-        case "verdict" if entry.get("verdict") not in ("done", "requeue"):
+        case "verdict" if entry.get("verdict") not in ("done", "requeue") and not entry.get(
+            "correction"
+        ):
             return Mark("failed", at_s, _verdict(entry))
         case "done":
             return Mark("done", at_s, f"done at step {entry.get('step')}")
@@ -210,7 +212,7 @@ def _attempts(entries: Sequence[tuple[datetime, Entry]], until: datetime) -> tup
             case "preempted":
                 now = replace(now, ended=_preempted(entry))
             case "verdict":
-                cause = now.ended or _verdict(entry)
+                cause = (now.ended or _verdict(entry)).removesuffix("; requeued")
                 answer = entry.get("answer")
                 now = replace(now, ended=f"{cause}; requeued" if answer in COMES_BACK else cause)
             case "done":

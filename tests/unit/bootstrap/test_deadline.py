@@ -83,6 +83,43 @@ def test_an_end_that_was_moved_is_asked_for_and_one_that_nobody_answers_for_was_
     assert asyncio.run(clock.end_after_signal(ask=True)) == 160
 
 
+def test_a_host_without_squeue_reads_what_the_batch_host_writes(tmp_path: Path) -> None:
+    """An operator extended the limit from 9000 to 20000, then cut it. Containers have no squeue."""
+    (tmp_path / "squeue").unlink()
+    clock = JobClock(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "9000"},
+        lead_s=60,
+        attempt_dir=tmp_path,
+        now=lambda: 8950.0,
+    )
+    assert asyncio.run(clock.end()) == 9000  # as of the start
+    (tmp_path / "end_time").write_text("20000\n")
+    assert asyncio.run(clock.end()) == 20000
+    assert asyncio.run(clock.end_after_signal(ask=True)) == 9010  # the lead, not the hours left
+    (tmp_path / "end_time").write_text("8990\n")
+    assert asyncio.run(clock.end_after_signal(ask=True)) == 8990
+
+
+async def test_a_stop_that_is_not_due_any_more_waits_and_one_that_is_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch host writes another end while the agent waits for the first."""
+    monkeypatch.setattr("bootstrap.links.deadline.READ_AGAIN_S", 0.01)
+    (tmp_path / "squeue").unlink()
+    (tmp_path / "end_time").write_text("20000\n")
+    clock = JobClock(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"},
+        lead_s=60,
+        attempt_dir=tmp_path,
+        now=lambda: 950.0,
+    )
+    due = asyncio.create_task(clock.until_due())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(due), 0.1)
+    (tmp_path / "end_time").write_text("1000\n")
+    await asyncio.wait_for(due, 10)
+
+
 async def test_a_run_without_any_signal_stops_itself_before_its_job_ends_and_only_the_head_does(
     tmp_path: Path,
 ) -> None:

@@ -257,15 +257,20 @@ def test_facts_survive_the_way_to_the_head() -> None:
 def test_what_fails_on_every_host_is_a_matter_of_configuration() -> None:
     few = check_host(replace(FIT, **gpus(count=4)), WANTED, SEEN)
     preflight = Preflight.of({"n1": few, "n2": few})
-    assert preflight.fatal == "on every host: gpus: 4 by NVML, 8 asked for"
+    assert preflight.fatal == "on every host (n1, n2): gpus: 4 by NVML, 8 asked for"
     assert preflight.unfit == {}
     one_fit = Preflight.of({"n1": few, "n2": check_host(FIT, WANTED, SEEN)})
     assert one_fit.fatal is None and one_fit.unfit == {"n1": "gpus: 4 by NVML, 8 asked for"}
 
 
-def test_one_host_alone_is_never_a_matter_of_configuration() -> None:
+def test_one_host_alone_is_a_matter_of_configuration_only_if_a_path_is_missing() -> None:
+    """A local disk of the login node; if other hosts are absent, they may have the path."""
     preflight = Preflight.of({"n1": check_host(replace(FIT, **gpus(count=0)), WANTED, SEEN)})
     assert preflight.fatal is None and list(preflight.unfit) == ["n1"]
+    checks = {"n1": check_host(replace(FIT, missing_paths=("/tmp/model",)), WANTED, SEEN)}
+    assert (Preflight.of(checks).fatal or "").startswith("on n1: mounts: /tmp/model not there")
+    assert Preflight.of(checks, {"n2": "it did not join"}).fatal is None
+    assert Preflight.of({**checks, "n2": check_host(FIT, WANTED, SEEN)}).fatal is None
 
 
 def test_different_failures_on_every_host_are_not_one_of_configuration() -> None:

@@ -82,13 +82,6 @@ def test_the_secret_is_named_by_its_file_only() -> None:
     assert environ["RAY_AUTH_MODE"] == "token" and environ["RAY_AUTH_TOKEN_PATH"] == "/run/secret"
 
 
-def test_the_end_of_the_job_stays_known() -> None:
-    assert (
-        base_environment({"SLURM_JOB_END_TIME": "99"}, FACTS, Path("/s"))["RLPOST_JOB_END_TIME"]
-        == "99"
-    )
-
-
 def test_ray_ends_at_once_when_told_and_uses_the_nodes_interface() -> None:
     environ = ray_environment({"PATH": "/bin"})
     assert environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0" and environ["PATH"] == "/bin"

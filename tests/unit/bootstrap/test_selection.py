@@ -50,6 +50,8 @@ def test_outside_slurm_nobody_would_start_it_again() -> None:
 
 def test_what_fits_no_host_is_a_matter_of_configuration() -> None:
     preflight = Preflight.of(checked(*HOSTS).checks, {})
-    with pytest.raises(BringupError, match="on every host: shm: too small") as raised:
+    with pytest.raises(
+        BringupError, match=r"on every host \(n1, n2, n3, n4\): shm: too small"
+    ) as raised:
         choose_hosts(HOSTS, 4, preflight, {}, can_requeue=True)
     assert raised.value.verdict == "config" and raised.value.exclude == ()

@@ -66,6 +66,29 @@ def test_nothing_is_measured_and_no_path_needed_unless_asked_for(tmp_path: Path)
     assert options.bandwidth_gbps is None and options.needed_paths == ()
 
 
+def test_every_path_that_the_run_reads_is_looked_for_on_every_node(tmp_path: Path) -> None:
+    """If it exists here; a path with a variable is one of another host."""
+    for name in ("model", "judge", "ref"):
+        (tmp_path / name).mkdir()
+    for name in ("prompts.jsonl", "eval.jsonl", "reward.py", "world.py"):
+        (tmp_path / name).touch()
+    values = {
+        "checkpoint": {"hf_checkpoint": "model", "ref_load": "ref", "load": "none-yet"},
+        "rollout": {"prompt_data": ["prompts.jsonl@[0:10]", "$RLPOST_NOWHERE/x.jsonl"]},
+        "eval": {"eval_prompt_data": ["math", "eval.jsonl"]},
+        "engines": {"judge": {"model": "judge"}},
+        "env": {"env": [f"{tmp_path}/world.py:World"]},
+    }
+    values["rollout"]["custom_rm_path"] = f"{tmp_path}/reward.py:score"
+    arguments = job_spec(load([], values, base=tmp_path).config).agent_args
+    options = parse_options(
+        ["--attempt-dir", str(tmp_path), "--num-gpus", "8", *arguments, "--", "driver"]
+    )
+    names = ("model", "judge", "prompts.jsonl", "eval.jsonl", "ref")
+    names += ("world.py", "reward.py")
+    assert options.needed_paths == tuple(tmp_path / name for name in names)
+
+
 def test_restarts_of_the_driver_are_limited_by_the_setting(tmp_path: Path) -> None:
     given = ["--attempt-dir", str(tmp_path), "--num-gpus", "8"]
     for most in (0, DRIVER_RESTARTS):

@@ -122,6 +122,8 @@ def test_engines_join_the_group_that_is_named(with_judge, slurm, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "[engines.judge]"
     call(run, "--group", "judge", "--scale", "1")
     assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_1",))
+    call(run, "--drain", "70_0")  # as the table without a group names it
+    assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_1", "70_0"))
     assert stop_engines(run) == 1 and FleetFolder(run.root, "judge").orders().stop
 
 
@@ -138,7 +140,8 @@ def test_scaling_submits_what_is_missing_and_drains_what_is_too_much(run, slurm)
     call(run, "--engines", "2")
     slurm[1].write_text("70_0|RUNNING|1:00|N/A|n1|None\n70_1|PENDING|1:00|N/A||Priority\n")
     call(run, "--scale", "3")
-    assert [entry["engines"] for entry in run.ledger.read()] == [2, 1]
+    submitted = [entry for entry in run.ledger.read() if entry["event"] == "fleet"]
+    assert [entry["engines"] for entry in submitted] == [2, 1]
     call(run, "--scale", "1")
     assert FleetFolder(run.root).orders() == Orders(drain=("70_1",))
     assert slurm[0].read_text().splitlines()[2:] == ["scancel 70_1"]

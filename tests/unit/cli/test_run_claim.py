@@ -34,6 +34,7 @@ def slurm(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = {"sbatch": SBATCH, "squeue": SQUEUE, "scontrol": "exit 0"}
     texts = {name: f"cd {project}\n{text}" for name, text in texts.items()}
     monkeypatch.setenv("PATH", commands(project / "bin", **texts))
+    monkeypatch.setattr("slurm.executor.LOOKUP_S", 0.0)
     monkeypatch.setattr(
         "rlpost.cli.submit.snapshot_code", lambda project, code: code.mkdir(exist_ok=True)
     )

@@ -114,7 +114,7 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
     for number in range(4):
         run = RunFolder(slurm / f"runs/s-p{number}")
         config = json.loads(run.run_json.read_text())
-        found[run.ledger.read()[0]["job_id"]] = (
+        found[run.ledger.read()[-1]["job_id"]] = (
             config["optimizer"]["lr"],
             config["optimizer"]["seed"],
         )
@@ -131,7 +131,7 @@ def test_submissions_of_the_same_second_have_their_own_folders_and_jobs(slurm, c
     assert [main(words), main(words)] == [0, 0]
     for number, name in enumerate(("test-20260102-030405", "test-20260102-030405-2")):
         run = RunFolder(slurm / f"runs/{name}")
-        assert [entry["job_id"] for entry in run.ledger.read()] == [str(number + 1)]
+        assert run.ledger.read()[-1]["job_id"] == str(number + 1)
     assert len(list((slurm / "runs").iterdir())) == 2
 
 

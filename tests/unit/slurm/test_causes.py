@@ -165,6 +165,31 @@ IMPORT_DISK = (
 )
 
 
+NO_GPU_TOOL = "[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA\n"
+NO_DRIVER = [
+    f"nvidia-container-cli: initialization error: {what}\n[ERROR] /etc/enroot/hooks.d/98-nvidia.sh "
+    "exited with return code 1\n"
+    for what in (
+        "nvml error: driver not loaded",
+        "nvml error: driver/library version mismatch",
+        "load library failed: libnvidia-ml.so.1: cannot open shared object file: No such file",
+    )
+]
+WRONG_DEVICE = "nvidia-container-cli: device error: 9: unknown device\n"
+# errno of unshare(2): limit of 0, AppArmor and Debian's switch, SELinux, a kernel without them
+REFUSALS = ("No space left on device", "Operation not permitted", "Permission denied")
+NO_NAMESPACES = [
+    words
+    for why in (*REFUSALS, "Invalid argument")
+    for words in (
+        f"enroot-nsenter: failed to create user namespace: {why}\n",
+        by_pyxis(f"enroot-nsenter: failed to create user namespace: {why}\n"),
+        f"enroot-mksquashovlfs: failed to create mount namespace: {why}\n",
+        f"slurmstepd-n01: error: pyxis: couldn't unshare mount namespace: {why}\n{PYXIS_END}",
+    )
+]
+
+
 def both(words: str, how: str = EXIT_1) -> Finding:
     """The finding if two hosts left the same."""
     ends = {host: HostEnd(how, words.replace("n01", host)) for host in ("n01", "n02")}
@@ -221,6 +246,11 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (NO_ENVIRONMENT, "SLURM_JOB_ID is not set inside", "--env-host"),
         (NOT_MOUNTED, "/home/u/rlpost/slurm/enter.sh", "{source} and {target}"),
         (NOT_MOUNTED_BASH, "/home/u/rlpost/slurm/enter.sh", "{source} and {target}"),
+        (NO_GPU_TOOL, "enroot needs the program nvidia-container-cli, which", "ask the site"),
+        *((words, "the GPU driver of the host cannot", "nvidia-smi") for words in NO_DRIVER),
+        (by_pyxis(NO_DRIVER[0]), "nvml error: driver not loaded", "nvidia-smi"),
+        (WRONG_DEVICE, "the GPUs cannot be given to the container", "nvidia-container-cli info"),
+        *((words, "need user namespaces", "max_user_namespaces") for words in NO_NAMESPACES),
     ],
 )
 def test_what_every_host_will_meet_again_is_not_tried_again(

@@ -11,9 +11,9 @@ from rlpost.cli.attach import running_nodes
 from rlpost.cli.fleet_jobs import fleet_views
 from rlpost.cli.runs import find_run, job_ids
 from slurm.client import ask_to_requeue, cancel, job_info
-from slurm.errors import SubmitError
+from slurm.errors import UnknownJobError
 from slurm.executor import submit_script
-from slurm.job_id import is_job_id, read_submission
+from slurm.job_id import find_by_script, is_job_id, read_submission
 from slurm.job_step import Inside, step_argv
 from slurm.queue import queue
 from slurm.states import JobState
@@ -75,19 +75,36 @@ def test_a_submission_is_asked_for_its_id_alone(
 
 
 @pytest.mark.parametrize("printed", ["", "Submitted batch job 42 on cluster big"])
-def test_a_hidden_id_is_an_error_that_names_the_job(
+def test_a_job_whose_id_is_hidden_is_found_by_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str
 ) -> None:
-    """Found by its file, of which there is one for each submission; not from a banner's number."""
+    """There is one file for each submission. The number of a banner is not an id."""
     sbatch = f'echo "${{!#}}" >{tmp_path}/file; echo "{printed}"'
-    with pytest.raises(SubmitError) as caught:
-        submit(
-            tmp_path, monkeypatch, sbatch, f'echo "41 /x/y.sh"; echo "123 $(cat {tmp_path}/file)"'
-        )
-    assert (repr(printed) if printed else "printed nothing") in str(caught.value)
-    assert "the job is 123 " in str(caught.value) and "scancel 123;" in str(caught.value)
-    with pytest.raises(SubmitError, match="look for it: squeue --user"):
+    squeue = f'echo "41 /x/y.sh"; echo "123 $(cat {tmp_path}/file)"'
+    assert submit(tmp_path, monkeypatch, sbatch, squeue) == "123"
+    with pytest.raises(UnknownJobError, match="look for it: squeue --user") as caught:
         submit(tmp_path, monkeypatch, sbatch, "exit 1")
+    assert (repr(printed) if printed else "printed nothing") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shown", "jobs"),
+    [
+        ("7 /r/job.sbatch\n8 /r/job.sbatch --lr 1\n9 /r/job.sbatch.old\n", ["8"]),
+        ("12 /r/job.sbatch\n12 /r/job.sbatch\n", ["12"]),  # tasks of an array
+        ("CLUSTER: big\n8 /r/job.sbatch\nCLUSTER: small\n7 /r/job.sbatch\n", ["8;big"]),
+        ("", []),
+    ],
+)
+def test_jobs_of_a_file_are_those_of_that_very_file(
+    tmp_path: Path, shown: str, jobs: list[str]
+) -> None:
+    (tmp_path / "shown").write_text(shown)
+    environ = {"PATH": commands(tmp_path / "bin", squeue=f"cat {tmp_path}/shown")}
+    environ |= {"SBATCH_CLUSTERS": "big,small"} if "CLUSTER" in shown else {}
+    assert find_by_script("/r/job.sbatch", environ, but=["7"]) == jobs
+    environ["PATH"] = commands(tmp_path / "bin", squeue="exit 1")
+    assert find_by_script("/r/job.sbatch", environ) is None
 
 
 def test_every_command_goes_to_the_cluster_of_its_job(said: Path) -> None:

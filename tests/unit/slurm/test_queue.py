@@ -5,7 +5,8 @@ import pytest
 from slurm import queue as module
 from slurm.client import job_info
 from slurm.errors import JobError
-from slurm.queue import FORGOTTEN, QueueEntry, parse_queue, queue, seconds_left
+from slurm.job_id import seconds_in
+from slurm.queue import FORGOTTEN, QueueEntry, parse_queue, queue
 from slurm.states import JobInfo, JobState, parse_job, parse_state
 
 
@@ -21,7 +22,7 @@ from slurm.states import JobInfo, JobState, parse_job, parse_state
     ],
 )
 def test_time_left_is_read_in_every_form(text, seconds):
-    assert seconds_left(text) == seconds
+    assert seconds_in(text) == seconds
 
 
 def test_a_reason_may_hold_anything_and_a_state_that_nobody_knows_is_unknown():

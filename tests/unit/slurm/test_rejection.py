@@ -80,6 +80,13 @@ def test_an_unknown_message_and_a_silent_sinfo_get_no_invented_remedy() -> None:
     assert explain_rejection(words, "") == f"{words}\nremedy: choose --partition"
 
 
+def test_a_sentence_of_the_site_gets_no_remedy_for_a_word_in_it() -> None:
+    words = (
+        f"sbatch: error: name the gres and the time limit of project X\n{FAILED}Unspecified error"
+    )
+    assert explain_rejection(words, SINFO) == words
+
+
 def test_a_rejected_submission_shows_slurms_words_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

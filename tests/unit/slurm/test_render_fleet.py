@@ -92,6 +92,14 @@ def test_the_exit_code_of_the_agent_decides_about_a_requeue(job, tmp_path, code,
     assert requeued(tmp_path) == again
 
 
+def test_a_task_that_has_ended_for_good_does_not_start_again(job, tmp_path):
+    """Slurm 24.05 to 25.11 may start it where users may not change their jobs."""
+    for code, starts in ((75, 1), (0, 2), (1, 2)):
+        with start(job, tmp_path, f"echo >>{tmp_path}/began; exit {code}") as script:
+            assert script.wait() == 0
+        assert len((tmp_path / "began").read_text()) == starts
+
+
 def test_failures_are_requeued_up_to_a_number_and_preemptions_without_one(job, tmp_path):
     codes = []
     for code in (1, 75, 1, 75, 75, 1):

@@ -64,7 +64,7 @@ def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str)
         ("home", "relative", "absolute"),
         ("home", "/a:b", "PYTHONPATH"),
         ("run_folder", "/a\\b", "backslash"),
-        ("segment", 2, "does not divide the 1 nodes"),
+        ("segment", 2, "segment: 2 does not divide the 1 nodes"),
         ("run_folder", "/runs/%j", "choose another path"),
         ("agent_args", ("--", "x"), "driver_args"),
         ("time", "1", "--signal-lead-s 120"),

@@ -19,6 +19,7 @@ from slurm.supervise import (
     bad_hosts,
     decide,
     describe_shortage,
+    final_code,
     record_chained,
     record_end,
     record_start,
@@ -54,7 +55,7 @@ def test_after_term_and_where_forbidden_nothing_comes_back(verdict: str, expecte
     """A cancelled run stays cancelled; the exit code is the attempt's."""
     assert code(Ending(verdict, code=3)) is None
     assert code(Ending(verdict, code=3, terminated=True)) == expected
-    assert code(Ending(verdict, code=3, may_restart=False)) == expected
+    assert code(Ending(verdict, code=3, no_restart="never")) == expected
 
 
 def test_a_run_that_was_cancelled_comes_back_only_when_it_is_submitted_again() -> None:
@@ -94,6 +95,40 @@ def test_an_attempt_records_how_many_nodes_are_allocated_where_slurm_says_it(
     assert numbers == [3, None]
 
 
+@pytest.mark.parametrize(
+    ("ended", "job", "expected"),
+    [
+        ({"verdict": "done", "answer": 0}, "7", 0),
+        ({"verdict": "config", "answer": 78}, "7", 78),
+        ({"verdict": "failed", "answer": 3, "final": True}, "7", 3),
+        ({"verdict": "requeue", "answer": 75, "final": False}, "7", None),  # Slurm preempted it
+        ({"verdict": "requeue", "answer": "again", "final": False}, "7", None),
+        ({"verdict": "done", "answer": 0, "final": True}, "8", None),  # another job resumes it
+    ],
+)
+def test_only_the_job_whose_end_is_final_must_not_start_again(
+    ended: dict[str, Any], job: str, expected: int | None
+) -> None:
+    entries = [
+        {"event": "attempt", "attempt": 0, "job_id": "7"},  # before sbatch has returned
+        {"event": "submitted", "job_id": "7"},
+        {"event": "verdict", "attempt": 0, **ended},
+    ]
+    assert final_code(entries, job) == expected
+    assert final_code([*entries, {"event": "submitted", "job_id": "9"}], "7") is None
+
+
+def test_a_submission_counts_from_its_intent_unless_it_was_rejected() -> None:
+    """sbatch may have no answer, and the job of a resumed run is not a cancelled one."""
+    cancelled = {"event": "cancelled"}
+    intent = {"event": "submitting", "outcome": "submitted", "file": "f"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, intent, ATTEMPT) is None
+    rejected = {"event": "rejected", "file": "f"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, intent, rejected) == 75
+    engines = {**intent, "outcome": "fleet"}
+    assert code(Ending("requeue"), SUBMITTED, cancelled, engines) == 75
+
+
 def test_a_failure_never_exits_with_zero() -> None:
     assert code(Ending("failed", code=0, terminated=True)) == 1
 
@@ -104,7 +139,8 @@ def test_preemptions_and_failures_have_budgets_of_their_own() -> None:
     assert code(Ending("requeue"), PREEMPTED, FAILED, FAILED, *progress) is None
     assert code(Ending("failed"), PREEMPTED, PREEMPTED, PREEMPTED, *progress) is None
     spent = decide(Ending("requeue"), (PREEMPTED, PREEMPTED, *progress), BUDGETS)
-    assert spent == RestartDecision(75, "not requeued: preemptions: 3, and max_preemptions is 2")
+    reason = "not requeued: preemptions: 3, and max_preemptions is 2"
+    assert spent == RestartDecision(75, reason, is_final=True)
     assert "max_failures is 1" in decide(Ending("none"), (FAILED,), BUDGETS).reason
 
 
@@ -208,6 +244,7 @@ def test_the_ledger_tells_an_attempt_from_its_start_to_its_end(tmp_path: Path) -
         "answer": "again",
         "reason": "requeue after a failure (1 of 1)",
         "exclude": ["n02"],
+        "final": False,
     }
     assert what_follows(tmp_path, 9, budgets=budgets) == 9
 

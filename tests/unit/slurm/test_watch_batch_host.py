@@ -23,7 +23,7 @@ read -r line <"{folder}/answers"
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then [ "$3" ] && tr , '\\n' <<<"$3"; exit; fi
 echo "scontrol $*" >>"{folder}/calls"
-[ "$(wc -l <"{folder}/calls")" -gt {refusals} ]
+[ "$(wc -l <"{folder}/calls")" -gt {refusals} ] || {{ echo "{words}" >&2; exit 1; }}
 """
 SCANCEL = """#!/bin/bash
 echo "scancel $*" >>"{folder}/calls"
@@ -31,11 +31,17 @@ echo "scancel $*" >>"{folder}/calls"
 
 
 def calls(
-    folder: Path, policy: str, *answers: str, within_s: float = 20.0, refusals: int = 0
+    folder: Path,
+    policy: str,
+    *answers: str,
+    within_s: float = 20.0,
+    refusals: int = 0,
+    words: str = "",
 ) -> list[str]:
     """Commands of the script for these answers of squeue; [] if it still waits at the end."""
+    folder.mkdir(exist_ok=True)
     for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
-        (folder / name).write_text(text.format(folder=folder, refusals=refusals))
+        (folder / name).write_text(text.format(folder=folder, refusals=refusals, words=words))
         (folder / name).chmod(0o755)
     (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -64,7 +70,11 @@ def test_a_controller_that_refuses_at_first_costs_no_run(tmp_path: Path) -> None
 
 
 def test_where_slurm_must_not_requeue_the_job_is_cancelled(tmp_path: Path) -> None:
+    """By the run's policy, or because Slurm refuses: it would hold its nodes to the time limit."""
     assert calls(tmp_path, "cancel", "n1 n2,n3") == ["scancel 7"]
+    words = "Requested operation is presently disabled for job 7"
+    found = calls(tmp_path / "x", "requeue", "n1 n2,n3", refusals=9, words=words)
+    assert found == ["scontrol requeue 7", "scancel 7"]
 
 
 @pytest.mark.parametrize("answer", ["n1 n1,n2", "n1 n1,n10", "down", "none"])

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from rlpost.observe.report.goodput import goodput
+from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.timeline import timeline
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -105,6 +107,24 @@ def test_any_beginning_of_a_ledger_has_spans_without_a_gap(cut):
 
 def test_a_ledger_without_entries_tells_nothing():
     assert timeline([], BEGIN) is None
+
+
+def test_a_restart_that_slurm_refused_ends_the_run_and_counts_as_one_end():
+    """The batch host corrects its decision with a second verdict."""
+    failed = {"attempt": 0, "verdict": "failed", "cause": "CUDA error"}
+    entries = [
+        *PREEMPTED[:4],
+        *ledger(
+            (100, "verdict", {**failed, "answer": "again"}),
+            (101, "verdict", {**failed, "answer": 75, "correction": True}),
+        ),
+    ]
+    told = timeline(entries, BEGIN + timedelta(days=1))
+    assert spans(told)[-1][2] == told.end_s == 101  # nothing waits after it
+    assert [mark.kind for mark in told.marks].count("failed") == 1
+    assert not told.attempts[-1].ended.endswith("requeued")
+    layout = GpuLayout(gpus_per_node=4, num_nodes=1, trainer=4, engines=4, is_colocated=True)
+    assert goodput(entries, [], layout, BEGIN + timedelta(days=1)).queue_s == 10
 
 
 def test_a_hang_is_marked_with_the_rank_to_blame():
