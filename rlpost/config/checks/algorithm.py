@@ -39,7 +39,6 @@ def _reward_problems(config: Config) -> list[str]:
     grpo = config.grpo
     row = ESTIMATORS[grpo.advantage_estimator]
     have_raw = listed(name for name, other in ESTIMATORS.items() if other.has_raw_rewards)
-    actions = (grpo.truncated_answers, grpo.repetitive_answers)
     unused, changed = _without_rewards(config), _shaping_of_rewards(config)
     rules = [
         (
@@ -58,15 +57,6 @@ def _reward_problems(config: Config) -> list[str]:
             and not row.has_raw_rewards,
             f"--custom-reward-post-process-path takes the place of a baseline, which is all of "
             f"{spelled(config, 'advantage_estimator')}; use --advantage-estimator grpo",
-        ),
-        (
-            grpo.punished_reward != 0.0 and "punish" not in actions,
-            f"{spelled(config, 'punished_reward')} has no effect; add --truncated-answers punish or "
-            "--repetitive-answers punish, or omit it",
-        ),
-        (
-            grpo.overlong_penalty != 1.0 and grpo.overlong_buffer_len is None,
-            f"{spelled(config, 'overlong_penalty')} has no effect; add --overlong-buffer-len, or omit it",
         ),
         (
             bool(unused and changed),

@@ -52,7 +52,7 @@ from rlpost.trainer import optimizer
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.muon import MuonSettings
 from rlpost.trainer.step import Weighting
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, TrainBatch, Unfinished
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.algorithm.test_objective import tokens_of
 from tests.unit.tasks.test_tokenizer import TEMPLATE
 
@@ -255,8 +255,7 @@ def advantages(config: Config) -> object:
             for number, each in enumerate(samples)]  # fmt: skip
     reference = [FloatColumn(len(own) * [2.0]) for own in ours]  # beyond the bound of low_var_kl
     if grpo.kl_coef:
-        batch = TrainBatch((tuple(samples),), len(samples), 1)
-        flat = kl_penalties(batch, ours, reference, grpo)
+        flat = kl_penalties(ours, reference, grpo)
         penalties = [flat[:4], flat[4:]]
     if config.use_critic:
         estimates = estimate_with_values(
@@ -486,7 +485,6 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "lambd": {"advantage_estimator": "ppo"},
     "overlong_penalty": {"overlong_buffer_len": 6},
     "punished_reward": {"truncated_answers": "punish"},
-    "loss_unit": {"custom_generate_function_path": "write"},
     "mtp_loss_scaling_factor": {"enable_mtp_training": True},
     "custom_loss_function_path": {"loss_type": "custom_loss"},
     "prompt_data_weights": {"prompt_data": ("prompts.jsonl", "more.jsonl")},
