@@ -78,7 +78,7 @@ def find_origin(
     lost. ``unusable`` returns why a checkpoint's state cannot be used. Raises ConfigError when the
     checkpoint is gone, CheckpointError when it is damaged.
     """
-    is_same = str(load) == origin.load
+    is_same = load.resolve() == Path(origin.load).resolve()
     if not origin.checkpoint and is_same:
         logger.info("--load %s: this run started before it had a checkpoint, and goes on so", load)
         return True, None

@@ -62,6 +62,29 @@ def test_a_copy_gets_a_new_identity_once_and_its_original_keeps_its_own(run: Pat
     assert original_of(run.with_name("branch of the branch")) == copy
 
 
+@pytest.mark.parametrize("first", ["moved", "copy"], ids="{} is resumed first".format)
+@pytest.mark.parametrize("across", [False, True], ids=["renamed", "to another file system"])
+def test_of_a_moved_run_and_its_copy_one_has_the_identity(
+    run: Path, across: bool, first: str
+) -> None:
+    identity = settle_identity(run)
+    moved, copy = run.with_name("moved"), run.with_name("copy")
+    if across:
+        shutil.copytree(run, moved)
+        shutil.copytree(run, copy)
+        shutil.rmtree(run)
+    else:
+        run.rename(moved)
+        shutil.copytree(moved, copy)
+    settled = {}
+    for name in dict.fromkeys((first, "moved", "copy")):
+        settled[name] = settle_identity(run.with_name(name))
+    assert [each.id for each in settled.values()].count(identity.id) == 1
+    assert across or settled["moved"].id == identity.id
+    for name, each in settled.items():
+        assert settle_identity(run.with_name(name)) == each
+
+
 def test_a_place_that_cannot_be_looked_into_is_no_original(run: Path, monkeypatch) -> None:
     identity, moved = settle_identity(run), run.with_name("moved")
     run.rename(moved)
