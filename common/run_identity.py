@@ -17,8 +17,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from common.files import text_or_empty, write_atomic, write_first
+from common.files import read_regular, text_or_empty, write_atomic, write_first
 
 IDENTITY_FILE = "identity.json"
 EXPORT_ID, WANDB_ID = Path("export_id"), Path("wandb/run_id")
@@ -95,13 +96,21 @@ def _text(identity: RunIdentity) -> str:
 def _recorded(run: Path) -> RunIdentity | None:
     """The identity that the folder holds, whichever run it is of. Raises OSError."""
     try:
-        record = json.loads((run / IDENTITY_FILE).read_text())
+        record = _read(run)
         inode = int(record.get("inode", 0))
         return RunIdentity(str(record["id"]), str(record["label"]), str(record["path"]), inode)
     except FileNotFoundError:
         return _before_identities(run)
     except (ValueError, KeyError, TypeError, AttributeError):  # damaged: as if there were none
         return None
+
+
+def _read(run: Path) -> Any:
+    """The JSON value in the folder's file. Raises OSError, ValueError."""
+    try:
+        return json.loads(read_regular(run / IDENTITY_FILE).decode())
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def _before_identities(run: Path) -> RunIdentity | None:
@@ -147,7 +156,7 @@ def _twin(recorded: RunIdentity, run: Path) -> Path | None:
 def _has_id(run: Path, identity: str) -> bool:
     """Whether a folder's file has an id. Raises OSError."""
     try:
-        record = json.loads((run / IDENTITY_FILE).read_text())
+        record = _read(run)
     except (FileNotFoundError, ValueError):
         return False
     return isinstance(record, dict) and record.get("id") == identity

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from common import run_identity
 from common.run_identity import (
     IDENTITY_FILE,
     copy_words,
@@ -98,14 +99,14 @@ def test_a_place_that_cannot_be_looked_into_is_no_original(run: Path, monkeypatc
 
 def test_a_run_of_another_user_is_an_original(run: Path, monkeypatch) -> None:
     settle_identity(run)
-    copy, read = shutil.copytree(run, run.with_name("copy")), Path.read_text
+    copy, read = shutil.copytree(run, run.with_name("copy")), run_identity.read_regular
 
-    def refuse(path: Path) -> str:
+    def refuse(path: Path) -> bytes:
         if path == run / IDENTITY_FILE:
             raise PermissionError(13, "Permission denied")
         return read(path)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(run_identity, "read_regular", refuse)
     assert original_of(copy) == run
 
 
@@ -125,8 +126,20 @@ def test_ids_of_runs_from_before_are_kept(run: Path) -> None:
     assert settle_identity(run.with_name("copy")).id != identity.id
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"id": "a"})])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"id": "a"}'])
 def test_a_damaged_file_is_replaced(run: Path, text: str) -> None:
     (run / IDENTITY_FILE).write_text(text)
     assert read_identity(run) is None
     assert settle_identity(run) == read_identity(run)
+
+
+def test_a_fifo_among_the_runs_blocks_no_command(run: Path) -> None:
+    settle_identity(run)
+    moved, other = run.with_name("moved"), run.with_name("another user's")
+    shutil.copytree(run, moved)
+    shutil.rmtree(run)
+    other.mkdir()
+    os.mkfifo(other / IDENTITY_FILE)
+    assert original_of(moved) is None
+    with pytest.raises(OSError, match="not a regular file"):
+        read_identity(other)
