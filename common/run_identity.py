@@ -127,7 +127,7 @@ def _original(recorded: RunIdentity, run: Path) -> Path | None:
     try:
         if os.path.samefile(original, run):
             return None
-    except PermissionError:  # who moved it may not look
+    except PermissionError:  # its old place may have become another user's
         return None
     except (FileNotFoundError, NotADirectoryError):
         return _twin(recorded, run)
