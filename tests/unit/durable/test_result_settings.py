@@ -15,7 +15,7 @@ USED = Config.model_validate(
     {
         "checkpoint": {"hf_checkpoint": "m"},
         "rollout": {"prompt_data": "p"},
-        "grpo": {"advantage_estimator": "ppo"},
+        "grpo": {"advantage_estimator": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.2},
         "lora": {"lora_rank": 8},
     }
 )
