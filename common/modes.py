@@ -18,10 +18,8 @@ PRIVATE = 0o077
 USER_UMASK = "RLPOST_UMASK"
 """Variable with the umask of the submitting shell, in octal digits; set in a job."""
 DEFAULT_ACL = "system.posix_acl_default"
-_ENTRIES_AT, _ENTRY = (
-    4,
-    struct.Struct("<HHI"),
-)  # include/uapi/linux/posix_acl_xattr.h: tag, perm, id
+_ENTRIES_AT = 4  # include/uapi/linux/posix_acl_xattr.h: a version, then tag, perm and id of each
+_ENTRY = struct.Struct("<HHI")
 _USER, _GROUP, _MASK, _OTHER = 0x01, 0x04, 0x10, 0x20
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems whose modes are those of the mount (CIFS, some FUSE file systems)."""

@@ -26,6 +26,7 @@ from rlpost.cli.secret_file import hide_keys, load_keys
 from rlpost.cli.stack_check import model_problems
 from rlpost.config.arguments import add_switch
 from rlpost.config.load import dump, parse_dump
+from rlpost.config.masking import masked_words
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         hide_keys()
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        sys.argv[1:] = masked_words(words)  # which W&B records
     code = run_command(partial(_train, owns_process=arguments is None), words)
     return EXIT_CONFIG if code == EXIT_BAD_INPUT and FROM_AGENT in words else code
 

@@ -112,8 +112,8 @@ def _copy(file: Path, to: Path, earlier: Path | None) -> int:
 def _link(file: Path, earlier: Path, to: Path) -> bool:
     """Make ``to`` a hard link to ``earlier`` if that is a copy of ``file``; return whether it is.
 
-    Content is compared through the new name: no other file can take its place. Of a regular file
-    of this user that nobody can write.
+    ``earlier`` must be a read-only regular file of this user. Its content is compared through the
+    new name, which no other process can replace.
     """
     try:
         own, other = file.lstat(), earlier.lstat()

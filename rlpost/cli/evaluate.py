@@ -132,7 +132,7 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     # the job for which the run waited is over
     others = [word for word in config.cluster.sbatch if not word.startswith("--dep")]
     config = with_values(config, sbatch=tuple(others))
-    write_atomic(recipe, resolved(Loaded(config, {})))
+    write_atomic(recipe, resolved(Loaded(config, {}), is_private=True))
     if not (weights / "config.json").is_file():
         weights = conversion_of(run, step, weights, config.checkpoint.hf_checkpoint, out.parent)
     return out, [str(recipe), "--hf-checkpoint", str(weights), *NOT_OF_THE_RUN]

@@ -6,7 +6,9 @@ hold a password or a key:
     environment, and tables of that kind    every value but those of LIBRARIES' own variables
     env_args                                every text
     URLs anywhere                           the part before @
-    names such as api_key or password       the value
+    NAME=VALUE anywhere, with a name such
+    as HF_TOKEN, api_key or password        the value, in a shell command or a URL's query too
+    settings with such a name               the value
 
 run.json (0600) keeps the values. Logs that W&B gets, the report, its recipe, --print-config and the
 commands that a verb prints are made from the masked ones. A resumed run takes masked values from
@@ -33,16 +35,26 @@ _SECRET_NAME = re.compile(
     r"(^|[_-])(api|access|private)[_-]?key$|secret|passw|credential|(^|_)(auth|api|access)_token$",
     re.I,
 )
-_USERINFO = re.compile(r"(?<=://)[^/\s@?#]+(?=@)")
+_TOKEN = re.compile(r"(^|[_-])token$", re.I)
+_USERINFO = re.compile(r"(?<=://)[^/\s?#]+(?=@)")  # to the last @: passwords may have one
+_ASSIGNED = re.compile(r"""(?<!\w)([A-Za-z_][\w-]*)=("[^"]*"|'[^']*'|[^\s&,;"'#]+)""")
 
 
-def without_userinfo(text: str) -> str:
-    """Return a text whose URLs have no user and password.
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user and password, and whose assigned secrets are masked.
 
-    >>> without_userinfo("http://user:secret@host/x")
-    'http://***@host/x'
+    >>> without_secrets("http://user:secret@host/x?api_key=s&n=1")
+    'http://***@host/x?api_key=***&n=1'
+    >>> without_secrets("export HF_TOKEN='s t' A=b")
+    'export HF_TOKEN=*** A=b'
     """
-    return _USERINFO.sub(MASK, text)
+    return _ASSIGNED.sub(_mask_assigned, _USERINFO.sub(MASK, text))
+
+
+def _mask_assigned(assigned: re.Match[str]) -> str:
+    name = assigned[1]
+    is_secret = _SECRET_NAME.search(name) or _TOKEN.search(name) or is_key(name)
+    return f"{name}={MASK}" if is_secret else assigned[0]
 
 
 def masked(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +76,7 @@ def mask(key: str, value: Any, *, hides_texts: bool = False) -> Any:
         if hides_texts or _SECRET_NAME.search(key):
             is_tuning = key.startswith(LIBRARIES) and not is_key(key)
             return value if is_tuning or not value else MASK
-        return without_userinfo(value)
+        return without_secrets(value)
     hides_texts = hides_texts or key in _ENVIRONMENTS or key == _ARGUMENTS
     if isinstance(value, Mapping):
         return {name: mask(name, one, hides_texts=hides_texts) for name, one in value.items()}
@@ -136,4 +148,6 @@ def _is_masked(value: object) -> bool:
         return any(map(_is_masked, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_is_masked, value))
-    return isinstance(value, str) and (value == MASK or f"://{MASK}@" in value)
+    return isinstance(value, str) and (
+        value == MASK or f"://{MASK}@" in value or f"={MASK}" in value
+    )

@@ -18,12 +18,18 @@ from rlpost.config.masking import mask
 _WIDTH = 48
 
 
-def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None) -> str:
+def resolved(
+    loaded: Loaded,
+    comments: Mapping[str, Sequence[str]] | None = None,
+    *,
+    is_private: bool = False,
+) -> str:
     """Every setting as one line of TOML, followed by the origin of its value.
 
     A setting without a value becomes a comment, because TOML has no null. The text, used as a
     recipe, gives the same tree, unless it holds masked values (``masking``), which are refused.
-    ``comments`` are additional lines by table.
+    ``comments`` are additional lines by table. With ``is_private`` no value is masked: for a file
+    that only the user can read.
     """
     blocks = []
     for name in groups():
@@ -33,7 +39,7 @@ def resolved(loaded: Loaded, comments: Mapping[str, Sequence[str]] | None = None
             origin = loaded.origins.get(f"{name}.{key}", "default")
             if isinstance(value, BaseModel):  # a group of engines
                 value = value.model_dump(mode="json")
-            shown = toml_value(mask(key, value))
+            shown = toml_value(value if is_private else mask(key, value))
             text = f"# {key} is not set" if value is None else f"{key} = {shown}"
             lines.append(f"{text:<{_WIDTH}}  # {_one_line(origin)}")
         blocks.append("\n".join([*lines, *(comments or {}).get(name, ())]))

@@ -9,23 +9,39 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rlpost.config.checks.functions import OF_A_SET, SETTINGS, source_of
 from rlpost.config.env_names import parse_envs
-from rlpost.config.eval_sets import eval_sets
+from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.tasks.rows import split_source
 from rlpost.trainer.weights.hf_folder import tokenizer_files
 
 DIGITS = 16
 
 
 def input_digests(config: Config) -> dict[str, str]:
-    """Return the digest of each input by flag and name. Unreadable files are left to their users."""
+    """Return the digest of each input by flag and name.
+
+    Inputs that cannot be read are left out: that is no change. Their users report it.
+    """
+    digests: dict[str, str] = {}
+    for key, function in _functions(config).items():
+        with suppress(OSError):
+            digests[key] = _digest(code_of(function))
+    for key, list_files in _files(config).items():
+        with suppress(OSError):
+            digests[key] = _digest(list_files())
+    return {key: digest for key, digest in digests.items() if digest}
+
+
+def _functions(config: Config) -> dict[str, str]:
     functions = {
         f"{flag(key)} {path}": path
         for table, key, _ in SETTINGS
@@ -34,27 +50,39 @@ def input_digests(config: Config) -> dict[str, str]:
     for env in parse_envs(config.env.env):
         if env.kind == "own":
             functions[f"--env {env.target}"] = env.target
-    with suppress(ConfigError):
-        for one in eval_sets(config.eval):
-            for key, _ in OF_A_SET:
-                if path := getattr(one, key):
-                    functions[f"{one.name}.{key} {path}"] = path
-    files: dict[str, list[Path]] = {key: code_of(path) for key, path in functions.items()}
-    for key in ("rollout.judge", "eval.eval_config"):
-        table, _, name = key.partition(".")
-        if path := getattr(getattr(config, table), name):
-            files[f"{flag(name)} {path}"] = [Path(path)]
+    for one in _eval_sets(config):
+        for key, _ in OF_A_SET:
+            if path := getattr(one, key):
+                functions[f"{one.name}.{key} {path}"] = path
+    return functions
+
+
+def _files(config: Config) -> dict[str, Callable[[], list[Path]]]:
+    files: dict[str, Callable[[], list[Path]]] = {}
+    for key, name in (
+        ("--judge", config.rollout.judge),
+        ("--eval-config", config.eval.eval_config),
+        *((f"evaluation set {one.name}", split_source(one.path)[0]) for one in _eval_sets(config)),
+    ):
+        if name:
+            files[f"{key} {name}"] = partial(list, [Path(name)])
     folder = Path(config.checkpoint.hf_checkpoint)
-    with suppress(OSError):
-        files[f"tokenizer of {folder}"] = tokenizer_files(folder)
-    return {key: _digest(paths) for key, paths in files.items() if paths}
+    files[f"tokenizer of {folder}"] = partial(tokenizer_files, folder)
+    return files
+
+
+def _eval_sets(config: Config) -> Sequence[EvalSet]:
+    try:
+        return eval_sets(config.eval)
+    except ConfigError:  # the evaluation reports it
+        return ()
 
 
 def code_of(function: str) -> list[Path]:
     """Return the file of FILE.py:NAME, module.NAME or module:NAME, and what it imports beside it.
 
     Imports of other folders are not followed: code of the run is recorded by its commit, packages by
-    their versions.
+    their versions. Raises OSError.
     """
     file, colon, _ = function.rpartition(":")
     if not colon:
@@ -74,7 +102,7 @@ def _beside(file: Path) -> list[Path]:
     """The files of modules in the folder of ``file`` that it imports."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (SyntaxError, ValueError):
         return []
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -91,12 +119,11 @@ def _beside(file: Path) -> list[Path]:
     return paths
 
 
-def _digest(paths: Iterable[Path]) -> str:
+def _digest(paths: Sequence[Path]) -> str:
+    """The digest of files, empty without any. Raises OSError."""
     digest = hashlib.sha256()
     for path in paths:
-        try:
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            content = str(error.strerror)
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
         digest.update(f"{path.name} {content}\n".encode())
-    return digest.hexdigest()[:DIGITS]
+    return digest.hexdigest()[:DIGITS] if paths else ""

@@ -1,8 +1,8 @@
 """The checkpoint of --load that a run started from, recorded beside its own.
 
 Input: the folder of --load at the first attempt. Output: the same checkpoint at every later attempt
-until the run has its own: the run that writes to --load may go on and commit newer ones, whose
-steps this run has not trained.
+until the run has its own: the run that writes to --load may commit newer ones, whose steps this run
+has not trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Origin:
 
     @property
     def content(self) -> str | None:
-        """What it is, for a comparison; None without a checkpoint."""
+        """The checkpoint's name and digest, for a comparison; None without a checkpoint."""
         return f"{self.checkpoint} {self.digest[:16]}" if self.checkpoint else None
 
 
@@ -72,15 +72,17 @@ def record_origin(save: Path, origin: Origin, *, lane: Path) -> None:
 def find_origin(
     save: Path, origin: Origin, load: Path, unusable: Callable[[Path], str | None]
 ) -> tuple[bool, Path | None]:
-    """Return whether a run goes on from ``origin``, and that checkpoint in ``load``, if any.
+    """Return whether a run resumes from ``origin``, and that checkpoint in ``load``, if any.
 
     It does not if --load names another folder now, without that checkpoint; a warning says what is
-    lost. ``unusable`` returns why a checkpoint's state cannot be used. Raises ConfigError when the
-    checkpoint is gone, CheckpointError when it is damaged.
+    lost. ``unusable`` returns why a checkpoint's state cannot be used.
+
+    Raises ConfigError when the checkpoint is gone, CheckpointError when it is damaged, OSError when
+    its manifest's digest cannot be read.
     """
-    is_same = str(load) == origin.load
+    is_same = load.resolve() == Path(origin.load).resolve()  # also by another link
     if not origin.checkpoint and is_same:
-        logger.info("--load %s: this run started before it had a checkpoint, and goes on so", load)
+        logger.info("--load %s had no checkpoint when this run started, so none is used", load)
         return True, None
     path = load / origin.checkpoint
     if (path / COMMITTED).exists() and origin_of(load, path).digest == origin.digest:

@@ -11,6 +11,7 @@ the checkpoint's have generated: with the new settings these weights would be ot
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from rlpost.config.critic_ranks import LAYOUT
+from rlpost.config.masking import mask
 from rlpost.config.tree import Config
 
 CONTENT = "content of "
@@ -148,10 +150,19 @@ def result_settings(
     for group, rule in TABLE.items():
         if is_used.get(group, True):
             for key, value in tree[group].items():
-                values[rule.kind(key)][key] = value
+                values[rule.kind(key)][key] = _hide_secrets(key, value)
     generated, trained = _derived(config)
     contents = {CONTENT + flag: digest for flag, digest in (weights or {}).items()}
     return ResultSettings(values["generated"] | generated | contents, values["trained"] | trained)
+
+
+def _hide_secrets(key: str, value: Any) -> Any:
+    """Return a value that differs as the setting does; journals and checkpoints may be shared."""
+    shown = mask(key, value)
+    if shown == value:
+        return value
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return f"{json.dumps(shown, sort_keys=True)} (digest {digest[:16]})"
 
 
 def _derived(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,9 +205,9 @@ def compare(before: str, now: str) -> Change:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each key whose value differs."""
+    """Return a line for each key whose value differs, without secrets."""
     return tuple(
-        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        f"{key}: {mask(key, before.get(key))!r} -> {mask(key, now.get(key))!r}"
         for key in sorted(before.keys() | now.keys())
         if key not in before or key not in now or before[key] != now[key]
     )

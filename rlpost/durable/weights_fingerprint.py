@@ -3,12 +3,15 @@
 It covers the name and size of each file, small files and the headers of safetensors in full, and
 NUM_BLOCKS blocks of each other file. Weights that were trained or converted again differ in every
 tensor, so a sample finds them; an edit between two blocks that keeps every size is not found.
-Texts for readers, hidden files and times are not part of it: a copy has an equal fingerprint.
+Texts for readers, hidden files and times are not part of it, and links are followed: a copy has an
+equal fingerprint.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -24,7 +27,7 @@ NUM_THREADS = 8
 def fingerprint(path: Path) -> str | None:
     """Return the fingerprint of a file or folder; None if there is none. Raises OSError. Blocks."""
     if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if _counts(each, path) and each.is_file())
+        files = read_again(lambda: sorted(_files(path, frozenset())))
     elif path.is_file():
         files = [path]
     else:
@@ -37,11 +40,23 @@ def fingerprint(path: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _counts(file: Path, folder: Path) -> bool:
-    """Whether a file is one of the model: hidden ones are caches, but for Megatron's .metadata."""
-    names = file.relative_to(folder).parts
-    is_hidden = any(name.startswith(".") and name != ".metadata" for name in names)
-    return not is_hidden and file.suffix != ".md"
+def _files(folder: Path, above: frozenset[str]) -> Iterator[Path]:
+    """The files of the model; hidden ones are caches, but for Megatron's .metadata.
+
+    ``above``: the folders that this one is in; a link to one of them is not followed. Raises OSError.
+    """
+    above |= {os.path.realpath(folder)}
+    with os.scandir(folder) as listing:
+        entries = list(listing)
+    for entry in entries:
+        is_hidden = entry.name.startswith(".") and entry.name != ".metadata"
+        if is_hidden or entry.name.endswith(".md"):
+            continue
+        if not entry.is_dir():
+            if entry.is_file():  # no link to a file that is gone
+                yield folder / entry.name
+        elif os.path.realpath(entry.path) not in above:
+            yield from _files(folder / entry.name, above)
 
 
 def _file_digest(path: Path) -> bytes:

@@ -106,7 +106,7 @@ def write_answers(
 
 
 def answers_file(name: str) -> str:
-    """Return the name of a set's file, another one for each set.
+    """Return the name of a set's file; no two sets have the same.
 
     >>> answers_file("math/500")
     'math%2F500.jsonl'

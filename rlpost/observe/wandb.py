@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import MAX_LENGTH, WandbConfig
-from rlpost.config.masking import without_userinfo
+from rlpost.config.masking import without_secrets
 from rlpost.errors import ConfigError, Preempted
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _teardown() -> None:
 
 def _one_line(error: Exception) -> str:
     """Return an error of W&B as one line without passwords."""
-    words = without_userinfo(" ".join(str(error).split()))
+    words = without_secrets(" ".join(str(error).split()))
     return f"{type(error).__name__}: {words[:MAX_ERROR]}".rstrip(": ")
 
 

@@ -53,7 +53,7 @@ MODEL = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 100,
+    "vocab_size": 256,
     "head_dim": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from glob import escape, glob
 from pathlib import Path
 
-from common.files import sync
+from common.files import read_regular, sync
 from common.run_identity import RunIdentity, read_identity
 from rlpost.config.groups.checkpoint import CheckpointConfig
 
@@ -145,7 +145,7 @@ def mark(folder: Path, marker: Marker) -> None:
 def read_marker(folder: Path) -> Marker | None:
     """Return the marker of a folder; None if it has none, or a damaged one. Raises OSError."""
     try:
-        content = json.loads((folder / MARKER).read_text())
+        content = json.loads(read_regular(folder / MARKER).decode())
         return Marker(
             str(content["id"]),
             Path(content["run"]).name,  # older markers have the path of the run's folder

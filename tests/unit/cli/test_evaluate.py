@@ -240,16 +240,18 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_of_a_run_does_not_wait_for_the_job_before_the_run(
+def test_an_evaluation_has_all_settings_of_the_run_but_the_job_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That job is over: Slurm may refuse a dependency on one that it has forgotten."""
     run, config = run_of(tmp_path / "run", 3)
     words = ("--dependency=afterok:7", "--nice")
+    config = with_values(config, environment={"A_TOKEN": "a"}, rm_url="http://u:p@host/x")
     run.run_json.write_text(dump(with_values(config, sbatch=words)))
     monkeypatch.setattr(evaluate, "convert", lambda *_: tmp_path / "hf")
     _, (recipe, *_) = evaluate._evaluation_of(run, 3, None)
-    assert load([Path(recipe)], {}).config.cluster.sbatch == ("--nice",)
+    assert load([Path(recipe)], {}).config == with_values(config, sbatch=("--nice",))
+    assert Path(recipe).stat().st_mode & 0o077 == 0, "it holds the run's secrets"
 
 
 def test_a_dry_run_prints_the_job_of_an_evaluation(tmp_path: Path, capsys: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import sys
 
 import pytest
 
@@ -64,3 +65,16 @@ def test_in_a_job_what_the_batch_script_mounts_is_there(tmp_path, monkeypatch, c
     monkeypatch.setenv("RLPOST_HOME", str(tmp_path))
     assert train.main([*words, "--run-folder", "run"]) == 0
     assert [config.cluster.container for config in driven] == [chosen]
+
+
+def test_the_command_line_that_wandb_records_has_no_secret(monkeypatch):
+    words, parsed = ["--environment", "A=secret", "--lr", "1e-6"], []
+
+    def record(act, arguments):
+        parsed.extend(arguments)
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setattr(train, "run_command", record)
+    assert train.main() == 0 and parsed == words
+    assert sys.argv[1:] == ["--environment", "A=***", "--lr", "1e-6"]

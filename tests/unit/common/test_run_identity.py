@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from common import run_identity
 from common.run_identity import (
     IDENTITY_FILE,
     copy_words,
@@ -62,6 +63,29 @@ def test_a_copy_gets_a_new_identity_once_and_its_original_keeps_its_own(run: Pat
     assert original_of(run.with_name("branch of the branch")) == copy
 
 
+@pytest.mark.parametrize("first", ["moved", "copy"], ids="{} is resumed first".format)
+@pytest.mark.parametrize("across", [False, True], ids=["renamed", "to another file system"])
+def test_of_a_moved_run_and_its_copy_one_has_the_identity(
+    run: Path, across: bool, first: str
+) -> None:
+    identity = settle_identity(run)
+    moved, copy = run.with_name("moved"), run.with_name("copy")
+    if across:
+        shutil.copytree(run, moved)
+        shutil.copytree(run, copy)
+        shutil.rmtree(run)
+    else:
+        run.rename(moved)
+        shutil.copytree(moved, copy)
+    settled = {}
+    for name in dict.fromkeys((first, "moved", "copy")):
+        settled[name] = settle_identity(run.with_name(name))
+    assert [each.id for each in settled.values()].count(identity.id) == 1
+    assert across or settled["moved"].id == identity.id
+    for name, each in settled.items():
+        assert settle_identity(run.with_name(name)) == each
+
+
 def test_a_place_that_cannot_be_looked_into_is_no_original(run: Path, monkeypatch) -> None:
     identity, moved = settle_identity(run), run.with_name("moved")
     run.rename(moved)
@@ -75,14 +99,14 @@ def test_a_place_that_cannot_be_looked_into_is_no_original(run: Path, monkeypatc
 
 def test_a_run_of_another_user_is_an_original(run: Path, monkeypatch) -> None:
     settle_identity(run)
-    copy, read = shutil.copytree(run, run.with_name("copy")), Path.read_text
+    copy, read = shutil.copytree(run, run.with_name("copy")), run_identity.read_regular
 
-    def refuse(path: Path) -> str:
+    def refuse(path: Path) -> bytes:
         if path == run / IDENTITY_FILE:
             raise PermissionError(13, "Permission denied")
         return read(path)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(run_identity, "read_regular", refuse)
     assert original_of(copy) == run
 
 
@@ -102,8 +126,20 @@ def test_ids_of_runs_from_before_are_kept(run: Path) -> None:
     assert settle_identity(run.with_name("copy")).id != identity.id
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"id": "a"})])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"id": "a"}'])
 def test_a_damaged_file_is_replaced(run: Path, text: str) -> None:
     (run / IDENTITY_FILE).write_text(text)
     assert read_identity(run) is None
     assert settle_identity(run) == read_identity(run)
+
+
+def test_a_fifo_among_the_runs_blocks_no_command(run: Path) -> None:
+    settle_identity(run)
+    moved, other = run.with_name("moved"), run.with_name("another user's")
+    shutil.copytree(run, moved)
+    shutil.rmtree(run)
+    other.mkdir()
+    os.mkfifo(other / IDENTITY_FILE)
+    assert original_of(moved) is None
+    with pytest.raises(OSError, match="not a regular file"):
+        read_identity(other)

@@ -15,7 +15,7 @@ from rlpost.config.masking import (
     masked_words,
     masking_problems,
     restored,
-    without_userinfo,
+    without_secrets,
 )
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
@@ -25,13 +25,17 @@ from tests.unit.observe.report.runs import make_run
 SECRET = "sk-proj-S3cr3t"
 URL = f"http://user:{SECRET}@judge.site.org/v1"
 TABLES = {
-    "cluster": {"environment": {"SITE_PASSWORD": SECRET, "PLAIN": SECRET, "NCCL_DEBUG": "INFO"}},
+    "cluster": {
+        "environment": {"SITE_PASSWORD": SECRET, "PLAIN": SECRET, "NCCL_DEBUG": "INFO"},
+        "setup_commands": ["module load gcc", f"export HF_TOKEN={SECRET}"],
+        "sbatch": [f"--export=ALL,WANDB_API_KEY={SECRET}"],
+    },
     "env": {
         "env_args": {
             "swe": {"env": {"OPENAI_API_KEY": SECRET}, "keys": [SECRET], "max_turns": 8, "on": True}
         }
     },
-    "rollout": {"rm_url": URL},
+    "rollout": {"rm_url": URL, "judge_url": f"http://host/x?v=1&token={SECRET}"},
     "engines": {"judge": {"url": [URL], "path": "m"}},
     "sglang": {"sglang_api_key": SECRET},
 }
@@ -59,6 +63,7 @@ def test_masked_settings_hold_no_secret_and_all_that_decides_results() -> None:
         "on": True,
     }
     assert hidden["rollout"]["rm_url"] == f"http://{MASK}@judge.site.org/v1"
+    assert hidden["cluster"]["setup_commands"] == ["module load gcc", f"export HF_TOKEN={MASK}"]
     whole = Config().model_dump(mode="json")
     assert masked(whole) == whole, "no default is masked"
 
@@ -69,6 +74,8 @@ def test_printed_settings_and_commands_hold_no_secret(loaded: Loaded) -> None:
     words += ["--environment", f"A={SECRET}", f"B={SECRET}", "NCCL_DEBUG=INFO", "--lr", "1e-6"]
     words += [f"--env-args={json.dumps({'swe': SECRET})}", f"--environment=C={SECRET}"]
     words += [f"--sglang-api-key={SECRET}"]
+    words += ["--sbatch", f"--export=ALL,WANDB_API_KEY={SECRET}"]
+    words += ["--setup-commands", f"export HF_TOKEN={SECRET}"]
     command = resume_command(words, Path("/runs/a"))
     assert SECRET not in command and "--lr 1e-6" in command and "NCCL_DEBUG=INFO" in command
     plain = ["tiny", "--lr", "1e-6", "--prompt-data", "s3://bucket/x", "--input-key", "prompt"]
@@ -83,7 +90,9 @@ def test_a_report_and_its_recipe_hold_no_secret(loaded: Loaded, tmp_path: Path) 
         assert SECRET not in path.read_text(), path
     recipe = load([run.report / "recipe.toml"], {}).config
     problems = masking_problems(recipe)
-    assert [line.split(":")[0] for line in problems] == ["--environment", "--rm-url", "--env-args"]
+    assert {line.split(":")[0] for line in problems} == {
+        *("--environment", "--setup-commands", "--sbatch", "--rm-url", "--judge-url", "--env-args")
+    }
     whole = restored(recipe, json.loads(run.run_json.read_text()))
     assert whole == loaded.config and not masking_problems(whole)
 
@@ -103,8 +112,12 @@ def test_a_resume_keeps_what_is_given_again(loaded: Loaded) -> None:
         ("https://user:pass@host:1/x?y=z@w", "https://***@host:1/x?y=z@w"),
         ("ssh://token@host", "ssh://***@host"),
         ("http://host/a@b", "http://host/a@b"),
+        ("http://user:p@ss@host/x", "http://***@host/x"),
+        ("http://host/x?api_key=s&n=1#a", "http://host/x?api_key=***&n=1#a"),
+        ("A_TOKEN='a b' ./x --password=p --n=1", "A_TOKEN=*** ./x --password=*** --n=1"),
+        ("eos_token_id=3", "eos_token_id=3"),
         ("name@host", "name@host"),
     ],
 )
-def test_the_userinfo_of_a_url_is_masked(text: str, shown: str) -> None:
-    assert without_userinfo(text) == shown
+def test_users_of_urls_and_assigned_secrets_are_masked(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown

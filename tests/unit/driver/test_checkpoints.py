@@ -327,6 +327,9 @@ def test_a_run_goes_on_from_the_checkpoint_of_load_that_it_started_from(tmp_path
     save(writer, 9)  # it deletes iter_0000007
     with pytest.raises(ConfigError, match=r"started from iter_0000007, .*no longer.*ORIGIN"):
         attempt(own, 4, load=str(other)).newest()
+    (tmp_path / "link").symlink_to(other)
+    with pytest.raises(ConfigError, match=r"no longer"):
+        attempt(own, 4, load=str(tmp_path / "link")).newest()
     (own / "ORIGIN").unlink()
     assert attempt(own, 5, load=str(other)).newest()[1].step == 9
 

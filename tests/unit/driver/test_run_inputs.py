@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ FILES = {
     "filter.py": "def keep(group): return True\n",
     "environment.py": "class Calculator: pass\n",
     "judge.toml": "template = 'x'\n",
+    "held.jsonl": "{}\n",
     "model/config.json": "{}",
     "model/tokenizer.json": "{}",
     "model/additional_chat_templates/tool_use.jinja": "x",
@@ -33,6 +35,7 @@ NAMED_BY = {
     "filter.py": "--dynamic-sampling-filter-path",
     "environment.py": "--env",
     "judge.toml": "--judge",
+    "held.jsonl": "evaluation set held",
     "model/tokenizer.json": "tokenizer of",
     "model/additional_chat_templates/tool_use.jinja": "tokenizer of",
 }
@@ -53,6 +56,7 @@ def config_of(root: Path) -> Config:
         {
             "checkpoint": {"hf_checkpoint": str(root / "model")},
             "rollout": rollout,
+            "eval": {"eval_prompt_data": ["held", f"{root}/held.jsonl@[0:1]"]},
             "env": {"env": [f"calc={root}/environment.py:Calculator"]},
         },
     ).config
@@ -84,3 +88,24 @@ def test_code_is_found_by_file_and_by_module(tmp_path: Path, monkeypatch) -> Non
         assert code_of(word) == expected
     assert code_of("rewards.reward:Class") == expected
     assert code_of("no.such.module") == []
+
+
+@pytest.mark.parametrize("name", ["judge.toml", "held.jsonl", "environment.py"])
+def test_an_input_that_cannot_be_read_is_not_a_changed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = config_of(tmp_path)
+    before = Provenance.of(config, {}, inputs=input_digests(config))
+    path_open, plain_open = io.open, open
+
+    def fail(file: object, *more: object, **named: object) -> object:
+        if file == tmp_path / name:
+            raise OSError(5, "Input/output error")
+        return path_open(file, *more, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(io, "open", fail)  # of pathlib
+    monkeypatch.setattr("builtins.open", fail)
+    digests = input_digests(config)
+    monkeypatch.setattr("builtins.open", plain_open)
+    assert not any(f"/{name}" in key for key in digests)
+    assert changes(before, Provenance.of(config, {}, inputs=digests)).mathematics == ()

@@ -9,13 +9,13 @@ from rlpost.config.flags import flag
 from rlpost.config.groups.engines import EngineGroup
 from rlpost.config.tree import Config
 from rlpost.durable.provenance import Provenance
-from rlpost.durable.result_settings import TABLE, Change, compare, result_settings
+from rlpost.durable.result_settings import TABLE, Change, compare, difference, result_settings
 
 USED = Config.model_validate(
     {
         "checkpoint": {"hf_checkpoint": "m"},
         "rollout": {"prompt_data": "p"},
-        "grpo": {"advantage_estimator": "ppo"},
+        "grpo": {"advantage_estimator": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.2},
         "lora": {"lora_rank": 8},
     }
 )
@@ -50,7 +50,9 @@ def changed(group: str, key: str) -> Config:
     """The configuration with another value of one setting, whatever its type."""
     value = getattr(getattr(USED, group), key)
     other: Any = f"another {value}"
-    if isinstance(value, bool):
+    if key == "policy_loss":  # others follow from its row
+        other = "cispo"
+    elif isinstance(value, bool):
         other = not value
     elif isinstance(value, int | float):
         other = value + 7
@@ -140,3 +142,18 @@ def test_a_table_without_effect_on_the_run_may_change():
     for name, key in (("critic", "critic_lr"), ("lora", "lora_alpha")):
         table = getattr(plain, name).model_copy(update={key: 77.0})
         assert kinds(plain.model_copy(update={name: table}), plain) == set()
+
+
+def test_no_secret_is_recorded_or_named_and_a_changed_one_is_a_change() -> None:
+    one, other = (
+        USED.model_copy(
+            update={"env": USED.env.model_copy(update={"env_args": {"key": key, "n": 1}})}
+        )
+        for key in ("S3cr3t", "0ther")
+    )
+    before, now = (result_settings(config).to_json() for config in (one, other))
+    assert "S3cr3t" not in before and '\\"n\\": 1' in before
+    (line,) = compare(before, now).generated
+    assert line.startswith("env_args: ") and "0ther" not in line
+    plain = {"env_args": one.env.env_args}  # as earlier versions recorded it
+    assert "S3cr3t" not in difference(plain, {"env_args": 1})[0]

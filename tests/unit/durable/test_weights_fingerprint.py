@@ -1,10 +1,11 @@
 """A fingerprint changes with the content of weights, and with nothing else."""
 
+import os
 import shutil
 
 import pytest
 
-from rlpost.durable import weights_fingerprint
+from rlpost.durable import run_files, weights_fingerprint
 from rlpost.durable.weights_fingerprint import BLOCK_BYTES, fingerprint
 
 BETWEEN = 300_000
@@ -57,3 +58,32 @@ def test_a_change_of_names_sizes_or_small_files_is_seen(folder, how):
     else:
         (folder / "inner" / ".metadata").write_bytes(b"n")
     assert fingerprint(folder) != before
+
+
+def test_links_are_followed_to_files_and_folders_and_not_in_circles(folder, tmp_path):
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert fingerprint(linked) == fingerprint(folder)
+    before = fingerprint(folder)
+    (folder / "inner" / "above").symlink_to(folder)
+    assert fingerprint(folder) == before and fingerprint(linked) is not None
+    (folder / "inner" / "above").unlink()
+    (folder / "inner" / ".metadata").write_bytes(b"n")
+    (folder / "model.safetensors").unlink()  # leaves a link to nothing
+    assert fingerprint(linked) == fingerprint(folder) != before
+
+
+def test_a_listing_that_fails_for_a_moment_is_repeated(folder, monkeypatch):
+    before, scandir, failures = fingerprint(folder), os.scandir, ["inner"]
+
+    def fail_once(path):
+        if failures and str(path).endswith(failures[0]):
+            failures.clear()
+            raise OSError(5, "Input/output error")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail_once)
+    monkeypatch.setattr(run_files, "RETRY_AFTER_S", (0.0,))
+    assert fingerprint(folder) == before and not failures
