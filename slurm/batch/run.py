@@ -338,11 +338,11 @@ def _submit_next(
         return job, ""
     said = done.stderr if done.returncode else explain_submission(done.stdout, submission.file)
     host.log(f"chain: sbatch ended with {done.returncode}: {said.strip()}")
-    can_wait = done.returncode == 0 or may_be_queued(done.stderr, job)
+    can_wait = done.returncode == 0 or may_be_queued(done.stderr, job, done.returncode)
     seconds = host.job.seconds_within(int(LOOKUP_S)) if can_wait else 0
     jobs = look_up(submission.file, environ, seconds=seconds, but=submission.known)
     if jobs:
         return jobs[0], ""
-    if done.returncode and is_refused(done.stderr, job, jobs):
+    if done.returncode and is_refused(done.stderr, job, done.returncode, jobs):
         return "", f"{REFUSED}: {' '.join(done.stderr.split())}; submit the run with --resume"
     return "", "it is not known whether the next job is queued; rlpost status looks it up"

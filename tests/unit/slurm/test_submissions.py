@@ -36,6 +36,8 @@ ANSWERS = {
     "an error of a wrapper": ("", "portal: no mail server", 3),
     "a lost answer": ("", f"{FAILED}Socket timed out on send/recv operation", 1),
     "a lost answer of a restart": ("", f"{FAILED}{NO_RECEIPT}", 1),
+    "no word": ("", "", 1),
+    "a kill": ("", "sbatch: waiting for a licence", 137),
     "a refusal": ("", f"{FAILED}Invalid qos specification", 1),
 }
 # The job is in the file "job", with the batch file that sbatch got, if Slurm made one.
