@@ -62,11 +62,12 @@ def template_problem(
             f"has the word {halves[0]}, which needs both {{source}} and {{target}}: it is repeated "
             "for each mount"
         )
-    for option, word in zip(words, words[1:]):
-        if _fields(word) & OF_MOUNTS and not (_is_option(word) or _is_option(option)):
+    for index, word in enumerate(words):
+        before = words[index - 1]
+        if _fields(word) & OF_MOUNTS and not (_is_option(word) or _takes_value(before)):
             return (
-                f"has the word {word} after {option}, which is no option, so a second mount would be "
-                f"taken for the image; put the option of mounts before it, such as --bind={word}"
+                f"has the word {word} after {before}, which takes no value, so a second mount would "
+                f"be taken for the image; put the option of mounts before it, such as --bind={word}"
             )
     if has_mounts and "source" not in known:
         return (
@@ -107,13 +108,18 @@ def _grouped(words: Sequence[str]) -> List[List[str]]:
     groups: List[List[str]] = []
     for word in words:
         is_value = _fields(word) & OF_MOUNTS and not _is_option(word)
-        option = [*groups.pop()] if is_value and groups and _is_option(groups[-1][-1]) else []
-        groups.append([*option, word])
+        has_option = is_value and bool(groups) and _takes_value(groups[-1][-1])
+        groups.append([*groups.pop(), word] if has_option else [word])
     return groups
 
 
 def _is_option(word: str) -> bool:
     return word.startswith("-")
+
+
+def _takes_value(word: str) -> bool:
+    """Whether the next word may be the value of this one: ``--bind``, not ``--bind=A:B``."""
+    return _is_option(word) and word.strip("-") != "" and "=" not in word
 
 
 def _has_both(word: str) -> bool:

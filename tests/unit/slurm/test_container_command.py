@@ -93,7 +93,9 @@ def test_a_word_is_one_argument_whatever_it_holds() -> None:
         ("{image} run", "must begin with the program, not with {image}"),
         ("a --bind={source} {image}", "the word --bind={source}, which needs both {source} and"),
         ("a --bind {mode} {image}", "the word {mode}, which needs both {source} and {target}"),
-        ("a exec {source}:{target} {image}", "after exec, which is no option, so a second mount"),
+        ("a exec {source}:{target} {image}", "after exec, which takes no value, so a second"),
+        ("a --bind=/x {source}:{target} {image}", "after --bind=/x, which takes no value"),
+        ("a -- {source}:{target} {image}", "after --, which takes no value"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(template: str, problem: str) -> None:
