@@ -32,6 +32,7 @@ from slurm.job_id import (
     find_by_script,
     number_of,
     on_cluster,
+    printed_ids,
     read_submission,
 )
 from slurm.local import DetachedExecutor, LocalAttempt
@@ -119,7 +120,7 @@ class RunExecutor(submitit.SlurmExecutor):
             UnknownJobError: Slurm may have the job, and squeue does not show it.
         """
         output = str(getattr(error.__cause__, "output", "") or "")
-        words, printed = str(error), read_submission(output)
+        words, printed = str(error), " or ".join(printed_ids(output))
         code = int(getattr(error.__cause__, "returncode", 1))
         seconds = LOOKUP_S if may_be_queued(words, printed, code) else 0.0
         jobs = look_up(self.file, os.environ, seconds=seconds)
