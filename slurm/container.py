@@ -26,6 +26,7 @@ _PLACE = rf"(?:{_VARIABLE}(?=[/:]|$))?(?:{_PATH})?"
 _MOUNT = re.compile(
     rf"(?=[/$])(?P<source>{_PLACE})(?::(?P<target>(?=[/$]){_PLACE}))?(?::(?P<mode>ro|rw))?"
 )
+_VARIABLE_IMAGE = re.compile(rf"{_VARIABLE}[A-Za-z0-9/._@%+=-]*")
 _IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._:@#+=$-]*(?:://[A-Za-z0-9/._:@#+=$-]+)?")
 
 
@@ -58,7 +59,9 @@ class Container:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise SpecError(f"container: {self.backend!r}; use one of none, {', '.join(BACKENDS)}")
-        if not _IMAGE.fullmatch(self.image) and not re.fullmatch(_VARIABLE, self.image):
+        if self.backend == "command":
+            self._check_image_of_command()
+        elif not _IMAGE.fullmatch(self.image) and not re.fullmatch(_VARIABLE, self.image):
             raise SpecError(
                 f"container_image: {self.image!r}; give an absolute path of a .sqsh file, or a name such as "
                 "nvcr.io/nvidia/pytorch:25.01-py3 or docker://nvcr.io#nvidia/pytorch:25.01-py3"
@@ -75,6 +78,18 @@ class Container:
         if not has_cache and (self.is_imported or self.cache is not None):
             raise SpecError(
                 f"image_cache: {self.cache!r}; set an absolute path to import image {self.image} into"
+            )
+
+    def _check_image_of_command(self) -> None:
+        """Reject an image that is not one argument of a runtime, or would not be expanded."""
+        is_expanded = not self.image.startswith("$") or _VARIABLE_IMAGE.fullmatch(self.image)
+        is_argument = self.image.strip() and self.image.isprintable() and self.image[0] not in "-~"
+        if not (is_argument and is_expanded):
+            raise SpecError(
+                f"container_image: {self.image!r}; give an absolute path, or a name that the runtime "
+                "of --container-command takes, such as docker://REPOSITORY:TAG (no control "
+                "characters, no leading '-' or '~'; after a leading $NAME only letters, digits and "
+                "/._@%+=-)"
             )
 
     def _check_command(self) -> None:

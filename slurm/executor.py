@@ -32,6 +32,7 @@ from slurm.job_id import (
     find_by_script,
     number_of,
     on_cluster,
+    printed_ids,
     read_submission,
 )
 from slurm.local import DetachedExecutor, LocalAttempt
@@ -119,17 +120,18 @@ class RunExecutor(submitit.SlurmExecutor):
             UnknownJobError: Slurm may have the job, and squeue does not show it.
         """
         output = str(getattr(error.__cause__, "output", "") or "")
-        words, printed = str(error), read_submission(output)
-        seconds = LOOKUP_S if may_be_queued(words, printed) else 0.0
+        words, printed = str(error), " or ".join(printed_ids(output))
+        code = int(getattr(error.__cause__, "returncode", 1))
+        seconds = LOOKUP_S if may_be_queued(words, printed, code) else 0.0
         jobs = look_up(self.file, os.environ, seconds=seconds)
         if jobs:
             logger.warning("sbatch ended with an error, and job %s is queued: %s", jobs[0], words)
             return printed if number_of(printed) == number_of(jobs[0]) else jobs[0]
-        if is_refused(words, printed, jobs):
+        if is_refused(words, printed, code, jobs):
             return ""
         named = f" (sbatch printed the id {printed})" if printed else ""
         raise UnknownJobError(
-            f"{words or 'sbatch failed'}{named}; the job may be queued (squeue --me)"
+            f"{words or f'sbatch ended with {code} and no message'}{named}; the job may be queued (squeue --me)"
         )
 
 

@@ -54,15 +54,21 @@ def read_submission(output: str) -> str:
     """The id in what ``sbatch --parsable`` printed; empty if there is none.
 
     Scripts that sites put in place of sbatch print more: banners, budgets, numbers. So it is the
-    last line that is an id and nothing else (man sbatch, --parsable).
+    line that is an id and nothing else (man sbatch, --parsable); of several none can be believed.
 
     >>> read_submission("project 42: 1000 hours left\\n123;gpu\\n")
     '123;gpu'
-    >>> read_submission("Submitted batch job 123 on cluster gpu")
-    ''
+    >>> read_submission("Submitted batch job 123 on cluster gpu"), read_submission("123\\n1000")
+    ('', '')
     """
-    lines = (line.strip() for line in reversed(output.splitlines()))
-    return next((line for line in lines if _PARSABLE.fullmatch(line)), "")
+    ids = printed_ids(output)
+    return ids[0] if len(ids) == 1 else ""
+
+
+def printed_ids(output: str) -> List[str]:
+    """The lines of an output that are an id of a job and nothing else, each once."""
+    lines = (line.strip() for line in output.splitlines())
+    return list(dict.fromkeys(line for line in lines if _PARSABLE.fullmatch(line)))
 
 
 def find_by_script(
@@ -98,7 +104,7 @@ def explain_submission(output: str, script: str) -> str:
     """Say that sbatch printed no id, what it printed, and how to find the job. Pure."""
     printed = f"printed {output.strip()!r}" if output.strip() else "printed nothing"
     return (
-        f"sbatch --parsable {printed}, no line of which is a job id; the job may be submitted: "
+        f"sbatch --parsable {printed}, which does not name one job id; the job may be submitted: "
         f"look for it: squeue --user=$USER --format='%i %T %o' | grep {script}"
     )
 

@@ -28,6 +28,7 @@ LOST_ANSWER = re.compile(
 """sbatch's errors after which slurmctld may have the job (slurm, src/common/slurm_errno.c)."""
 REFUSAL = re.compile(r"^\w+: (?:error|fatal): ", re.MULTILINE)
 """sbatch's own errors; a script of the site in its place writes others."""
+FIRST_SIGNAL_CODE = 128
 LOOKUP_S, LOOKUP_PAUSE_S = 15.0, 1.0
 """How long the job of a lost answer is looked up before its outcome is called unknown."""
 SETTLE_S = 120.0
@@ -79,14 +80,19 @@ def reject(ledger: Ledger, submission: Submission, reason: str) -> None:
     ledger.append("rejected", file=submission.file, reason=reason)
 
 
-def may_be_queued(words: str, printed: str) -> bool:
+def may_be_queued(words: str, printed: str, code: int) -> bool:
     """Whether Slurm may have a job although sbatch failed. Pure.
+
+    An sbatch that was killed may have sent its request, and one that refuses says why.
 
     Args:
         words: what sbatch wrote to standard error.
         printed: the id that it printed before; empty without one.
+        code: its exit code; negative, or 128 + N of a shell, after signal N.
     """
-    return bool(printed) or LOST_ANSWER.search(words) is not None
+    was_killed = code < 0 or code > FIRST_SIGNAL_CODE
+    is_silent = not words.strip()
+    return bool(printed) or was_killed or is_silent or LOST_ANSWER.search(words) is not None
 
 
 def look_up(
@@ -105,12 +111,12 @@ def look_up(
     return jobs
 
 
-def is_refused(words: str, printed: str, jobs: Optional[Sequence[str]]) -> bool:
+def is_refused(words: str, printed: str, code: int, jobs: Optional[Sequence[str]]) -> bool:
     """Whether a failed sbatch certainly left no job. Pure.
 
     ``jobs``: what ``look_up`` returned. See ``may_be_queued``.
     """
-    if jobs or may_be_queued(words, printed):
+    if jobs or may_be_queued(words, printed, code):
         return False
     return jobs is not None or REFUSAL.search(words) is not None
 

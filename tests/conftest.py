@@ -69,6 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slurm", help="Debian release whose Slurm the tests with the marker every_slurm use"
     )
     parser.addoption(
+        "--on-demand", action="store_true", help="run the tests with the marker on_demand too"
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=1,
@@ -86,7 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--on-demand"):
+        left_out = [item for item in items if item.get_closest_marker("on_demand")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from common.attempt import END_TIME_FILE, job_name
+from common.attempt import END_TIME_FILE, NO_END, job_name
 from common.files import text_or_empty
 
 ASK_TIMEOUT_S = 10.0
@@ -105,11 +105,14 @@ class JobClock:
                 return
 
     async def _known_end(self) -> float | None:
-        """End of the job by the batch host's file, else as of the start."""
+        """End of the job by the batch host's file, else as of the start; None without a limit."""
         if self._file is None:
             return self._initial_end
         # In a thread: a stalled shared file system must not stop the heartbeats.
-        written = _seconds(await asyncio.to_thread(text_or_empty, self._file))
+        text = (await asyncio.to_thread(text_or_empty, self._file)).strip()
+        if text == NO_END:
+            return None
+        written = _seconds(text)
         return self._initial_end if written is None else written
 
     async def _query_end(self) -> float | None:

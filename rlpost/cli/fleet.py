@@ -27,7 +27,7 @@ from rlpost.cli.fleet_jobs import (
 from rlpost.cli.fleet_view import EngineView, surplus, table
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.config.load import files_of, parse_dump, read_toml
+from rlpost.config.load import files_of, parse_dump, read_toml, unset_if_none
 from rlpost.config.tree import Config
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
@@ -176,9 +176,10 @@ def _settings(run: RunFolder, options: argparse.Namespace) -> Config:
     """Return the run's settings with those of the engine jobs in [cluster]."""
     changed: dict[str, Any] = {}
     if options.cluster is not None:
-        (profile,) = files_of(None, {"cluster": options.cluster})
-        changed |= read_toml(profile).get("cluster", {})
+        for profile in files_of(None, {"cluster": options.cluster}):
+            changed |= read_toml(profile).get("cluster", {})
     changed |= {name: value for name in PLACES if (value := getattr(options, name)) is not None}
+    changed = {name: unset_if_none("cluster", name, value) for name, value in changed.items()}
     return engine_settings(_read_config(run), changed)
 
 

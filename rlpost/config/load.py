@@ -66,7 +66,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 table = merged.setdefault(group, {})
                 table[key] = _with_earlier(
-                    table.get(key), _meant(group, key, value), group=group, key=key
+                    table.get(key), unset_if_none(group, key, value), group=group, key=key
                 )
                 origins[f"{group}.{key}"] = origin
     if problems:
@@ -115,7 +115,7 @@ def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> ob
         return value  # validation reports it
 
 
-def _meant(group: str, key: str, value: object) -> object:
+def unset_if_none(group: str, key: str, value: object) -> object:
     """The value, or None for the word "none" where that unsets it and is no choice."""
     table = groups().get(group)
     field = None if table is None else table.model_fields.get(key)

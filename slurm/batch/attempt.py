@@ -1,5 +1,6 @@
 """The folder of one start of a run, and what the batch host writes into it. Python 3.6."""
 
+import math
 import os
 import secrets
 import subprocess
@@ -25,9 +26,10 @@ def start_attempt(run_folder: Path) -> Path:
 
 
 def stop_message(reason: str, end_time: Optional[float], signal_lead_s: int) -> StopMessage:
-    """The content of a STOP file. ``end_time``: end of the job, if Slurm says it."""
+    """The content of a STOP file. ``end_time``: end of the job, as ``SlurmJob.end_time``."""
     now = int(time.time())
-    return StopMessage(reason, now, now + signal_lead_s if end_time is None else end_time)
+    is_known = end_time is not None and math.isfinite(end_time)
+    return StopMessage(reason, now, end_time if is_known else now + signal_lead_s)
 
 
 def get_image(

@@ -3,6 +3,7 @@
 Python 3.6.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from common.attempt import NO_END
 from common.exit_codes import EXIT_PREEMPTED
 from common.files import write_atomic
 from slurm.batch.attempt import get_image
@@ -102,7 +104,8 @@ class Host:
             file: where agents read the end of the job; containers have no squeue.
         """
         end_time = self.job.end_time()
-        self.environ["SLURM_JOB_END_TIME"] = "" if end_time is None else str(int(end_time))
+        known = "" if end_time is None or math.isinf(end_time) else str(int(end_time))
+        self.environ["SLURM_JOB_END_TIME"] = known
         now = time.time()
         self._query_at = now + seconds_to_query(now, end_time, signal_lead_s)
         if end_time is None:
@@ -113,7 +116,7 @@ class Host:
             )
         if file is not None:
             try:
-                write_atomic(file, f"{int(end_time)}\n")
+                write_atomic(file, f"{known or NO_END}\n")
             except OSError as error:
                 self.log(f"the end of the job cannot be written for the agents: {error}")
 

@@ -27,7 +27,13 @@ from slurm.batch.signals import ignore_term
 from slurm.batch.steps import agents_step, command_prefix, watch_step
 from slurm.causes import Finding
 from slurm.evidence import leave_verdict
-from slurm.job_id import explain_submission, find_by_script, number_of, read_submission
+from slurm.job_id import (
+    explain_submission,
+    find_by_script,
+    number_of,
+    printed_ids,
+    read_submission,
+)
 from slurm.submissions import (
     LOOKUP_S,
     Submission,
@@ -337,12 +343,13 @@ def _submit_next(
     if job and done.returncode == 0:
         return job, ""
     said = done.stderr if done.returncode else explain_submission(done.stdout, submission.file)
+    printed = " or ".join(printed_ids(done.stdout))
     host.log(f"chain: sbatch ended with {done.returncode}: {said.strip()}")
-    can_wait = done.returncode == 0 or may_be_queued(done.stderr, job)
+    can_wait = done.returncode == 0 or may_be_queued(done.stderr, printed, done.returncode)
     seconds = host.job.seconds_within(int(LOOKUP_S)) if can_wait else 0
     jobs = look_up(submission.file, environ, seconds=seconds, but=submission.known)
     if jobs:
         return jobs[0], ""
-    if done.returncode and is_refused(done.stderr, job, jobs):
+    if done.returncode and is_refused(done.stderr, printed, done.returncode, jobs):
         return "", f"{REFUSED}: {' '.join(done.stderr.split())}; submit the run with --resume"
     return "", "it is not known whether the next job is queued; rlpost status looks it up"

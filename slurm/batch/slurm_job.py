@@ -4,6 +4,7 @@ Every command is bounded in time. A controller that does not answer gives None o
 here raises.
 """
 
+import math
 import re
 import subprocess
 import sys
@@ -92,8 +93,13 @@ class SlurmJob:
         self._environ = dict(environ)
 
     def end_time(self) -> Optional[float]:
-        """When Slurm ends the job, in seconds since 1970; None if it does not say."""
+        """When Slurm ends the job, in seconds since 1970; None if it does not say.
+
+        Infinity: the job has no time limit, which an operator may give and take.
+        """
         answer = self._squeue("--format=%e")
+        if answer == "NONE":
+            return math.inf
         return float(answer) if answer.isdigit() and int(answer) > 0 else None
 
     def record(self) -> Record:
@@ -106,7 +112,7 @@ class SlurmJob:
     def seconds_within(self, seconds: int) -> int:
         """``seconds``, or less if the job ends sooner; at least 1."""
         end = self.end_time()
-        if end is None:
+        if end is None or math.isinf(end):
             return seconds
         left = int(end - time.time()) - MARGIN_S
         return max(1, min(seconds, left))

@@ -187,6 +187,8 @@ class Lab:
             "cached": [str(self.shared), self.options.shared_cache_s]
             if self.options.shared_cache_s
             else [],
+            "munge_socket": str(self.base / "munge.socket"),
+            "conf_server": f"{CONTROLLER}:{SLURMCTLD_PORT}" if self.options.is_configless else "",
             "freezer_group": f"rlab-{self.name}-{node}"
             if self.options.proctrack == "cgroup"
             else "",
@@ -344,6 +346,9 @@ class Lab:
         (etc / "cgroup.conf").write_text(lab_config.cgroup_conf())
         if self.options.blocks:
             (etc / "topology.conf").write_text(lab_config.topology_conf(self.options))
+        for name, text in self.options.files:
+            (etc / name).write_text(text.replace("@BASE@", str(base)))
+            (etc / name).chmod(0o600)  # slurmdbd reads no other
         for index in range(self.options.num_gpus_per_node):
             do("mknod", str(base / f"dev/nvidia{index}"), "c", "1", "3")
         key = base / "munge.key"
@@ -359,9 +364,13 @@ class Lab:
         )
         if not wait_until((base / "munge.socket").exists, deadline_s=20.0):
             raise LabError(f"munged does not answer\n{self.log_tail()}")
+        self._start_accounting()
         start = 'hostname "$0" && { [ $# = 0 ] || mount "$@"; } && exec slurmctld -D -i'
         begin = ["unshare", "--uts", "sh", "-c", start, CONTROLLER, *self._usr_mount]
         self._start(CONTROLLER, ["ip", "netns", "exec", self._netns(CONTROLLER), *begin])
+
+    def _start_accounting(self) -> None:
+        """Start what the controller needs before it; nothing in a lab without accounting."""
 
     def _start(self, name: str, argv: list[str]) -> None:
         with (self.base / f"log/{name}.out").open("ab") as log:

@@ -27,6 +27,10 @@ class LabOptions:
             shared folder, as NFS clients do; with 0 all nodes see the same at all times.
         slurm: Debian release whose Slurm runs (``slurm_roots.RELEASES``); None: this machine's.
         blocks: host list of each block of topology/block, all of one size; Slurm 23.11 or later.
+        settings: lines KEY=VALUE of slurm.conf, each in place of that of the same key; ``@BASE@`` is
+            the lab's folder.
+        files: further configuration files, (name, text).
+        is_configless: nodes get their configuration from the controller alone.
     """
 
     num_gpus_per_node: int = 8
@@ -40,6 +44,9 @@ class LabOptions:
     shared_cache_s: int = 0
     slurm: str | None = None
     blocks: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    is_configless: bool = False
 
 
 def node_names(num_nodes: int) -> tuple[str, ...]:
@@ -80,7 +87,7 @@ def slurm_conf(base: Path, num_nodes: int, options: LabOptions) -> str:
         f"RealMemory=64000 Gres=gpu:{options.num_gpus_per_node} State=UNKNOWN"
         for name in node_names(num_nodes)
     )
-    return f"""\
+    text = f"""\
 ClusterName=lab
 SlurmctldHost={CONTROLLER}({address(CONTROLLER)})
 SlurmUser=root
@@ -129,6 +136,9 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier
 {low} PreemptMode=REQUEUE GraceTime={options.grace_time_s}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+    keys = {line.partition("=")[0] for line in options.settings}
+    kept = [line for line in text.splitlines() if line.partition("=")[0] not in keys]
+    return "\n".join([*options.settings, *kept, ""]).replace("@BASE@", str(base))
 
 
 def topology_conf(options: LabOptions) -> str:

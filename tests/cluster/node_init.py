@@ -71,7 +71,16 @@ def main() -> int:
     slurmd = shutil.which("slurmd")
     if slurmd is None:
         raise FileNotFoundError("slurmd is not on PATH; install slurmd (Debian: slurm-wlm)")
-    daemon = subprocess.Popen([slurmd, "-D", "-N", plan["host"]])
+    command = [slurmd, "-D", "-N", plan["host"]]
+    if plan["conf_server"]:
+        for folder in ("/run/slurm", "/run/munge"):  # a copy of the files for each node
+            Path(folder).mkdir(exist_ok=True)
+            mount("-t", "tmpfs", "tmpfs", folder)
+        # The first request is made before slurm.conf with its AuthInfo is known.
+        Path("/run/munge/munge.socket.2").symlink_to(plan["munge_socket"])
+        os.environ.pop("SLURM_CONF")
+        command += ["--conf-server", plan["conf_server"]]
+    daemon = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: daemon.terminate())
     while True:
         pid, status = os.wait()

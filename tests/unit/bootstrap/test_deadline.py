@@ -98,6 +98,9 @@ def test_a_host_without_squeue_reads_what_the_batch_host_writes(tmp_path: Path) 
     assert asyncio.run(clock.end_after_signal(ask=True)) == 9010  # the lead, not the hours left
     (tmp_path / "end_time").write_text("8990\n")
     assert asyncio.run(clock.end_after_signal(ask=True)) == 8990
+    (tmp_path / "end_time").write_text("none\n")  # not the end of the start: the limit was lifted
+    assert asyncio.run(clock.end()) is None
+    assert asyncio.run(clock.end_after_signal(ask=True)) == 9010
 
 
 async def test_a_stop_that_is_not_due_any_more_waits_and_one_that_is_does_not(

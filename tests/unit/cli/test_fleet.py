@@ -176,6 +176,15 @@ def test_engine_jobs_get_other_options_of_sbatch_and_another_gpu_type(run, capsy
     assert "#SBATCH --nice\n" in script and "gpu:a100:4,nvme:1" in script
 
 
+def test_none_unsets_a_place_of_the_engine_jobs(run, capsys):
+    """As in every other command; Slurm would look for a type and a partition of that name."""
+    words = [f"--{name}=none" for name in ("gpu-type", "partition", "constraint", "cluster")]
+    call(run, "--engines", "1", "--dry-run", *words)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--output" not in line]
+    head = "\n".join(line for line in lines if line.startswith("#SBATCH"))
+    assert "--gres=gpu:4\n" in head and "none" not in head
+
+
 def test_stopping_stops_all_and_new_engines_take_it_back(run, slurm):
     call(run, "--engines", "1")
     slurm[1].write_text("70_0|PENDING|1:00|N/A||Priority\n")

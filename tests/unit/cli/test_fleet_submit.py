@@ -23,7 +23,8 @@ def slurm(tmp_path, monkeypatch):
     queue.write_text("")
     sbatch = f'echo "sbatch $(basename "${{!#}}")" >>{asked}\n'
     sbatch += (
-        f"[ -e {tmp_path}/refuses ] && grep -q sbatch.*sbatch <(tr -d '\\n' <{asked}) && exit 1\n"
+        f"[ -e {tmp_path}/refuses ] && grep -q sbatch.*sbatch <(tr -d '\\n' <{asked}) && "
+        "{ echo 'sbatch: error: no' >&2; exit 1; }\n"
     )
     sbatch += f"echo $((69 + $(grep -c sbatch {asked})))"
     monkeypatch.setenv("PATH", fleet_commands(tmp_path / "bin", asked, queue, sbatch))

@@ -5,6 +5,7 @@ commands.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -365,7 +366,7 @@ def test_a_chain_takes_no_number_from_a_banner(tmp_path: Path) -> None:
     script = tmp_path / "run/job.sbatch"
     (tmp_path / "shown").write_text(f"8 {script}\n7 {script}\n9 /other")
     code, _, log = run(tmp_path, spec=spec)
-    assert code == 0 and "printed 'hours left: 1000', no line of which is a job id" in log
+    assert code == 0 and "printed 'hours left: 1000', which does not name one job id" in log
     entries = Ledger(tmp_path / "run/ledger.jsonl").read()
     assert [entry["job_id"] for entry in entries if entry["event"] == "chained"] == ["8"], log
 
@@ -535,8 +536,10 @@ def test_the_end_of_the_job_is_queried_again_before_a_stop_would_be_due() -> Non
 def test_a_moved_end_reaches_the_file_of_the_agents(
     tmp_path: Path, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An extension is written; a limit that was cut below the lead is a stop request."""
-    ends = iter([2000.0, 5000.0, 1100.0])
+    """An extension is written, and that there is no limit any more; a limit that was cut below the
+    lead is a stop request.
+    """
+    ends = iter([2000.0, 5000.0, math.inf, 1100.0])
     monkeypatch.setattr(SlurmJob, "end_time", lambda self: next(ends))
     clock = [1000.0]
     monkeypatch.setattr("slurm.batch.host.time.time", lambda: clock[0])
@@ -545,7 +548,8 @@ def test_a_moved_end_reaches_the_file_of_the_agents(
     for moment, written, stops in (
         (1001, "2000", False),
         (1850, "5000", False),
-        (2500, "1100", True),
+        (2500, "none", False),
+        (3200, "1100", True),
     ):
         clock[0] = moment
         host.refresh_end_time(100, file)
@@ -573,9 +577,11 @@ def test_a_stop_request_has_a_deadline_also_when_slurm_does_not_tell_it(
     assert called[-1] == "scontrol requeue 7", log
 
 
-@pytest.mark.parametrize(("left", "seconds"), [(None, 60), (3600, 60), (25, 20), (3, 1)])
+@pytest.mark.parametrize(
+    ("left", "seconds"), [(None, 60), (math.inf, 60), (3600, 60), (25, 20), (3, 1)]
+)
 def test_a_container_is_removed_in_the_time_that_is_left(
-    left: int | None, seconds: int, monkeypatch: pytest.MonkeyPatch
+    left: float | None, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = None if left is None else time.time() + left
     monkeypatch.setattr(SlurmJob, "end_time", lambda self: end)

@@ -93,12 +93,53 @@ def test_a_word_is_one_argument_whatever_it_holds() -> None:
         ("{image} run", "must begin with the program, not with {image}"),
         ("a --bind={source} {image}", "the word --bind={source}, which needs both {source} and"),
         ("a --bind {mode} {image}", "the word {mode}, which needs both {source} and {target}"),
+        ("a exec {source}:{target} {image}", "after exec, which takes no value, so a second"),
+        ("a --bind=/x {source}:{target} {image}", "after --bind=/x, which takes no value"),
+        ("a -- {source}:{target} {image}", "after --, which takes no value"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(template: str, problem: str) -> None:
     assert problem in template_problem(template)
     with pytest.raises(SpecError, match=r"^container_command: "):
         Container("command", "/i.sif", command=template)
+
+
+@pytest.mark.parametrize("option", ["--bind=", "--bind ", "-B ", "-v", "--mount type=bind,src="])
+def test_each_mount_has_its_option(option: str) -> None:
+    """Also an option whose value is a separate word: the image stays the first other word."""
+    template = f"run exec --nv {option}{{source}}:{{target}} {{image}} --"
+    mounts = ["/run:/run", "/code:/code", "/a:/a", "/b:/c"]
+    words = " ".join(command_prefix(PLACE._replace(command=template)))
+    given = " ".join(f"{option}{mount}" for mount in mounts)
+    assert words == f"run exec --nv {given} /i.sif --"
+
+
+@pytest.mark.parametrize(
+    ("image", "is_valid"),
+    [
+        ("/my images/it's \u00e9.sif", True),
+        ("docker://r.io/a,b@sha256:0", True),
+        ("$RLPOST_IMAGE", True),
+        ("$RLPOST_ASSETS/i.sif", True),
+        ("$RLPOST_ASSETS/my i.sif", False),
+        ("", False),
+        ("~/i.sif", False),
+        ("--nv", False),
+        ("/i\n.sif", False),
+    ],
+)
+def test_an_image_of_any_runtime_is_one_argument(image: str, is_valid: bool) -> None:
+    """Whatever it holds, it reaches the command of the node as one word."""
+    if not is_valid:
+        with pytest.raises(SpecError, match=r"^container_image: "):
+            Container("command", image, command=APPTAINER)
+        return
+    container = Container("command", image, command=APPTAINER)
+    script = render_sbatch(JobSpec(container=container, home="/h", run_folder="/r", python="/p"))
+    words = shlex.split(script.partition("slurm.batch run")[2].replace("\\\n", ""))
+    options = parse(words[: words.index("--")])
+    assert options.image == image
+    assert command_prefix(PLACE._replace(image=options.image))[-1] == image
 
 
 def test_mounts_that_a_template_cannot_express_are_refused() -> None:
