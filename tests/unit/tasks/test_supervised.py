@@ -179,3 +179,26 @@ def test_published_templates_train_the_token_that_ends_the_answer(tmp_path, name
     assert last in ends
     assert not set(answer) & set(special)
     assert "".join(answer).endswith("cd")
+
+
+@pytest.mark.parametrize(
+    "written", [{}, {"reasoning_content": "hm"}, {"content": "<think>hm</think>cd"}]
+)
+def test_an_answer_with_a_thought_or_a_call_ends_as_the_template_ends_it(tmp_path, written):
+    """Those of GLM-4.5 end with the next role's token, which a later message would move away."""
+    name, special, ends = (
+        "glm4moe",
+        ["[gMASK]", "<|endoftext|>", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    )
+    tokenize, tokenizer = published(tmp_path, name, special, ends)
+    question = {"role": "user", "content": "ab"}
+    answer = {"role": "assistant", "content": "cd", **written}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    for message, end in (
+        (answer, "<|user|>"),
+        ({**answer, "tool_calls": [call]}, "<|observation|>"),
+    ):
+        sample = sample_of(tokenize, [question, message])
+        assert list(sample.mask)[-1] == 1
+        assert tokenizer.convert_ids_to_tokens(sample.response_ids[-1]) == end
