@@ -39,7 +39,6 @@ def _reward_problems(config: Config) -> list[str]:
     grpo = config.grpo
     row = ESTIMATORS[grpo.advantage_estimator]
     have_raw = listed(name for name, other in ESTIMATORS.items() if other.has_raw_rewards)
-    actions = (grpo.truncated_answers, grpo.repetitive_answers)
     unused, changed = _without_rewards(config), _shaping_of_rewards(config)
     rules = [
         (
@@ -60,15 +59,6 @@ def _reward_problems(config: Config) -> list[str]:
             f"{spelled(config, 'advantage_estimator')}; use --advantage-estimator grpo",
         ),
         (
-            grpo.punished_reward != 0.0 and "punish" not in actions,
-            f"{spelled(config, 'punished_reward')} has no effect; add --truncated-answers punish or "
-            "--repetitive-answers punish, or omit it",
-        ),
-        (
-            grpo.overlong_penalty != 1.0 and grpo.overlong_buffer_len is None,
-            f"{spelled(config, 'overlong_penalty')} has no effect; add --overlong-buffer-len, or omit it",
-        ),
-        (
             bool(unused and changed),
             f"{listed([spelled(config, key) for key in changed], 'and')} with {unused}, which trains without rewards; "
             "leave out one of them",
@@ -78,9 +68,8 @@ def _reward_problems(config: Config) -> list[str]:
 
 
 def _without_rewards(config: Config) -> str:
-    """The setting with which rewards train nothing; empty without."""
+    """The setting with which generated answers train without rewards; empty without."""
     rules = {
-        "loss_type": config.grpo.is_supervised,
         "disable_compute_advantages_and_returns": (
             config.grpo.disable_compute_advantages_and_returns
         ),
@@ -96,9 +85,7 @@ def _shaping_of_rewards(config: Config) -> list[str]:
         "overlong_buffer_len": grpo.overlong_buffer_len is not None,
         "truncated_answers": grpo.truncated_answers == "punish",
         "repetitive_answers": grpo.repetitive_answers == "punish",
-        "custom_reward_post_process_path": (
-            grpo.custom_reward_post_process_path is not None and not grpo.is_supervised
-        ),
+        "custom_reward_post_process_path": grpo.custom_reward_post_process_path is not None,
     }
     return [key for key, is_set in rules.items() if is_set]
 

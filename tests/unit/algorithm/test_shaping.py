@@ -131,8 +131,6 @@ def test_the_baseline_of_opo_is_the_mean_weighted_by_length() -> None:
         ({"overlong_buffer_len": 2000}, "--overlong-buffer-len 2000"),
         ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs true"),
         ({"use_unbiased_kl": True}, "--use-unbiased-kl true"),
-        ({"punished_reward": -1.0}, "--punished-reward -1"),
-        ({"overlong_penalty": 0.5}, "--overlong-penalty 0.5"),
         (
             {"loss_type": "custom_loss", "custom_loss_function_path": "f.py:g"}
             | {"truncated_answers": "punish", "disable_compute_advantages_and_returns": True},
