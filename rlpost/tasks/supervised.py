@@ -142,8 +142,9 @@ class SupervisedTokenizer(PromptTokenizer):
 
     def _split_end(self, text: str) -> tuple[str, int | None]:
         """Return a response without the end tokens that it ends with, and the id of the first."""
-        end_tokens = {self._tokenizer.convert_ids_to_tokens(one): one for one in self._end_ids}
-        end = None
+        tokens = {self._tokenizer.convert_ids_to_tokens(one): one for one in self._end_ids}
+        # a config may name ids beyond the vocabulary
+        end_tokens, end = {token: one for token, one in tokens.items() if token}, None
         while token := next(filter(text.rstrip().endswith, end_tokens), None):
             text, end = text.rstrip().removesuffix(token), end_tokens[token]
         return text, end

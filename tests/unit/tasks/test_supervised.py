@@ -111,6 +111,12 @@ def test_the_end_tokens_of_the_generation_config_end_an_answer(tmp_path):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {end_of_turn}}}')
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     assert trained(tokenize, sample_of(tokenize, messages)) == "cd[_"
+    beyond_vocabulary = 10**6
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end_of_turn, beyond_vocabulary]})
+    )
+    tokenize = SupervisedTokenizer(tmp_path, apply_chat_template=True)
+    assert trained(tokenize, sample_of(tokenize, messages)) == "cd[_"
 
 
 def test_a_conversation_of_which_the_template_leaves_out_a_message_is_refused(tmp_path):
