@@ -19,7 +19,7 @@ from typing import TypeVar
 from rlpost.algorithm.advantage import Advantage, AnswerGroup, Penalties
 from rlpost.algorithm.partition import partition
 from rlpost.algorithm.repetition import is_repetitive
-from rlpost.algorithm.turns import TurnReward, joined_turns, turns_of
+from rlpost.algorithm.turns import TurnReward, joined_turns, turn_returns, turns_of
 from rlpost.columns import DoubleColumn, FloatColumn, RunColumn
 from rlpost.types import SampleGroup, ScoredSample
 
@@ -92,6 +92,20 @@ def answers_of(group: SampleGroup) -> list[Answer]:
     """Return the answers of a group, in order."""
     by_index = itertools.groupby(group.samples, key=lambda scored: scored.sample.index)
     return [Answer(tuple(samples)) for _, samples in by_index]
+
+
+def compared_rewards(answers: Sequence[Answer]) -> list[float]:
+    """Return what the baseline of a group compares; if all are equal, no answer has an advantage.
+
+    The returns of turns if all answers have rewards of turns, else the rewards of the answers.
+    """
+    by_answer = [answer.turns for answer in answers]
+    returns: list[float] = []
+    for turns in by_answer:
+        returns += turn_returns([turn.reward for turn in turns or ()])
+    if returns and None not in by_answer:
+        return returns
+    return [answer.reward for answer in answers]
 
 
 def answer_group(

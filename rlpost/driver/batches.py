@@ -21,7 +21,12 @@ from rlpost.algorithm.advantage import (
     custom_advantages,
     estimate,
 )
-from rlpost.algorithm.answers import answer_weights, answers_of, estimate_by_answer
+from rlpost.algorithm.answers import (
+    answer_weights,
+    answers_of,
+    compared_rewards,
+    estimate_by_answer,
+)
 from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.algorithm.schedule import (
     Bins,
@@ -325,11 +330,11 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     summary = summarise(groups)
     by_group = [answers_of(group) for group in groups]
     answers = list(itertools.chain.from_iterable(by_group))
-    rewards_by_group = [{answer.reward for answer in own} for own in by_group]
+    compared = [set(compared_rewards(own)) for own in by_group]
     return {
         "reward/mean": summary["reward_mean"],
         "reward/std": statistics.pstdev(answer.reward for answer in answers),
-        "rollout/zero_std_groups": sum(len(rewards) == 1 for rewards in rewards_by_group),
+        "rollout/zero_std_groups": sum(len(rewards) == 1 for rewards in compared),
         "rollout/response_length_mean": summary["response_length_mean"],
         "rollout/response_length_max": max(answer.length for answer in answers),
         "rollout/truncated_frac": summary["truncated_frac"],

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpost.algorithm.answers import answers_of
+from rlpost.algorithm.answers import answers_of, compared_rewards
 from rlpost.algorithm.plugin import blaming, checked_interface, foreign_adapters, load_function
 from rlpost.algorithm.signatures import Interface, Kind
 from rlpost.rollout.response_builder import GenerateFunction
@@ -42,11 +42,10 @@ OURS = {
 
 
 def check_reward_nonzero_std(group: SampleGroup) -> bool:
-    """Return whether the rewards of answers differ; equal ones have zero advantage (DAPO, arXiv 2503.14476,
-    3.2).
+    """Return whether the rewards of answers differ; equal ones have zero advantage (DAPO, arXiv
+    2503.14476, 3.2). With rewards of turns: whether the returns of the turns differ.
     """
-    rewards = [answer.reward for answer in answers_of(group)]
-    return statistics.pstdev(rewards) > SMALLEST_STD
+    return statistics.pstdev(compared_rewards(answers_of(group))) > SMALLEST_STD
 
 
 def check_reward_nonzero_std_with_fallback(group: SampleGroup) -> bool:

@@ -211,18 +211,24 @@ class GroupWriter:
     async def _complete(
         self, samples: Sequence[Sample], rewards: Mapping[Place, float]
     ) -> tuple[ScoredSample, ...]:
-        """Return the samples that have a reward and are finished. Raises Halted."""
-        graded = tuple(
+        """Return the samples of graded and finished answers. Raises Halted.
+
+        An answer of which one sample has no reward is left out, with its other samples.
+        """
+        scored = [
             ScoredSample(
                 sample if sample.reward is None else replace(sample, reward=None), rewards[place]
             )
             for sample, place in zip(samples, _places(samples), strict=True)
             if place in rewards
-        )
+        ]
+        counts = Counter(sample.index for sample in samples)
+        graded = _whole_answers(scored, counts)
         if self._finish is None:
             return graded
-        finished = await self._finish(graded)
-        self._counts[LOST] += len(graded) - len(finished)
+        finished = _whole_answers(await self._finish(graded), counts)
+        before, after = ({each.sample.index for each in scored} for scored in (graded, finished))
+        self._counts[LOST] += len(before - after)
         return finished
 
     def _lose(self, prompt: Prompt, why: GradingLost) -> None:
@@ -355,6 +361,14 @@ class GroupWriter:
 def _is_finished(samples: Sequence[Sample]) -> bool:
     """Whether these samples are a whole answer."""
     return bool(samples) and samples[-1].finish_reason != "abort"
+
+
+def _whole_answers(
+    scored: Sequence[ScoredSample], counts: Mapping[int, int]
+) -> tuple[ScoredSample, ...]:
+    """Return the samples of answers of which none is missing; ``counts``: of each, by index."""
+    present = Counter(each.sample.index for each in scored)
+    return tuple(each for each in scored if present[each.sample.index] == counts[each.sample.index])
 
 
 def _places(samples: Iterable[Sample]) -> list[Place]:

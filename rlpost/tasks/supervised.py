@@ -142,8 +142,9 @@ class SupervisedTokenizer(PromptTokenizer):
 
     def _split_end(self, text: str) -> tuple[str, int | None]:
         """Return a response without the end tokens that it ends with, and the id of the first."""
-        end_tokens = {self._tokenizer.convert_ids_to_tokens(one): one for one in self._end_ids}
-        end = None
+        tokens = {self._tokenizer.convert_ids_to_tokens(one): one for one in self._end_ids}
+        # a config may name ids beyond the vocabulary
+        end_tokens, end = {token: one for token, one in tokens.items() if token}, None
         while token := next(filter(text.rstrip().endswith, end_tokens), None):
             text, end = text.rstrip().removesuffix(token), end_tokens[token]
         return text, end
@@ -197,7 +198,7 @@ class SupervisedTokenizer(PromptTokenizer):
             # GLM-4.5: the token of the next role ends an answer, and nothing follows the last one
             following = in_span[-1] + 1
             if following == len(mask):
-                ids.append(self._end_after(messages, text, end_ids))
+                ids.append(self._end_after(messages[-1], end_ids))
                 mask.append(1)
             elif ids[following] in end_ids:
                 mask[following] = 1
@@ -220,14 +221,23 @@ class SupervisedTokenizer(PromptTokenizer):
         eos = self._tokenizer.eos_token_id
         return ids if eos is None else ids | {eos}
 
-    def _end_after(self, messages: Messages, text: str, end_ids: set[int]) -> int:
-        """Return the id that ends a last answer: that of the next role's token, or the EOS."""
-        longer = self._render([*messages, _NEXT], generation_prompt=False)
-        if longer.startswith(text):
-            following = self.encode(longer[len(text) :])
-            if following and following[0] in end_ids:
-                return following[0]
-        return self._end()
+    def _end_after(self, answer: Mapping[str, object], end_ids: set[int]) -> int:
+        """Return the token that ends an answer, where the template writes it before the next message.
+
+        A short conversation shows it, because templates may rewrite this one when others follow.
+        """
+        shown: Messages = [_NEXT, {"role": "assistant", "content": "?"}]
+        following = _NEXT
+        if calls := answer.get("tool_calls"):
+            shown = [_NEXT, {"role": "assistant", "content": "", "tool_calls": calls}]
+            following = {"role": "tool", "content": "?"}
+        try:
+            text = self._render(shown, generation_prompt=False)
+            longer = self._render([*shown, following], generation_prompt=False)
+        except DataError:  # a template without tools, or one that needs ids of calls
+            return self._end()
+        ids = self.encode(longer[len(text) :]) if longer.startswith(text) else ()
+        return ids[0] if ids and ids[0] in end_ids else self._end()
 
     def _assistant_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return start and end of each assistant message in ``text``, the rendered conversation.

@@ -271,15 +271,35 @@ class PromptTokenizer:
                     "the last message is the assistant's: the chat template would close it and begin another "
                     "answer; end the prompt with a message of the user or a tool"
                 )
-            text = self._templated(
-                messages, add_generation_prompt=True, tools=list(tools) if tools else None
-            )
+            options = {"add_generation_prompt": True, "tools": list(tools) if tools else None}
+            text = self._templated(messages, **options)
             check_all_rendered(messages, text)
+            self._check_calls_rendered(messages, text, options)
             return text
         if not isinstance(content, str) or tools:
             what = "has tools" if tools else "is a list of messages"
             raise DataError(f"a prompt {what}; add --apply-chat-template to convert it to text")
         return content
+
+    def _check_calls_rendered(
+        self, messages: Sequence[Mapping[str, object]], text: str, options: Mapping[str, object]
+    ) -> None:
+        """Raise DataError if a conversation without its tool calls has the same text."""
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        if without == messages:
+            return
+        try:
+            is_same = self._templated(without, **options) == text
+        except DataError:  # an answer without text needs its calls
+            return
+        if is_same:
+            raise DataError(
+                "the chat template leaves out the tool calls of assistant messages; use a template that "
+                "supports tools"
+            )
 
     def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
         """Render messages with the chat template; its configured arguments override ``given``."""
@@ -296,10 +316,33 @@ def render_chat(
     Raises:
         DataError: the template raised an error; the message has the template's own words.
     """
+    options = {"tokenize": False, **options}
     try:
-        return tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+        try:
+            return tokenizer.apply_chat_template(messages, **options)
+        except TypeError:
+            # DeepSeek's templates join the arguments of calls to text, others need the object
+            as_text = [_with_text_arguments(message) for message in messages]
+            if as_text == messages:
+                raise
+            return tokenizer.apply_chat_template(as_text, **options)
     except Exception as error:  # a template is a program and may raise any type
         raise DataError(f"the chat template rejects the messages: {_reason(error)}") from error
+
+
+def _with_text_arguments(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
 
 
 def check_all_rendered(messages: Sequence[Mapping[str, object]], text: str) -> None:

@@ -68,9 +68,8 @@ def _reward_problems(config: Config) -> list[str]:
 
 
 def _without_rewards(config: Config) -> str:
-    """The setting with which rewards train nothing; empty without."""
+    """The setting with which generated answers train without rewards; empty without."""
     rules = {
-        "loss_type": config.grpo.is_supervised,
         "disable_compute_advantages_and_returns": (
             config.grpo.disable_compute_advantages_and_returns
         ),
@@ -86,9 +85,7 @@ def _shaping_of_rewards(config: Config) -> list[str]:
         "overlong_buffer_len": grpo.overlong_buffer_len is not None,
         "truncated_answers": grpo.truncated_answers == "punish",
         "repetitive_answers": grpo.repetitive_answers == "punish",
-        "custom_reward_post_process_path": (
-            grpo.custom_reward_post_process_path is not None and not grpo.is_supervised
-        ),
+        "custom_reward_post_process_path": grpo.custom_reward_post_process_path is not None,
     }
     return [key for key, is_set in rules.items() if is_set]
 

@@ -129,7 +129,7 @@ def per_token(groups: Sequence[SampleGroup], columns: Sequence[Sequence[Any]]) -
 
 def figures(groups: Sequence[SampleGroup], folder: Path) -> list[object]:
     """All that training, evaluation, ``rlpost evaluate`` and the report count of answers."""
-    write_answers(folder, "set", groups, lambda ids: str(len(ids)))
+    write_answers(folder, "set", groups, lambda ids: str(len(ids)), weights="step 0")
     (result,) = read_results(folder)
     kept = [{**one, "answer": ""} for one in chosen(groups, lambda ids: str(list(ids)))]
     wanted = [check_reward_nonzero_std(group) for group in groups]
@@ -151,6 +151,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlong": {"overlong_buffer_len": 12, "overlong_penalty": 0.7},
     "tokens": {"calculate_per_token_loss": True, "overlong_buffer_len": 6},
 }
+
+
+def test_the_filter_drops_the_groups_without_an_advantage() -> None:
+    """Also with rewards of turns, where answers of equal rewards differ in their turns."""
+    source = random.Random(7)
+    dropped, equal_answers_kept = 0, 0
+    for number in range(300):
+        group = whole_group(number, source, by_turn=bool(number % 2))
+        (advantages,) = rollout_advantages([group], config().grpo)
+        is_kept = check_reward_nonzero_std(group)
+        assert is_kept == any(per_token([group], [advantages])), number
+        assert rollout_metrics([group])["rollout/zero_std_groups"] == (not is_kept)
+        dropped += not is_kept
+        equal_answers_kept += is_kept and len(set(group.rewards)) == 1
+    assert dropped and equal_answers_kept
 
 
 @pytest.mark.parametrize("by_turn", [False, True])

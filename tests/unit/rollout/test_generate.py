@@ -284,6 +284,37 @@ def test_an_answer_whose_grading_was_lost_is_left_out_of_its_group() -> None:
     assert group.rewards == (1.0, 1.0) and num_requests == 3
 
 
+@pytest.mark.parametrize("lost_at", ["grading", "teacher"])
+def test_an_answer_of_which_one_sample_is_lost_is_left_out_whole(lost_at: str) -> None:
+    """Its other samples alone would be another answer: other tokens, reward and length."""
+    lost_text = "second"
+
+    async def function(builder: Any, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
+        await builder.write()
+        texts = ["first", lost_text if builder.index == 1 else "last"]
+        return [replace(builder.sample(), text=text) for text in texts]
+
+    async def finish(graded: Sequence[ScoredSample]) -> tuple[ScoredSample, ...]:
+        return tuple(each for each in graded if each.sample.text != lost_text)
+
+    async def work() -> tuple[Any, Mapping[str, float]]:
+        engine, is_teacher = FakeEngine(), lost_at == "teacher"
+        grader = Losing(lambda turn, sample: not is_teacher and sample.text == lost_text)
+        async with serving(engine), Connection(engines_of(engine)) as connection:
+            writer = GroupWriter(
+                *(connection, SAMPLING),
+                n=3,
+                grader=grader,
+                function=function,
+                finish=finish if is_teacher else None,
+            )
+            return await writer.write(Unfinished(prompts(7)[0])), writer.counters()
+
+    group, counted = asyncio.run(work())
+    assert [scored.sample.index for scored in group.samples] == [0, 0, 2, 2]
+    assert counted["rollout/answers_lost"] == (lost_at == "teacher")
+
+
 @pytest.mark.parametrize(
     ("n", "num_lost", "again"), [(4, 2, 0), (4, 3, 1), (4, 4, 1), (2, 1, 1), (1, 0, 0), (1, 1, 1)]
 )

@@ -111,6 +111,12 @@ def test_the_end_tokens_of_the_generation_config_end_an_answer(tmp_path):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {end_of_turn}}}')
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     assert trained(tokenize, sample_of(tokenize, messages)) == "cd[_"
+    beyond_vocabulary = 10**6
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end_of_turn, beyond_vocabulary]})
+    )
+    tokenize = SupervisedTokenizer(tmp_path, apply_chat_template=True)
+    assert trained(tokenize, sample_of(tokenize, messages)) == "cd[_"
 
 
 def test_a_conversation_of_which_the_template_leaves_out_a_message_is_refused(tmp_path):
@@ -179,3 +185,26 @@ def test_published_templates_train_the_token_that_ends_the_answer(tmp_path, name
     assert last in ends
     assert not set(answer) & set(special)
     assert "".join(answer).endswith("cd")
+
+
+@pytest.mark.parametrize(
+    "written", [{}, {"reasoning_content": "hm"}, {"content": "<think>hm</think>cd"}]
+)
+def test_an_answer_with_a_thought_or_a_call_ends_as_the_template_ends_it(tmp_path, written):
+    """Those of GLM-4.5 end with the next role's token, which a later message would move away."""
+    name, special, ends = (
+        "glm4moe",
+        ["[gMASK]", "<|endoftext|>", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    )
+    tokenize, tokenizer = published(tmp_path, name, special, ends)
+    question = {"role": "user", "content": "ab"}
+    answer = {"role": "assistant", "content": "cd", **written}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    for message, end in (
+        (answer, "<|user|>"),
+        ({**answer, "tool_calls": [call]}, "<|observation|>"),
+    ):
+        sample = sample_of(tokenize, [question, message])
+        assert list(sample.mask)[-1] == 1
+        assert tokenizer.convert_ids_to_tokens(sample.response_ids[-1]) == end

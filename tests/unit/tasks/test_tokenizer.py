@@ -15,6 +15,7 @@ from rlpost.tasks.tokenizer import (
     check_tokenizer_folder,
     eos_token_ids,
     hf_tokenizer,
+    render_chat,
 )
 from tests.unit.tasks.sets import byte_tokenizer
 
@@ -259,3 +260,44 @@ def test_published_templates_leave_out_only_roles_that_they_do_not_know() -> Non
         ("smolvlm", "system"),  # these two read contents as lists of parts only
         ("idefics3", "system"),
     }
+
+
+CALLS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+)
+
+
+def calling(tmp_path: Path, call: str) -> list[str]:
+    """Return the texts of a conversation with a tool call, as prompt and as the gateway has it."""
+    byte_tokenizer(tmp_path, CALLS.replace("CALL", call))
+    function = {"name": "f", "arguments": {"a": "é"}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "r"},
+    ]
+    before = json.dumps(messages)
+    gateway = render_chat(hf_tokenizer(str(tmp_path)), messages, {"add_generation_prompt": True})
+    prompt, _ = PromptTokenizer(tmp_path, apply_chat_template=True)(messages)
+    assert json.dumps(messages) == before
+    return [prompt, gateway]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ c.function.name + c.function.arguments }}",  # as DeepSeek-V3 and R1
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}",  # as Qwen2.5
+    ],
+)
+def test_arguments_of_calls_are_written_once_whichever_form_the_template_reads(
+    tmp_path: Path, call: str
+) -> None:
+    expected = '[user]q[assistant]xf{"a": "é"}[tool]r'
+    assert calling(tmp_path, call) == [expected, expected]
+
+
+def test_a_prompt_of_which_the_template_leaves_out_the_calls_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="leaves out the tool calls of assistant messages"):
+        calling(tmp_path, "")
