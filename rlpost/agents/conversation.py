@@ -169,6 +169,11 @@ class MessageNode:
         self.children.setdefault(message.key, []).append(node)
         return node
 
+    def detach(self) -> None:
+        """Remove the message, with those after it, from the tree."""
+        assert self.parent is not None and self.message is not None
+        self.parent.children[self.message.key].remove(self)
+
     def answers(self) -> list[MessageNode]:
         """Return the answers that were given here to the messages up to this one."""
         nodes = [node for known in self.children.values() for node in known]
@@ -244,8 +249,9 @@ def _difference(answer: Message, message: Message) -> str:
 class Conversation:
     """All messages and lines of an episode."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, *, longest: int | None = None) -> None:
+        """``longest``: tokens of the model's context."""
+        self._template, self._longest = template, longest
         # By tools, which are at the beginning of the prompt.
         self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
@@ -255,6 +261,7 @@ class Conversation:
 
         Raises:
             DataError: the template rejects the messages.
+            TooLong: their text is far beyond the context; it is not tokenised.
         """
         tools_key = json.dumps(tools) if tools else ""
         others = tools_key not in self._roots and bool(self._roots)
@@ -268,7 +275,13 @@ class Conversation:
             node = child
         nodes = node.path()
         path = [each.message for each in nodes if each.message is not None]
-        text = self._template.render(path, tools)
+        try:
+            text = self._template.render(path, tools)
+            self._template.check_length([text], self._longest)
+        except DataError:  # refused: later requests must not be taken for a continuation
+            if first_new is not None:
+                first_new.detach()
+            raise
         rewritten: int | None = None
         for place in range(len(nodes) - 1, -1, -1):
             base = nodes[place].answered
@@ -314,12 +327,12 @@ class Conversation:
 
         One that a request has continued stays: a client has read it.
         """
-        answered, parent, message = node.answered, node.parent, node.message
-        assert answered is not None and parent is not None and message is not None
+        answered = node.answered
+        assert answered is not None
         line = answered.line
         if node.children or len(line) != answered.length:
             return False
-        parent.children[message.key].remove(node)
+        node.detach()
         if answered.before is None:
             self._lines.remove(line)
         else:

@@ -28,8 +28,8 @@ from rlpost.agents.answer_parsing import (
     format_of,
     parse_answer,
 )
-from rlpost.agents.chat_messages import THINK, BadRequest, Message, ToolCall
-from rlpost.agents.chat_template import ChatTemplate
+from rlpost.agents.chat_messages import THINK, BadRequest, Message, Tool, ToolCall
+from rlpost.agents.chat_template import ChatTemplate, TooLong
 from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
 from rlpost.agents.requests import (
     AnswerEnd,
@@ -50,7 +50,10 @@ logger = logging.getLogger(__name__)
 Limit = Literal["tokens", "requests", "context"]
 UNLIMITED = 2**31 - 1
 MODEL = "policy"  # the name of the only model
-LONG_TEXT = 4  # characters a token of a text that may exceed the context
+SMALLEST_BOUND = 4 << 20
+"""Bytes of a body that are read whatever the context is."""
+BYTES_PER_TOKEN = 16
+"""Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
 T = TypeVar("T")
 
 
@@ -163,9 +166,12 @@ class OpenEpisode:
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
-        self._conversation = Conversation(policy.template)
+        self._conversation = Conversation(policy.template, longest=context)
         self._affinity = object()  # all requests go to one engine while it serves
-        self._lock = threading.Lock()  # guards the conversation
+        # A plan reads the conversation in a thread, so changes wait for it; the other lock only
+        # guards the lines against ``trajectories``, which the driver's loop calls.
+        self._changing = asyncio.Lock()
+        self._lock = threading.Lock()
         self._parallel = asyncio.Semaphore(limits.max_parallel)
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
@@ -217,6 +223,7 @@ class OpenEpisode:
         *,
         before_recording: Callable[[Completion], object] = lambda _: None,
         is_repeated: bool = False,
+        is_large: bool = False,
     ) -> Completion:
         """Answer a request of the harness, and record the answer.
 
@@ -224,19 +231,16 @@ class OpenEpisode:
         not fail after it was recorded, or the harness would repeat a request that is trained.
         ``is_repeated``: the client says that it received no answer to this request; if one was
         recorded, it is returned again.
+        ``is_large``: it is rendered and tokenised in a thread, so that it holds no other request.
 
         Raises:
             BadRequest: it is refused: a limit, halted, closed, or rejected by the template.
             RolloutError: an engine failed.
         """
         self._refuse_ended()
-        self._refuse_unreadable(request)
-        try:
-            with self._lock:
-                plan = self._conversation.plan(request.messages, request.tools)
-                self._forget_read(plan)
-        except DataError as error:
-            raise BadRequest(str(error), param="messages") from error
+        async with self._changing:
+            plan = await run_aside(lambda: self._plan(request), is_large=is_large)
+            self._forget_read(plan)
         if is_repeated and (lost := self._lost(plan, request)) is not None:
             before_recording(lost)
             return lost
@@ -254,16 +258,21 @@ class OpenEpisode:
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
             completion = Completion(number, choices, plan.num_tokens)
-            before_recording(completion)
-            self._record(plan, request, completion, answers)
+            async with self._changing:
+                before_recording(completion)
+                self._record(plan, request, completion, answers)
         finally:
             self._num_in_flight -= request.n
             for task in writing:
                 task.cancel()
         return completion
 
-    def retract(self, completion: Completion) -> None:
+    async def retract(self, completion: Completion) -> None:
         """Forget an answer that could not be delivered, unless a request has continued it."""
+        async with self._changing:
+            self._retract(completion)
+
+    def _retract(self, completion: Completion) -> None:
         with self._lock:
             unread = self._unread.pop(completion.number, None)
             if unread is None:
@@ -318,11 +327,45 @@ class OpenEpisode:
         if self.halted:
             raise _halted()
 
-    def _refuse_unreadable(self, request: ChatRequest) -> None:
-        """Raise BadRequest for tools without a known format, and for texts beyond the context.
+    def check_size(self, num_bytes: int) -> None:
+        """Raise BadRequest if the body of a request is too large to be parsed."""
+        longest = self._sampling.max_context_len
+        if longest is None:
+            return
+        most = max(SMALLEST_BOUND, BYTES_PER_TOKEN * longest)
+        if num_bytes > most:
+            raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-        Rendering and tokenising a text of megabytes would hold all episodes for seconds.
+    def _plan(self, request: ChatRequest) -> RequestPlan:
+        """Return the input for a request. Raises BadRequest."""
+        return self._render(request, self._conversation.plan)
+
+    def _render(
+        self,
+        request: ChatRequest,
+        render: Callable[[Sequence[Message], Sequence[Tool]], T],
+    ) -> T:
+        """Render a request whose texts may fit the context.
+
+        Raises:
+            BadRequest: they do not, no format of calls is known, or the template rejects them.
         """
+        self._refuse_tools(request)
+        template, longest = self._policy.template, self._sampling.max_context_len
+        try:
+            # Before the texts are rendered. A message has at least one token.
+            template.check_length(request.written_texts(), longest)
+            if longest is not None and len(request.messages) > longest:
+                raise TooLong(f"the request has {len(request.messages)} messages")
+            return render(request.messages, request.tools)
+        except TooLong as error:
+            assert longest is not None
+            raise self._too_long(str(error), longest) from error
+        except DataError as error:
+            raise BadRequest(str(error), param="messages") from error
+
+    def _refuse_tools(self, request: ChatRequest) -> None:
+        """Raise BadRequest for tools of a model whose format of calls is not known."""
         if request.tools and self._policy.format == "none":
             raise BadRequest(
                 "the chat template of this model writes tool calls in no format that the gateway "
@@ -330,13 +373,6 @@ class OpenEpisode:
                 code="tools_not_supported",
                 param="tools",
             )
-        longest = self._sampling.max_context_len
-        if longest is None:
-            return
-        texts = [message.content for message in request.messages]
-        is_long = sum(map(len, texts)) > LONG_TEXT * longest
-        if is_long and self._policy.template.exceeds(texts, longest):
-            raise self._too_long("the messages are too long", longest)
 
     def _too_long(self, what: str, longest: int) -> BadRequest:
         return self._limited(
@@ -349,13 +385,19 @@ class OpenEpisode:
         """Return the bytes of one token, for log-probs."""
         return self._policy.template.token_bytes(token_id)
 
-    def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a request's input. Raises BadRequest."""
-        try:
-            text = self._policy.template.render(request.messages, request.tools)
-        except DataError as error:
-            raise BadRequest(str(error), param="messages") from error
-        return len(self._policy.template.encode(text))
+    async def count_tokens(self, request: ChatRequest, *, is_large: bool = False) -> int:
+        """Return the number of tokens of a request's input; ``is_large`` as for ``answer``.
+
+        Raises BadRequest.
+        """
+        template, longest = self._policy.template, self._sampling.max_context_len
+
+        def count(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
+            text = template.render(messages, tools)
+            template.check_length([text], longest)
+            return len(template.encode(text))
+
+        return await run_aside(lambda: self._render(request, count), is_large=is_large)
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
@@ -489,6 +531,23 @@ class OpenEpisode:
         except Exception:
             logger.exception("an answer of %d characters could not be parsed", len(text))
             return Parsed("", text, ())
+
+
+async def run_aside(work: Callable[[], T], *, is_large: bool) -> T:
+    """Run ``work``, in a thread if it is large. When cancelled, waits until it has ended."""
+    if not is_large:
+        return work()
+    ending = asyncio.get_running_loop().run_in_executor(None, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not ending.done():
+        try:
+            await asyncio.wait([ending])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        ending.exception()  # retrieved, so that it is not logged
+        raise cancelled
+    return ending.result()
 
 
 def _closed() -> BadRequest:

@@ -9,6 +9,7 @@ kept open by comments.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import time
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.episode import OpenEpisode
+from rlpost.agents.episode import OpenEpisode, run_aside
 from rlpost.agents.json_values import check_depth, dumps
 from rlpost.agents.requests import ChatRequest, Completion, Reply
 from rlpost.errors import RolloutError
@@ -28,6 +29,8 @@ from rlpost.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+LARGE_BODY_BYTES = 64 << 10
+"""Larger ones are parsed, rendered and tokenised in a thread: that takes 10 ms and more."""
 KEEP_ALIVE_S = 10.0
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
@@ -97,7 +100,7 @@ class _Routes:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked = api.read(await _body(request))
+            asked, is_large = await _read(request, episode, api.read)
             contents: list[bytes] = []
 
             def write(completion: Completion) -> None:
@@ -112,7 +115,9 @@ class _Routes:
 
             is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
             answering = asyncio.ensure_future(
-                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
+                episode.answer(
+                    asked, before_recording=write, is_repeated=is_repeated, is_large=is_large
+                )
             )
             headers = self._headers(asked)
             try:
@@ -126,7 +131,7 @@ class _Routes:
                 return response
             except BaseException:  # cancelled if the client disconnects
                 if _has_answered(answering):
-                    episode.retract(answering.result())
+                    await asyncio.shield(episode.retract(answering.result()))
                 raise
             finally:
                 answering.cancel()
@@ -136,8 +141,10 @@ class _Routes:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
-        asked = anthropic_format.messages_request(await _body(request), needs_answer=False)
-        return _json_response({"input_tokens": episode.count_tokens(asked)})
+        read = functools.partial(anthropic_format.messages_request, needs_answer=False)
+        asked, is_large = await _read(request, episode, read)
+        count = await episode.count_tokens(asked, is_large=is_large)
+        return _json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -175,8 +182,21 @@ class _Routes:
         return {OVERRIDDEN_HEADER: ", ".join(asked.overridden)} if asked.overridden else {}
 
 
-async def _body(request: web.Request) -> Mapping[str, object]:
+async def _read(
+    request: web.Request,
+    episode: OpenEpisode,
+    convert: Callable[[Mapping[str, object]], ChatRequest],
+) -> tuple[ChatRequest, bool]:
+    """Return the request of a body, and whether it is large. Raises BadRequest."""
+    episode.check_size(request.content_length or 0)  # before it is read
     content = await request.read()
+    episode.check_size(len(content))
+    is_large = len(content) > LARGE_BODY_BYTES
+    return await run_aside(lambda: convert(_body(content)), is_large=is_large), is_large
+
+
+def _body(content: bytes) -> Mapping[str, object]:
+    """Parse a body. Raises BadRequest."""
     try:
         body = orjson.loads(content)
         check_depth(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,18 @@ class ChatRequest:
     is_stream: bool = False
     with_usage: bool = False
     overridden: tuple[str, ...] = ()
+
+    def written_texts(self) -> list[str]:
+        """Return the texts that every chat template writes: all but reasoning, which it may drop.
+
+        The tools are one text, as JSON.
+        """
+        texts = [json.dumps(self.tools, ensure_ascii=False)] if self.tools else []
+        for message in self.messages:
+            texts.append(message.content)
+            for call in message.tool_calls:
+                texts += [call.name, call.arguments]
+        return texts
 
 
 @dataclass(frozen=True, slots=True)
