@@ -36,6 +36,7 @@ from rlpost.agents.requests import (
     ChatChoice,
     ChatRequest,
     Completion,
+    Earlier,
 )
 from rlpost.agents.trajectory import AnsweredTurn, Trajectory
 from rlpost.engines.connection import Connection, Halted
@@ -176,6 +177,7 @@ class OpenEpisode:
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
         self._unread: dict[int, _Unread] = {}  # by number of the request
+        self._answered: dict[int, tuple[MessageNode, ChatRequest]] = {}  # without messages
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
         self.error: Exception | None = None
@@ -277,6 +279,7 @@ class OpenEpisode:
             unread = self._unread.pop(completion.number, None)
             if unread is None:
                 return
+            self._answered.pop(completion.number, None)
             for node, answer in unread.nodes.items():
                 if self._conversation.remove(node):
                     self.num_requests -= 1
@@ -302,6 +305,9 @@ class OpenEpisode:
                         plan, message, each.sample, each.turn, each.stop_text
                     )
                     nodes[node] = each
+            if nodes:
+                without = replace(request, messages=())
+                self._answered[completion.number] = next(iter(nodes)), without
             self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
             self.num_requests += request.n
             self.num_tokens += completion.num_tokens
@@ -380,6 +386,14 @@ class OpenEpisode:
             f"{what}; the context of this model holds {longest} with the answer",
             code="context_length_exceeded",
         )
+
+    def recall(self, number: int) -> Earlier | None:
+        """Return the first answer to the request with a number; None if it has none."""
+        node, request = self._answered.get(number, (None, None))
+        if node is None or request is None:
+            return None
+        messages = [each.message for each in node.path() if each.message is not None]
+        return Earlier(tuple(messages[:-1]), request.tools, request.has_instructions, messages[-1])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, for log-probs."""

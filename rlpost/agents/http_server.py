@@ -23,7 +23,7 @@ from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode, run_aside
 from rlpost.agents.json_values import check_depth, dumps
-from rlpost.agents.requests import ChatRequest, Completion, Reply
+from rlpost.agents.requests import ChatRequest, Completion, Recall, Reply
 from rlpost.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
 """Response header with the sampling parameters of the request that had no effect."""
+DROPPED_HEADER = "x-rlpost-dropped-tools"
+"""Response header with the kinds of tools that were left out, because a server would run them."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -59,7 +61,7 @@ def make_app(episodes: Mapping[str, OpenEpisode]) -> web.Application:
 class _Api:
     """One API: how a request is read, and how a reply is written as one body or as events."""
 
-    read: Callable[[Mapping[str, object]], ChatRequest]
+    read: Callable[[Mapping[str, object], Recall], ChatRequest]
     body: Callable[[Reply], Mapping[str, object]]
     events: Callable[[Reply], Iterable[Mapping[str, object]]]
     end: bytes = b""  # after the last event of a stream
@@ -94,6 +96,7 @@ class _Routes:
         self._episodes = episodes
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
+        self._seen_dropped: set[str] = set()
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
@@ -179,20 +182,28 @@ class _Routes:
         for field in set(asked.overridden) - self._seen_overridden:
             logger.info("a harness sets %s; the policy samples with the run's value", field)
             self._seen_overridden.add(field)
-        return {OVERRIDDEN_HEADER: ", ".join(asked.overridden)} if asked.overridden else {}
+        for kind in set(asked.dropped_tools) - self._seen_dropped:
+            logger.warning(
+                "a harness offers the tool %s, which a server would run; the policy does not see it",
+                kind,
+            )
+            self._seen_dropped.add(kind)
+        values = {OVERRIDDEN_HEADER: asked.overridden, DROPPED_HEADER: asked.dropped_tools}
+        return {name: ", ".join(words) for name, words in values.items() if words}
 
 
 async def _read(
     request: web.Request,
     episode: OpenEpisode,
-    convert: Callable[[Mapping[str, object]], ChatRequest],
+    convert: Callable[[Mapping[str, object], Recall], ChatRequest],
 ) -> tuple[ChatRequest, bool]:
     """Return the request of a body, and whether it is large. Raises BadRequest."""
     episode.check_size(request.content_length or 0)  # before it is read
     content = await request.read()
     episode.check_size(len(content))
     is_large = len(content) > LARGE_BODY_BYTES
-    return await run_aside(lambda: convert(_body(content)), is_large=is_large), is_large
+    asked = await run_aside(lambda: convert(_body(content), episode.recall), is_large=is_large)
+    return asked, is_large
 
 
 def _body(content: bytes) -> Mapping[str, object]:
