@@ -48,13 +48,22 @@ class Line:
     """A token sequence with its turns. It grows at its end; earlier positions never change."""
 
     def __init__(
-        self, sample: Sample, turns: list[AnsweredTurn], own_from: int, cause: str
+        self,
+        sample: Sample,
+        turns: list[AnsweredTurn],
+        own_from: int,
+        cause: str,
+        *,
+        has_tools: bool = False,
+        has_answers: bool = False,
     ) -> None:
         """``own_from``: sampled tokens before this position are trained in another line.
 
-        ``cause``: why the answer did not extend another line.
+        ``cause``: why the answer did not extend another line. ``has_tools``, ``has_answers``: of
+        its first request, see ``Trajectory``.
         """
         self.sample, self.turns, self.own_from, self.cause = sample, turns, own_from, cause
+        self.has_tools, self.has_answers = has_tools, has_answers
 
     def __len__(self) -> int:
         return len(self.sample.prompt_ids) + len(self.sample.response_ids)
@@ -96,6 +105,8 @@ class Line:
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
             cause=self.cause,
+            has_tools=self.has_tools,
+            has_answers=self.has_answers,
             routes=sample.routes,
             sampling_mask=None
             if sample.sampling_mask is None
@@ -205,6 +216,7 @@ class RequestPlan:
     base: Answered | None
     added_ids: IntColumn
     cause: str
+    has_tools: bool
 
     @property
     def num_tokens(self) -> int:
@@ -294,13 +306,13 @@ class Conversation:
                 rewritten = place if rewritten is None else rewritten
                 continue
             cause = "" if len(base.line) == base.length else cause_of(nodes, first_new, rewritten)
-            return RequestPlan(node, text, base, self._encode(rest), cause)
+            return RequestPlan(node, text, base, self._encode(rest), cause, bool(tools))
         cause = cause_of(nodes, first_new, rewritten)
         if not self._lines:
             cause = FIRST
         elif others:
             cause = "its tools differ from those of earlier requests"
-        return RequestPlan(node, text, None, self._encode(text), cause)
+        return RequestPlan(node, text, None, self._encode(text), cause, bool(tools))
 
     def add(
         self,
@@ -360,7 +372,15 @@ class Conversation:
         if base is not None:
             own_from = base.length
             turns = [turn for turn in base.line.turns if turn.end <= base.length]
-        line = Line(sample, turns, own_from, cause)
+        messages = [each.message for each in plan.node.path()]
+        line = Line(
+            sample,
+            turns,
+            own_from,
+            cause,
+            has_tools=plan.has_tools,
+            has_answers=any(each is not None and each.role == "assistant" for each in messages),
+        )
         self._lines.append(line)
         return line, None
 

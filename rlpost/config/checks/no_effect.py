@@ -323,6 +323,7 @@ ROWS = (
             "env_reward",
             "env_max_turns",
             "env_limit_reward",
+            "env_train_side_requests",
             "env_timeout_s",
             "env_concurrency",
             "env_retries",
