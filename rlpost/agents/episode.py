@@ -13,24 +13,17 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import (
-    MARKS,
-    PROBE_ANSWER,
-    PROBE_TOOLS,
-    Parsed,
-    format_of,
-    parse_answer,
-)
+from rlpost.agents.answer_parsing import Parsed, parse_answer
 from rlpost.agents.chat_messages import THINK, BadRequest, Message, Tool, ToolCall
-from rlpost.agents.chat_template import ChatTemplate, TooLong
+from rlpost.agents.chat_template import TooLong
 from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
+from rlpost.agents.policy import EpisodeLimits, Policy, largest_body, run_aside
 from rlpost.agents.requests import (
     AnswerEnd,
     ChatChoice,
@@ -51,47 +44,7 @@ logger = logging.getLogger(__name__)
 Limit = Literal["tokens", "requests", "context"]
 UNLIMITED = 2**31 - 1
 MODEL = "policy"  # the name of the only model
-SMALLEST_BOUND = 4 << 20
-"""Bytes of a body that are read whatever the context is."""
-BYTES_PER_TOKEN = 16
-"""Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of the harness of one episode; None means no limit.
-
-    Attributes:
-        max_tokens: sampled tokens over all requests. A turn is truncated there, and later requests
-            are refused. Parallel requests are not counted before they end.
-        max_requests: answers of engines; ``n`` answers count as ``n``.
-        max_parallel: answers that are generated at once; further ones wait.
-    """
-
-    max_tokens: int | None = None
-    max_requests: int | None = None
-    max_parallel: int = 16
-
-
-class Policy:
-    """Template, formats and limits of the model, shared by all episodes."""
-
-    def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
-        """``context_length``: the engines refuse requests with more tokens, the answer included."""
-        self.template, self.context_length = template, context_length
-        self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
-        logger.info("format of tool calls in the chat template: %s", self.format)
-        self._logged: set[str] = set()
-        # Engines omit special tokens from their texts, so such marks are read from the ids.
-        self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
-
-    def log_once(self, text: str) -> None:
-        """Log a message of harnesses, unless one that differs only in numbers was logged."""
-        kind = re.sub(r"\d+", "0", text)
-        if kind not in self._logged:
-            self._logged.add(kind)
-            logger.info("%s (logged once)", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +291,7 @@ class OpenEpisode:
         longest = self._sampling.max_context_len
         if longest is None:
             return
-        most = max(SMALLEST_BOUND, BYTES_PER_TOKEN * longest)
+        most = largest_body(longest)
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
@@ -356,7 +309,7 @@ class OpenEpisode:
         Raises:
             BadRequest: they do not, no format of calls is known, or the template rejects them.
         """
-        self._refuse_tools(request)
+        self._policy.check_tools(request)
         template, longest = self._policy.template, self._sampling.max_context_len
         try:
             # Before the texts are rendered. A message has at least one token.
@@ -369,16 +322,6 @@ class OpenEpisode:
             raise self._too_long(str(error), longest) from error
         except DataError as error:
             raise BadRequest(str(error), param="messages") from error
-
-    def _refuse_tools(self, request: ChatRequest) -> None:
-        """Raise BadRequest for tools of a model whose format of calls is not known."""
-        if request.tools and self._policy.format == "none":
-            raise BadRequest(
-                "the chat template of this model writes tool calls in no format that the gateway "
-                "reads (Qwen's JSON and XML, GLM's); describe the tools in a message instead",
-                code="tools_not_supported",
-                param="tools",
-            )
 
     def _too_long(self, what: str, longest: int) -> BadRequest:
         return self._limited(
@@ -545,23 +488,6 @@ class OpenEpisode:
         except Exception:
             logger.exception("an answer of %d characters could not be parsed", len(text))
             return Parsed("", text, ())
-
-
-async def run_aside(work: Callable[[], T], *, is_large: bool) -> T:
-    """Run ``work``, in a thread if it is large. When cancelled, waits until it has ended."""
-    if not is_large:
-        return work()
-    ending = asyncio.get_running_loop().run_in_executor(None, work)
-    cancelled: asyncio.CancelledError | None = None
-    while not ending.done():
-        try:
-            await asyncio.wait([ending])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        ending.exception()  # retrieved, so that it is not logged
-        raise cancelled
-    return ending.result()
 
 
 def _closed() -> BadRequest:

@@ -21,8 +21,9 @@ from aiohttp import web
 
 from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.episode import OpenEpisode, run_aside
+from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.json_values import check_depth, dumps
+from rlpost.agents.policy import run_aside
 from rlpost.agents.requests import ChatRequest, Completion, Recall, Reply
 from rlpost.errors import RolloutError
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from rlpost.agents import episode as episode_module
-from rlpost.agents import http_server
+from rlpost.agents import http_server, policy
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation
 from rlpost.agents.gateway import EpisodeLimits, OpenEpisode
@@ -330,7 +330,7 @@ async def test_a_body_far_beyond_the_context_is_not_parsed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the long text is in a field that has no effect."""
-    monkeypatch.setattr(episode_module, "SMALLEST_BOUND", 1000)
+    monkeypatch.setattr(policy, "SMALLEST_BOUND", 1000)
     monkeypatch.setattr(http_server, "_body", lambda _: pytest.fail("it was parsed"))
     async with setup(folder) as made:
         made.gateway.policy.context_length = 100
