@@ -22,29 +22,50 @@ from rlpost.agents.chat_messages import (
     text_of,
 )
 from rlpost.agents.openai_format import boolean, stop_strings, whole_number
-from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
+from rlpost.agents.requests import (
+    ChatChoice,
+    ChatRequest,
+    Earlier,
+    Recall,
+    Reply,
+    recall_nothing,
+    recalled,
+)
 
 IGNORED_BLOCKS = ("redacted_thinking",)
-SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
-"""Types of tools that Anthropic runs, without their dates."""
 SIGNATURE = "rlpost"
 """Of thoughts; ignored when it comes back."""
 Event = dict[str, object]
 
 
-def messages_request(body: Mapping[str, object], *, needs_answer: bool = True) -> ChatRequest:
-    """Read a request; without ``needs_answer`` it may end with an answer. Raises BadRequest."""
+def messages_request(
+    body: Mapping[str, object], recall: Recall = recall_nothing, *, needs_answer: bool = True
+) -> ChatRequest:
+    """Read a request.
+
+    ``recall`` returns the answer that it continues. Without ``needs_answer`` it may end with an
+    answer.
+
+    Raises BadRequest.
+    """
     overridden = request_fields.MESSAGES.check(body)
     raw_messages = body.get("messages")
     if not isinstance(raw_messages, list) or not raw_messages:
         raise BadRequest("messages must be a list with at least one message", param="messages")
     system = text_of(_without_billing(body.get("system")), "system")
     messages = [Message("system", system)] if system else []
+    tools, dropped = _tools(body)
+    earlier = _continued(body.get("thread"), recall)
+    if earlier is not None:
+        messages += earlier.conversation(with_instructions=not system)
+        tools = tools if "tools" in body else earlier.tools
     for place, raw in enumerate(raw_messages):
         messages += _messages(raw, f"messages[{place}]")
     return ChatRequest(
         messages=checked(messages, needs_answer=needs_answer),
-        tools=_tools(body),
+        tools=tools,
+        dropped_tools=dropped,
+        has_instructions=bool(system) or (earlier is not None and earlier.has_instructions),
         max_tokens=whole_number(body, "max_tokens", 1, 2**31 - 1),
         stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
         is_stream=boolean(body, "stream"),
@@ -155,28 +176,41 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
     return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
 
 
-def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
+def _continued(thread: object, recall: Recall) -> Earlier | None:
+    """Return the answer that a thread continues, whose request sends only new messages.
+
+    None for a thread that is begun. Raises BadRequest.
+    """
+    kind = thread.get("type") if isinstance(thread, Mapping) else thread
+    if kind in (None, "create"):
+        return None
+    if not isinstance(thread, Mapping) or kind != "continue":
+        raise BadRequest(f"thread {kind!r} must be of type create or continue", param="thread")
+    remedy = "send all messages"
+    name, field = thread.get("previous_message_id"), "thread.previous_message_id"
+    return recalled(name, "msg", recall, field=field, remedy=remedy)
+
+
+def _tools(body: Mapping[str, object]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """Return the tools, and the kinds that are left out because a server would run them."""
     raw_tools, choice = body.get("tools") or [], body.get("tool_choice") or {"type": "auto"}
     if not isinstance(raw_tools, list) or not isinstance(choice, Mapping):
         raise BadRequest("tools must be a list, and tool_choice an object", param="tools")
     if choice.get("type") == "none":
-        return ()
+        return (), ()
     if choice.get("type") != "auto":
         raise constrains_sampling(
             f"tool_choice {choice.get('type')!r}", "tool_choice", remedy="use 'auto' or 'none'"
         )
+    dropped = request_fields.server_tools(raw_tools)
     tools: list[Tool] = []
     for place, tool in enumerate(raw_tools):
+        if request_fields.server_tool(tool) is not None:
+            continue
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
-        kind = str(tool.get("type") or "")
-        if kind.startswith(SERVER_TOOLS):
-            raise BadRequest(
-                f"tools[{place}] is of type {kind!r}; tools that the server runs are not supported",
-                param="tools",
-            )
         tools.append(function_tool(tool, tool.get("input_schema")))
-    return tuple(tools)
+    return tuple(tools), dropped
 
 
 def _blocks(message: Message) -> list[dict[str, object]]:

@@ -14,6 +14,7 @@ from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, DataError
 from rlpost.tasks.tokenizer import check_tokenizer_folder, hf_tokenizer, render_chat
 
+LONG_TEXT = 4  # characters a token of a text that may exceed the context
 _SLICE = 16384  # characters
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -33,10 +34,14 @@ def _bytes_of_gpt2() -> dict[str, int]:
 _BYTES_OF_GPT2 = _bytes_of_gpt2()
 
 
+class TooLong(DataError):
+    """Texts have more tokens than the context of the model."""
+
+
 class ChatTemplate:
     """Renders conversations, and is the codec of their response builders.
 
-    Not safe for use by several threads at once.
+    Safe for several threads: no call sets truncation or padding, the state of a fast tokenizer.
     """
 
     def __init__(self, model_folder: str, kwargs: Mapping[str, object] | None = None) -> None:
@@ -83,6 +88,16 @@ class ChatTemplate:
             lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)
         )
         return whole[len(list(same)) :]
+
+    def check_length(self, texts: Sequence[str], longest: int | None) -> None:
+        """Raise TooLong if texts have so many characters that they exceed ``longest`` tokens.
+
+        Texts of up to LONG_TEXT characters a token pass, because their tokens are soon counted.
+        """
+        if longest is None or sum(map(len, texts)) <= LONG_TEXT * longest:
+            return
+        if self.exceeds(texts, longest):
+            raise TooLong("the request is too long")
 
     def exceeds(self, texts: Iterable[str], limit: int) -> bool:
         """Whether texts have more than ``limit`` tokens.

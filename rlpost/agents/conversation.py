@@ -48,13 +48,22 @@ class Line:
     """A token sequence with its turns. It grows at its end; earlier positions never change."""
 
     def __init__(
-        self, sample: Sample, turns: list[AnsweredTurn], own_from: int, cause: str
+        self,
+        sample: Sample,
+        turns: list[AnsweredTurn],
+        own_from: int,
+        cause: str,
+        *,
+        has_tools: bool = False,
+        has_answers: bool = False,
     ) -> None:
         """``own_from``: sampled tokens before this position are trained in another line.
 
-        ``cause``: why the answer did not extend another line.
+        ``cause``: why the answer did not extend another line. ``has_tools``, ``has_answers``: of
+        its first request, see ``Trajectory``.
         """
         self.sample, self.turns, self.own_from, self.cause = sample, turns, own_from, cause
+        self.has_tools, self.has_answers = has_tools, has_answers
 
     def __len__(self) -> int:
         return len(self.sample.prompt_ids) + len(self.sample.response_ids)
@@ -96,6 +105,8 @@ class Line:
                 replace(turn, is_trained=turn.start >= self.own_from) for turn in self.turns
             ),
             cause=self.cause,
+            has_tools=self.has_tools,
+            has_answers=self.has_answers,
             routes=sample.routes,
             sampling_mask=None
             if sample.sampling_mask is None
@@ -169,6 +180,11 @@ class MessageNode:
         self.children.setdefault(message.key, []).append(node)
         return node
 
+    def detach(self) -> None:
+        """Remove the message, with those after it, from the tree."""
+        assert self.parent is not None and self.message is not None
+        self.parent.children[self.message.key].remove(self)
+
     def answers(self) -> list[MessageNode]:
         """Return the answers that were given here to the messages up to this one."""
         nodes = [node for known in self.children.values() for node in known]
@@ -200,6 +216,7 @@ class RequestPlan:
     base: Answered | None
     added_ids: IntColumn
     cause: str
+    has_tools: bool
 
     @property
     def num_tokens(self) -> int:
@@ -244,8 +261,9 @@ def _difference(answer: Message, message: Message) -> str:
 class Conversation:
     """All messages and lines of an episode."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, *, longest: int | None = None) -> None:
+        """``longest``: tokens of the model's context."""
+        self._template, self._longest = template, longest
         # By tools, which are at the beginning of the prompt.
         self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
@@ -255,6 +273,7 @@ class Conversation:
 
         Raises:
             DataError: the template rejects the messages.
+            TooLong: their text is far beyond the context; it is not tokenised.
         """
         tools_key = json.dumps(tools) if tools else ""
         others = tools_key not in self._roots and bool(self._roots)
@@ -268,7 +287,13 @@ class Conversation:
             node = child
         nodes = node.path()
         path = [each.message for each in nodes if each.message is not None]
-        text = self._template.render(path, tools)
+        try:
+            text = self._template.render(path, tools)
+            self._template.check_length([text], self._longest)
+        except DataError:  # refused: later requests must not be taken for a continuation
+            if first_new is not None:
+                first_new.detach()
+            raise
         rewritten: int | None = None
         for place in range(len(nodes) - 1, -1, -1):
             base = nodes[place].answered
@@ -281,13 +306,13 @@ class Conversation:
                 rewritten = place if rewritten is None else rewritten
                 continue
             cause = "" if len(base.line) == base.length else cause_of(nodes, first_new, rewritten)
-            return RequestPlan(node, text, base, self._encode(rest), cause)
+            return RequestPlan(node, text, base, self._encode(rest), cause, bool(tools))
         cause = cause_of(nodes, first_new, rewritten)
         if not self._lines:
             cause = FIRST
         elif others:
             cause = "its tools differ from those of earlier requests"
-        return RequestPlan(node, text, None, self._encode(text), cause)
+        return RequestPlan(node, text, None, self._encode(text), cause, bool(tools))
 
     def add(
         self,
@@ -314,12 +339,12 @@ class Conversation:
 
         One that a request has continued stays: a client has read it.
         """
-        answered, parent, message = node.answered, node.parent, node.message
-        assert answered is not None and parent is not None and message is not None
+        answered = node.answered
+        assert answered is not None
         line = answered.line
         if node.children or len(line) != answered.length:
             return False
-        parent.children[message.key].remove(node)
+        node.detach()
         if answered.before is None:
             self._lines.remove(line)
         else:
@@ -347,7 +372,15 @@ class Conversation:
         if base is not None:
             own_from = base.length
             turns = [turn for turn in base.line.turns if turn.end <= base.length]
-        line = Line(sample, turns, own_from, cause)
+        messages = [each.message for each in plan.node.path()]
+        line = Line(
+            sample,
+            turns,
+            own_from,
+            cause,
+            has_tools=plan.has_tools,
+            has_answers=any(each is not None and each.role == "assistant" for each in messages),
+        )
         self._lines.append(line)
         return line, None
 

@@ -13,29 +13,23 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import (
-    MARKS,
-    PROBE_ANSWER,
-    PROBE_TOOLS,
-    Parsed,
-    format_of,
-    parse_answer,
-)
-from rlpost.agents.chat_messages import THINK, BadRequest, Message, ToolCall
-from rlpost.agents.chat_template import ChatTemplate
+from rlpost.agents.answer_parsing import Parsed, parse_answer
+from rlpost.agents.chat_messages import THINK, BadRequest, Message, Tool, ToolCall
+from rlpost.agents.chat_template import TooLong
 from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
+from rlpost.agents.policy import EpisodeLimits, Policy, largest_body, run_aside
 from rlpost.agents.requests import (
     AnswerEnd,
     ChatChoice,
     ChatRequest,
     Completion,
+    Earlier,
 )
 from rlpost.agents.trajectory import AnsweredTurn, Trajectory
 from rlpost.engines.connection import Connection, Halted
@@ -50,44 +44,7 @@ logger = logging.getLogger(__name__)
 Limit = Literal["tokens", "requests", "context"]
 UNLIMITED = 2**31 - 1
 MODEL = "policy"  # the name of the only model
-LONG_TEXT = 4  # characters a token of a text that may exceed the context
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of the harness of one episode; None means no limit.
-
-    Attributes:
-        max_tokens: sampled tokens over all requests. A turn is truncated there, and later requests
-            are refused. Parallel requests are not counted before they end.
-        max_requests: answers of engines; ``n`` answers count as ``n``.
-        max_parallel: answers that are generated at once; further ones wait.
-    """
-
-    max_tokens: int | None = None
-    max_requests: int | None = None
-    max_parallel: int = 16
-
-
-class Policy:
-    """Template, formats and limits of the model, shared by all episodes."""
-
-    def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
-        """``context_length``: the engines refuse requests with more tokens, the answer included."""
-        self.template, self.context_length = template, context_length
-        self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
-        logger.info("format of tool calls in the chat template: %s", self.format)
-        self._logged: set[str] = set()
-        # Engines omit special tokens from their texts, so such marks are read from the ids.
-        self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
-
-    def log_once(self, text: str) -> None:
-        """Log a message of harnesses, unless one that differs only in numbers was logged."""
-        kind = re.sub(r"\d+", "0", text)
-        if kind not in self._logged:
-            self._logged.add(kind)
-            logger.info("%s (logged once)", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +120,17 @@ class OpenEpisode:
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
-        self._conversation = Conversation(policy.template)
+        self._conversation = Conversation(policy.template, longest=context)
         self._affinity = object()  # all requests go to one engine while it serves
-        self._lock = threading.Lock()  # guards the conversation
+        # A plan reads the conversation in a thread, so changes wait for it; the other lock only
+        # guards the lines against ``trajectories``, which the driver's loop calls.
+        self._changing = asyncio.Lock()
+        self._lock = threading.Lock()
         self._parallel = asyncio.Semaphore(limits.max_parallel)
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
         self._unread: dict[int, _Unread] = {}  # by number of the request
+        self._answered: dict[int, tuple[MessageNode, ChatRequest]] = {}  # without messages
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
         self.error: Exception | None = None
@@ -217,6 +178,7 @@ class OpenEpisode:
         *,
         before_recording: Callable[[Completion], object] = lambda _: None,
         is_repeated: bool = False,
+        is_large: bool = False,
     ) -> Completion:
         """Answer a request of the harness, and record the answer.
 
@@ -224,19 +186,16 @@ class OpenEpisode:
         not fail after it was recorded, or the harness would repeat a request that is trained.
         ``is_repeated``: the client says that it received no answer to this request; if one was
         recorded, it is returned again.
+        ``is_large``: it is rendered and tokenised in a thread, so that it holds no other request.
 
         Raises:
             BadRequest: it is refused: a limit, halted, closed, or rejected by the template.
             RolloutError: an engine failed.
         """
         self._refuse_ended()
-        self._refuse_unreadable(request)
-        try:
-            with self._lock:
-                plan = self._conversation.plan(request.messages, request.tools)
-                self._forget_read(plan)
-        except DataError as error:
-            raise BadRequest(str(error), param="messages") from error
+        async with self._changing:
+            plan = await run_aside(lambda: self._plan(request), is_large=is_large)
+            self._forget_read(plan)
         if is_repeated and (lost := self._lost(plan, request)) is not None:
             before_recording(lost)
             return lost
@@ -254,20 +213,26 @@ class OpenEpisode:
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
             completion = Completion(number, choices, plan.num_tokens)
-            before_recording(completion)
-            self._record(plan, request, completion, answers)
+            async with self._changing:
+                before_recording(completion)
+                self._record(plan, request, completion, answers)
         finally:
             self._num_in_flight -= request.n
             for task in writing:
                 task.cancel()
         return completion
 
-    def retract(self, completion: Completion) -> None:
+    async def retract(self, completion: Completion) -> None:
         """Forget an answer that could not be delivered, unless a request has continued it."""
+        async with self._changing:
+            self._retract(completion)
+
+    def _retract(self, completion: Completion) -> None:
         with self._lock:
             unread = self._unread.pop(completion.number, None)
             if unread is None:
                 return
+            self._answered.pop(completion.number, None)
             for node, answer in unread.nodes.items():
                 if self._conversation.remove(node):
                     self.num_requests -= 1
@@ -293,6 +258,9 @@ class OpenEpisode:
                         plan, message, each.sample, each.turn, each.stop_text
                     )
                     nodes[node] = each
+            if nodes:
+                without = replace(request, messages=())
+                self._answered[completion.number] = next(iter(nodes)), without
             self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
             self.num_requests += request.n
             self.num_tokens += completion.num_tokens
@@ -318,25 +286,42 @@ class OpenEpisode:
         if self.halted:
             raise _halted()
 
-    def _refuse_unreadable(self, request: ChatRequest) -> None:
-        """Raise BadRequest for tools without a known format, and for texts beyond the context.
-
-        Rendering and tokenising a text of megabytes would hold all episodes for seconds.
-        """
-        if request.tools and self._policy.format == "none":
-            raise BadRequest(
-                "the chat template of this model writes tool calls in no format that the gateway "
-                "reads (Qwen's JSON and XML, GLM's); describe the tools in a message instead",
-                code="tools_not_supported",
-                param="tools",
-            )
+    def check_size(self, num_bytes: int) -> None:
+        """Raise BadRequest if the body of a request is too large to be parsed."""
         longest = self._sampling.max_context_len
         if longest is None:
             return
-        texts = [message.content for message in request.messages]
-        is_long = sum(map(len, texts)) > LONG_TEXT * longest
-        if is_long and self._policy.template.exceeds(texts, longest):
-            raise self._too_long("the messages are too long", longest)
+        most = largest_body(longest)
+        if num_bytes > most:
+            raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
+
+    def _plan(self, request: ChatRequest) -> RequestPlan:
+        """Return the input for a request. Raises BadRequest."""
+        return self._render(request, self._conversation.plan)
+
+    def _render(
+        self,
+        request: ChatRequest,
+        render: Callable[[Sequence[Message], Sequence[Tool]], T],
+    ) -> T:
+        """Render a request whose texts may fit the context.
+
+        Raises:
+            BadRequest: they do not, no format of calls is known, or the template rejects them.
+        """
+        self._policy.check_tools(request)
+        template, longest = self._policy.template, self._sampling.max_context_len
+        try:
+            # Before the texts are rendered. A message has at least one token.
+            template.check_length(request.written_texts(), longest)
+            if longest is not None and len(request.messages) > longest:
+                raise TooLong(f"the request has {len(request.messages)} messages")
+            return render(request.messages, request.tools)
+        except TooLong as error:
+            assert longest is not None
+            raise self._too_long(str(error), longest) from error
+        except DataError as error:
+            raise BadRequest(str(error), param="messages") from error
 
     def _too_long(self, what: str, longest: int) -> BadRequest:
         return self._limited(
@@ -345,17 +330,31 @@ class OpenEpisode:
             code="context_length_exceeded",
         )
 
+    def recall(self, number: int) -> Earlier | None:
+        """Return the first answer to the request with a number; None if it has none."""
+        node, request = self._answered.get(number, (None, None))
+        if node is None or request is None:
+            return None
+        messages = [each.message for each in node.path() if each.message is not None]
+        return Earlier(tuple(messages[:-1]), request.tools, request.has_instructions, messages[-1])
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, for log-probs."""
         return self._policy.template.token_bytes(token_id)
 
-    def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a request's input. Raises BadRequest."""
-        try:
-            text = self._policy.template.render(request.messages, request.tools)
-        except DataError as error:
-            raise BadRequest(str(error), param="messages") from error
-        return len(self._policy.template.encode(text))
+    async def count_tokens(self, request: ChatRequest, *, is_large: bool = False) -> int:
+        """Return the number of tokens of a request's input; ``is_large`` as for ``answer``.
+
+        Raises BadRequest.
+        """
+        template, longest = self._policy.template, self._sampling.max_context_len
+
+        def count(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
+            text = template.render(messages, tools)
+            template.check_length([text], longest)
+            return len(template.encode(text))
+
+        return await run_aside(lambda: self._render(request, count), is_large=is_large)
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""

@@ -27,8 +27,9 @@ from aiohttp import web
 
 from common.addresses import http_url
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import EpisodeLimits, Limit, OpenEpisode, Policy
+from rlpost.agents.episode import Limit, OpenEpisode
 from rlpost.agents.http_server import make_app
+from rlpost.agents.policy import EpisodeLimits, Policy
 from rlpost.engines.connection import Connection
 from rlpost.errors import RolloutError
 from rlpost.rollout.answer_log import AnswerLog

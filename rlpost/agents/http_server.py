@@ -9,6 +9,7 @@ kept open by comments.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import time
@@ -22,17 +23,22 @@ from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.json_values import check_depth, dumps
-from rlpost.agents.requests import ChatRequest, Completion, Reply
+from rlpost.agents.policy import run_aside
+from rlpost.agents.requests import ChatRequest, Completion, Recall, Reply
 from rlpost.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+LARGE_BODY_BYTES = 64 << 10
+"""Larger ones are parsed, rendered and tokenised in a thread: that takes 10 ms and more."""
 KEEP_ALIVE_S = 10.0
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
 """Response header with the sampling parameters of the request that had no effect."""
+DROPPED_HEADER = "x-rlpost-dropped-tools"
+"""Response header with the kinds of tools that were left out, because a server would run them."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -56,7 +62,7 @@ def make_app(episodes: Mapping[str, OpenEpisode]) -> web.Application:
 class _Api:
     """One API: how a request is read, and how a reply is written as one body or as events."""
 
-    read: Callable[[Mapping[str, object]], ChatRequest]
+    read: Callable[[Mapping[str, object], Recall], ChatRequest]
     body: Callable[[Reply], Mapping[str, object]]
     events: Callable[[Reply], Iterable[Mapping[str, object]]]
     end: bytes = b""  # after the last event of a stream
@@ -91,13 +97,14 @@ class _Routes:
         self._episodes = episodes
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
+        self._seen_dropped: set[str] = set()
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked = api.read(await _body(request))
+            asked, is_large = await _read(request, episode, api.read)
             contents: list[bytes] = []
 
             def write(completion: Completion) -> None:
@@ -112,7 +119,9 @@ class _Routes:
 
             is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
             answering = asyncio.ensure_future(
-                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
+                episode.answer(
+                    asked, before_recording=write, is_repeated=is_repeated, is_large=is_large
+                )
             )
             headers = self._headers(asked)
             try:
@@ -126,7 +135,7 @@ class _Routes:
                 return response
             except BaseException:  # cancelled if the client disconnects
                 if _has_answered(answering):
-                    episode.retract(answering.result())
+                    await asyncio.shield(episode.retract(answering.result()))
                 raise
             finally:
                 answering.cancel()
@@ -136,8 +145,10 @@ class _Routes:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
-        asked = anthropic_format.messages_request(await _body(request), needs_answer=False)
-        return _json_response({"input_tokens": episode.count_tokens(asked)})
+        read = functools.partial(anthropic_format.messages_request, needs_answer=False)
+        asked, is_large = await _read(request, episode, read)
+        count = await episode.count_tokens(asked, is_large=is_large)
+        return _json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -172,11 +183,32 @@ class _Routes:
         for field in set(asked.overridden) - self._seen_overridden:
             logger.info("a harness sets %s; the policy samples with the run's value", field)
             self._seen_overridden.add(field)
-        return {OVERRIDDEN_HEADER: ", ".join(asked.overridden)} if asked.overridden else {}
+        for kind in set(asked.dropped_tools) - self._seen_dropped:
+            logger.warning(
+                "a harness offers the tool %s, which a server would run; the policy does not see it",
+                kind,
+            )
+            self._seen_dropped.add(kind)
+        values = {OVERRIDDEN_HEADER: asked.overridden, DROPPED_HEADER: asked.dropped_tools}
+        return {name: ", ".join(words) for name, words in values.items() if words}
 
 
-async def _body(request: web.Request) -> Mapping[str, object]:
+async def _read(
+    request: web.Request,
+    episode: OpenEpisode,
+    convert: Callable[[Mapping[str, object], Recall], ChatRequest],
+) -> tuple[ChatRequest, bool]:
+    """Return the request of a body, and whether it is large. Raises BadRequest."""
+    episode.check_size(request.content_length or 0)  # before it is read
     content = await request.read()
+    episode.check_size(len(content))
+    is_large = len(content) > LARGE_BODY_BYTES
+    asked = await run_aside(lambda: convert(_body(content), episode.recall), is_large=is_large)
+    return asked, is_large
+
+
+def _body(content: bytes) -> Mapping[str, object]:
+    """Parse a body. Raises BadRequest."""
     try:
         body = orjson.loads(content)
         check_depth(body)

@@ -15,11 +15,20 @@ from rlpost.agents.chat_messages import (
     constrains_sampling,
     messages_from_openai,
 )
-from rlpost.agents.requests import MAX_CHOICES, MAX_STOPS, ChatChoice, ChatRequest, Reply
+from rlpost.agents.requests import (
+    MAX_CHOICES,
+    MAX_STOPS,
+    ChatChoice,
+    ChatRequest,
+    Recall,
+    Reply,
+    recall_nothing,
+)
 
 
-def chat_request(body: Mapping[str, object]) -> ChatRequest:
-    """Read a request. Raises BadRequest."""
+def chat_request(body: Mapping[str, object], recall: Recall = recall_nothing) -> ChatRequest:
+    """Read a request, which refers to no earlier answer. Raises BadRequest."""
+    del recall
     overridden = request_fields.CHAT.check(body)
     _check_response_format(body.get("response_format"))
     if body.get("top_logprobs"):

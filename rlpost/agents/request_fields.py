@@ -1,13 +1,14 @@
 """All fields of requests: what has an effect, what has none, and what is refused. Pure.
 
 A field that is not in these tables is refused: it would otherwise be ignored without a word. They
-hold the fields of the three APIs and the extensions of SGLang and vLLM, which harnesses of open
-models send. Fields that the readers of requests check themselves are in ``read``.
+hold the fields of the three APIs, the extensions of SGLang and vLLM, which harnesses of open models
+send, and what real programs send beside them (tests/unit/agents/recorded.jsonl). An empty list or object
+has no effect in any field. Fields that the readers of requests check themselves are in ``read``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpost.agents.chat_messages import BadRequest
@@ -30,6 +31,7 @@ _ANY_API = frozenset(
         *("model", "stream", "user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "cache_control", "cache_salt", "extra_key"),
         *("rid", "request_id", "session_id", "priority", "betas", "context_management"),
+        *("client_metadata", "diagnostics", "usage", "inference_geo", "prediction"),
     }
 )
 """Accounting, caches and scheduling; they do not change an answer."""
@@ -41,25 +43,50 @@ _CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids"),
 )
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **{field: (0, False, {}, []) for field in _CONSTRAINTS},
+    **{field: (0, False) for field in _CONSTRAINTS},
     "parallel_tool_calls": (True,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "skip_special_tokens": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
-    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "truncation": ("disabled",),
     "background": (False,),
-    "functions": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "include": (["reasoning.encrypted_content"],),
 }
 """Fields that would change an answer, and the values with which they do not. Fields of the APIs
-that are in no table, such as ``audio`` and ``previous_response_id``, have no such value.
+that are in no table, such as ``audio``, have no such value.
 """
+_SERVER_TOOLS = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "mcp"),
+    *("image_generation", "tool_search"),
+)
+"""Kinds of tools that a server runs, without their dates."""
+
+
+def server_tools(tools: Sequence[object]) -> tuple[str, ...]:
+    """Return the kinds of those tools that a server would run, which the model must not see.
+
+    Raises:
+        BadRequest: all are. A program that asks for nothing else takes the answer for a result.
+    """
+    kinds = [kind for tool in tools if (kind := server_tool(tool)) is not None]
+    if kinds and len(kinds) == len(tools):
+        raise BadRequest(
+            f"tools has only {', '.join(kinds)}, which the server would run; the gateway runs no "
+            "tools: leave them out",
+            param="tools",
+        )
+    return tuple(sorted(set(kinds)))
+
+
+def server_tool(tool: object) -> str | None:
+    """Return the kind of a tool that a server would run; None for another tool."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return next((each for each in _SERVER_TOOLS if str(kind).startswith(each)), None)
 
 
 @dataclass(frozen=True)
@@ -77,6 +104,8 @@ class Fields:
         fields = {field: value for field, value in body.items() if value is not None}
         for field, value in fields.items():
             if field in self.read or field in _SAMPLING | _ANY_API | _THINKING:
+                continue
+            if value == [] or value == {}:
                 continue
             # Types are compared too, for 0 == False.
             neutral = [(type(each), each) for each in _NEUTRAL.get(field, ())]
@@ -104,10 +133,12 @@ RESPONSES = Fields(
     frozenset(
         {
             *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text"),
-            *("top_logprobs", "stream_options"),
+            *("top_logprobs", "stream_options", "previous_response_id"),
         }
     )
 )
 MESSAGES = Fields(
-    frozenset({"messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"})
+    frozenset(
+        {"messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "thread"}
+    )
 )

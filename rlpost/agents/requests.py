@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from rlpost.agents.chat_messages import Message, Tool
+from rlpost.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
@@ -23,6 +24,9 @@ class ChatRequest:
         max_tokens: of each answer; None for the run's limit.
         overridden: sampling parameters in the request that have no effect, because the policy
             samples with those of the run.
+        dropped_tools: kinds of tools that the server would run; the model does not see them.
+        namespaces: the namespace of each function that is in one.
+        has_instructions: the first message is not part of the conversation, but of this request.
     """
 
     messages: tuple[Message, ...]
@@ -34,6 +38,53 @@ class ChatRequest:
     is_stream: bool = False
     with_usage: bool = False
     overridden: tuple[str, ...] = ()
+    dropped_tools: tuple[str, ...] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+    has_instructions: bool = False
+
+    def written_texts(self) -> list[str]:
+        """Return the texts that every chat template writes: all but reasoning, which it may drop.
+
+        The tools are one text, as JSON.
+        """
+        texts = [json.dumps(self.tools, ensure_ascii=False)] if self.tools else []
+        for message in self.messages:
+            texts.append(message.content)
+            for call in message.tool_calls:
+                texts += [call.name, call.arguments]
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """An answer of the episode that a request refers to, and the request that it answered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    has_instructions: bool
+    answer: Message
+
+    def conversation(self, *, with_instructions: bool) -> tuple[Message, ...]:
+        """Return all messages up to the answer."""
+        leave_out = self.has_instructions and not with_instructions
+        return (*self.messages[int(leave_out) :], self.answer)
+
+
+Recall = Callable[[int], Earlier | None]
+"""Returns the answer to the request with a number; None if the episode has none."""
+
+
+def recall_nothing(number: int) -> None:
+    """Refer to no answer; the default of the readers of requests."""
+
+
+def recalled(name: object, prefix: str, recall: Recall, *, field: str, remedy: str) -> Earlier:
+    """Return the answer whose id is ``PREFIX_NUMBER``. Raises BadRequest."""
+    head, _, number = str(name).partition("_")
+    earlier = recall(int(number)) if head == prefix and number.isdecimal() else None
+    if earlier is None:
+        raise BadRequest(f"{field} {name!r} is no answer of this episode; {remedy}", param=field)
+    return earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """OpenAI's responses: requests in, responses and stream events out. Pure.
 
 Reference: platform.openai.com/docs/api-reference/responses. A request holds the whole conversation
-as items: nothing is stored between requests, so ``previous_response_id`` is refused. Consecutive
-items of the assistant (reasoning, text, calls) become one message.
+as items, or refers to answers of the episode by their ids. Consecutive items of the assistant
+(reasoning, text, calls) become one message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpost.agents.chat_messages import (
     text_of,
 )
 from rlpost.agents.openai_format import boolean, may_call_tools, whole_number
-from rlpost.agents.requests import ChatChoice, ChatRequest, Reply
+from rlpost.agents.requests import ChatRequest, Recall, Reply, recall_nothing, recalled
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 THOUGHT_PARTS = ("reasoning_text", "text")
@@ -32,8 +32,8 @@ Event = dict[str, object]
 _Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages, and the item
 
 
-def responses_request(body: Mapping[str, object]) -> ChatRequest:
-    """Read a request. Raises BadRequest."""
+def responses_request(body: Mapping[str, object], recall: Recall = recall_nothing) -> ChatRequest:
+    """Read a request; ``recall`` returns the answers that it refers to. Raises BadRequest."""
     overridden = request_fields.RESPONSES.check(body)
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
@@ -47,10 +47,19 @@ def responses_request(body: Mapping[str, object]) -> ChatRequest:
         raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
     instructions = text_of(body.get("instructions"), "instructions")
     messages = [Message("system", instructions)] if instructions else []
-    messages += _messages(body.get("input"))
+    if (previous := body.get("previous_response_id")) is not None:
+        field = "previous_response_id"
+        remedy = "send the items of the conversation in input"
+        earlier = recalled(previous, "resp", recall, field=field, remedy=remedy)
+        messages += earlier.conversation(with_instructions=False)
+    messages += _messages(body.get("input"), recall)
+    tools, namespaces, dropped = _tools(body)
     return ChatRequest(
         messages=checked(messages),
-        tools=_tools(body),
+        tools=tools,
+        namespaces=namespaces,
+        dropped_tools=dropped,
+        has_instructions=bool(instructions),
         max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
         is_stream=boolean(body, "stream"),
         with_usage=True,
@@ -73,7 +82,7 @@ def response_body(reply: Reply) -> dict[str, Any]:
         "error": None,
         "model": reply.model,
         "instructions": None,
-        "output": _items(choice, completion.number),
+        "output": _answer_items(reply),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [
@@ -141,10 +150,20 @@ def _begun(item: dict[str, object]) -> dict[str, object]:
     return {**begun, "content": []}
 
 
-def _items(choice: ChatChoice, number: int) -> list[dict[str, object]]:
-    """Return an answer as items: reasoning, text, calls."""
-    message, items = choice.message, list[dict[str, object]]()
+def _answer_items(reply: Reply) -> list[dict[str, object]]:
+    """Return an answer as items; a call of a function in a namespace names it."""
+    choice, namespaces = reply.completion.choices[0], reply.request.namespaces
     status = "incomplete" if choice.ended_by == "length" else "completed"
+    items = _items(choice.message, reply.completion.number, status)
+    for item in items:
+        if str(item.get("name")) in namespaces:
+            item["namespace"] = namespaces[str(item["name"])]
+    return items
+
+
+def _items(message: Message, number: int, status: str) -> list[dict[str, object]]:
+    """Return an answer as items: reasoning, text, calls."""
+    items = list[dict[str, object]]()
     if message.reasoning:
         thought = {"type": "reasoning_text", "text": message.reasoning}
         items.append(
@@ -181,7 +200,7 @@ def _items(choice: ChatChoice, number: int) -> list[dict[str, object]]:
     return items
 
 
-def _messages(raw_input: object) -> list[Message]:
+def _messages(raw_input: object, recall: Recall) -> list[Message]:
     """Convert the field ``input``. Raises BadRequest."""
     if isinstance(raw_input, str):
         return [Message("user", raw_input)]
@@ -192,6 +211,8 @@ def _messages(raw_input: object) -> list[Message]:
         where = f"input[{place}]"
         if not isinstance(item, Mapping):
             raise BadRequest(f"{where} must be an object", param=where)
+        if item.get("type") == "item_reference":
+            item = _referenced(item.get("id"), where, recall)
         items.append((where, item))
     messages: list[Message] = []
     for is_answer, neighbours in itertools.groupby(items, key=_is_of_the_assistant):
@@ -200,6 +221,19 @@ def _messages(raw_input: object) -> list[Message]:
         else:
             messages += [_message(item, where) for where, item in neighbours]
     return messages
+
+
+def _referenced(name: object, where: str, recall: Recall) -> Mapping[str, Any]:
+    """Return the item of an answer that has this id. Raises BadRequest."""
+    kind, _, rest = str(name).partition("_")
+    number = rest.partition("_")[0]
+    remedy = "send the items themselves (store: false)"
+    if kind in ("rs", "msg", "fc"):
+        earlier = recalled(f"resp_{number}", "resp", recall, field=where, remedy=remedy)
+        for item in _items(earlier.answer, int(number), "completed"):
+            if item["id"] == name:
+                return item
+    raise BadRequest(f"{where} {name!r} is no item of this episode; {remedy}", param=where)
 
 
 def _is_of_the_assistant(located: _Item) -> bool:
@@ -243,18 +277,52 @@ def _message(item: Mapping[str, object], where: str) -> Message:
     return Message(role, text_of(item.get("content"), where, TEXT_PARTS))
 
 
-def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    given, choice = body.get("tools") or [], body.get("tool_choice")
-    if not isinstance(given, list):
+def _tools(
+    body: Mapping[str, object],
+) -> tuple[tuple[Tool, ...], dict[str, str], tuple[str, ...]]:
+    """Return the functions, the namespaces of some by name, and the kinds that are left out.
+
+    Codex sends functions in tools of type ``namespace``. Raises BadRequest.
+    """
+    raw_tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if not isinstance(raw_tools, list):
         raise BadRequest("tools must be a list", param="tools")
+    dropped = request_fields.server_tools(raw_tools)
     tools: list[Tool] = []
-    for place, tool in enumerate(given):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if kind != "function" or not isinstance(tool.get("name"), str):
+    namespaces: dict[str, str] = {}
+    for place, tool in enumerate(raw_tools):
+        where = f"tools[{place}]"
+        if request_fields.server_tool(tool) is not None:
+            continue
+        if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+            inner = tool.get("tools") or []
+            if not isinstance(inner, list):
+                raise BadRequest(f"{where}.tools must be a list", param="tools")
+            for number, each in enumerate(inner):
+                function = _function(each, f"{where}.tools[{number}]")
+                namespaces[function["function"]["name"]] = str(tool.get("name"))
+                tools.append(function)
+        else:
+            tools.append(_function(tool, where))
+    names = [tool["function"]["name"] for tool in tools]
+    for name in namespaces:
+        if names.count(name) > 1:
             raise BadRequest(
-                f"tools[{place}] must be a function with a name; tools that the server runs are not "
-                "supported",
+                f"two tools have the name {name!r}, one of them in namespace {namespaces[name]!r}; "
+                "send one",
                 param="tools",
             )
-        tools.append(function_tool(tool, tool.get("parameters")))
-    return tuple(tools) if may_call_tools(choice) else ()
+    if not may_call_tools(choice):
+        return (), {}, dropped
+    return tuple(tools), namespaces, dropped
+
+
+def _function(tool: object, where: str) -> Tool:
+    """Convert a function. Raises BadRequest."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or kind != "function" or not isinstance(tool.get("name"), str):
+        raise BadRequest(
+            f"{where} is of type {kind!r}; it must be a function with a name",
+            param="tools",
+        )
+    return function_tool(tool, tool.get("parameters"))

@@ -65,6 +65,8 @@ class Trajectory:
         sampling_mask: the ids that each token was sampled from; None if not recorded.
         turns: the answers in it, in order; at least one is trained here.
         cause: why it did not extend another trajectory, for the record of the episode.
+        has_tools: its first request offered tools.
+        has_answers: its first request held answers of the assistant.
     """
 
     token_ids: IntColumn
@@ -74,6 +76,8 @@ class Trajectory:
     versions: RunColumn
     turns: tuple[AnsweredTurn, ...]
     cause: str = ""
+    has_tools: bool = False
+    has_answers: bool = False
     routes: RouteColumn | None = None
     sampling_mask: TokenSetColumn | None = None
 
@@ -124,6 +128,29 @@ class Trajectory:
             routes=self.routes,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:],
         )
+
+
+def is_side_request(trajectory: Trajectory) -> bool:
+    """Whether a trajectory looks like a request beside the task: a title, a probe, a classifier.
+
+    It is one answer to a request without tools that holds no answer of the assistant. (A summary of
+    the conversation holds some, and the task depends on it.)
+    """
+    is_single = len(trajectory.turns) == 1
+    return is_single and not trajectory.has_tools and not trajectory.has_answers
+
+
+def split_side_requests(
+    trajectories: Sequence[Trajectory],
+) -> tuple[tuple[Trajectory, ...], tuple[Trajectory, ...]]:
+    """Return the trajectories of the task, and those of requests beside it.
+
+    Requests are beside the task only in an episode with another trajectory that has tools.
+    """
+    if not any(each.has_tools for each in trajectories):
+        return tuple(trajectories), ()
+    side = tuple(each for each in trajectories if is_side_request(each))
+    return tuple(each for each in trajectories if not is_side_request(each)), side
 
 
 def to_samples(

@@ -95,7 +95,11 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
             generated=_keys("bf16"),
             trained=_keys("accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32"),
         ),
-        "env": Rule(generated=_keys("env env_weights env_key env_args env_reward env_max_turns")),
+        "env": Rule(
+            generated=_keys(
+                "env env_weights env_key env_args env_reward env_max_turns env_train_side_requests"
+            )
+        ),
         "distillation": Rule(
             "generated",
             trained=_keys("opd_kl_coef opd_alone"),

@@ -77,6 +77,8 @@ _ROWS = (
      "attempts that failed for reasons outside the answer: errors, lost sandboxes, timeouts"),
     ("env/episodes_masked", "episodes", "left out of their group after the last attempt"),
     ("env/episodes_timed_out", "episodes", "attempts that exceeded --env-timeout-s"),
+    ("env/task_tokens", "tokens", "sampled tokens of episodes that are trained"),
+    ("env/side_tokens", "tokens", "those beside the task, left out (--env-train-side-requests)"),
     ("env/LABEL/episodes", "episodes", "trained episodes of an environment"),
     ("env/LABEL/reward_mean", "", "mean reward of its episodes, over prompts"),
     ("env/LABEL/turns_mean", "turns", "mean turns of the model in an episode"),

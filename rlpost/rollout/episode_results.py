@@ -59,6 +59,14 @@ class TurnResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SideRequest:
+    """An answer beside the task that is not trained; ``tokens`` were sampled."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeResult:
     """An episode that ran to its end.
 
@@ -68,6 +76,7 @@ class EpisodeResult:
         score: the reward of the whole episode, beside those of its turns.
         info: further JSON values for the record.
         limit: the limit that ended the episode before its environment scored it.
+        side_requests: answers beside the task, which are in no sample.
     """
 
     samples: tuple[Sample, ...]
@@ -75,6 +84,7 @@ class EpisodeResult:
     score: float = 0.0
     info: Mapping[str, object] = field(default_factory=dict)
     limit: str | None = None
+    side_requests: tuple[SideRequest, ...] = ()
 
     @property
     def reward(self) -> float:
@@ -129,4 +139,8 @@ def record_of(result: EpisodeResult) -> dict[str, object]:
     }
     if result.limit is not None:
         record["limit"] = result.limit
+    if result.side_requests:
+        record["side_requests"] = [
+            {"text": each.text, "tokens": each.tokens} for each in result.side_requests
+        ]
     return record | ({"info": dict(result.info)} if result.info else {})

@@ -14,10 +14,10 @@ from rlpost.agents.environments.plain import finite
 from rlpost.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.agents.environments.resumption import Resumption
 from rlpost.agents.gateway import EpisodeLimits, Gateway, Limit
-from rlpost.agents.trajectory import Trajectory, to_samples
+from rlpost.agents.trajectory import Trajectory, split_side_requests, to_samples
 from rlpost.engines.connection import Halted
 from rlpost.errors import ConfigError, GradingLost
-from rlpost.rollout.episode_results import EpisodeResult, TurnResult
+from rlpost.rollout.episode_results import EpisodeResult, SideRequest, TurnResult
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.types import Prompt, Sample
 
@@ -28,6 +28,9 @@ class HarnessRunner:
 
     The gateway refuses requests after ``max_requests``; the harness is given ``max_turns``. An
     episode that raises after a limit refused a request has the reward ``limit_reward``.
+
+    Requests beside the task are left out of training unless ``trains_side_requests``, or the
+    harness rewards completions by turn and so says itself what each is worth.
     """
 
     word: str
@@ -36,6 +39,7 @@ class HarnessRunner:
     max_turns: int
     max_requests: int | None = None
     limit_reward: float = 0.0
+    trains_side_requests: bool = True
     resumption: Resumption = "begun again"
 
     async def start(self) -> None:
@@ -105,15 +109,22 @@ class HarnessRunner:
             if isinstance(return_value, Outcome)
             else Outcome(finite(self.word, return_value, "run"))
         )
+        rewards = self._turn_rewards(outcome, trajectories)
+        side: tuple[Trajectory, ...] = ()
+        if not self.trains_side_requests and not rewards:
+            trajectories, side = split_side_requests(trajectories)
         samples = to_samples(trajectories, prompt.prompt_id, builder.index, label=prompt.label)
         if limit is not None:
             samples = _truncated(samples, trajectories)
         return EpisodeResult(
             tuple(samples),
-            turns_of_trajectories(trajectories, self._turn_rewards(outcome, trajectories), builder),
+            turns_of_trajectories(trajectories, rewards, builder),
             finite(self.word, outcome.reward, "the reward of run"),
             info=outcome.info,
             limit=limit,
+            side_requests=tuple(
+                SideRequest(each.turns[0].text, each.loss_mask.total()) for each in side
+            ),
         )
 
     def _turn_rewards(self, outcome: Outcome, trajectories: Sequence[Trajectory]) -> list[float]:

@@ -164,6 +164,8 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
         max_turns,
         max_requests=max_requests,
         limit_reward=config.env.env_limit_reward,
+        # An adapter's library decides which of its requests are the agent's.
+        trains_side_requests=config.env.env_train_side_requests or name.kind != "own",
         # A harness has the state of all its episodes: it cannot be restored for one.
         resumption="replayed" if getattr(environment, "deterministic", False) else "begun again",
     )

@@ -14,6 +14,7 @@ session is state of the server, so an interrupted episode begins again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +22,18 @@ from typing import Any
 
 import aiohttp
 
+from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.environments.protocol import Episode, Outcome
+from rlpost.agents.responses_format import responses_request
 from rlpost.errors import ConfigError, DataError
 
 PARAMETERS = "responses_create_params"
 TIMEOUT_S = 120.0
-_COPIED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text")
-"""What a request takes from the row; --rollout-temperature and its like hold for the rest."""
+_COPIED = ("instructions", "tools", "tool_choice", "text")
+"""What a request takes from the row; --rollout-temperature and its like hold for the rest.
+
+``parallel_tool_calls`` is left out: how many calls an answer has is the policy's choice.
+"""
 
 
 class NemoGymHarness:
@@ -62,7 +68,7 @@ class NemoGymHarness:
 
         Raises:
             DataError: the prompt has no ``responses_create_params``.
-            aiohttp.ClientError: a server refuses a request, or is gone.
+            aiohttp.ClientError: a server refuses a request, with its reason, or is gone.
         """
         row = dict(episode.prompt.metadata)
         parameters = row.get(PARAMETERS)
@@ -74,8 +80,8 @@ class NemoGymHarness:
         # A session of the server is a cookie; those of hosts that are addresses count as well.
         jar = aiohttp.CookieJar(unsafe=True)
         async with (
-            aiohttp.ClientSession(cookie_jar=jar, raise_for_status=True) as resources,
-            aiohttp.ClientSession(raise_for_status=True) as policy,
+            aiohttp.ClientSession(cookie_jar=jar, raise_for_status=raise_refusal) as resources,
+            aiohttp.ClientSession(raise_for_status=raise_refusal) as policy,
         ):
             await self._post(resources, "seed_session", row)
             response = await self._converse(episode, parameters, resources, policy)
@@ -91,8 +97,9 @@ class NemoGymHarness:
         policy: aiohttp.ClientSession,
     ) -> dict[str, Any]:
         """Let the policy answer and call tools; return its last response with all items."""
-        items, new = input_items(parameters["input"]), list[dict[str, Any]]()
-        request = {name: parameters[name] for name in _COPIED if name in parameters}
+        new = list[dict[str, Any]]()
+        request = request_of(parameters)
+        items = request["input"]
         request |= {"model": episode.model, **sampling_of(episode.sampling)}
         names = {str(tool.get("name")) for tool in parameters.get("tools") or ()}
         headers = {"Authorization": f"Bearer {episode.api_key}"}
@@ -148,6 +155,28 @@ def input_items(given: object) -> list[Any]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
 
 
+def request_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first request of a row to the gateway."""
+    request = {name: parameters[name] for name in _COPIED if name in parameters}
+    return request | {"input": input_items(parameters["input"])}
+
+
+async def raise_refusal(response: aiohttp.ClientResponse) -> None:
+    """Raise ClientResponseError with the server's reason, which aiohttp drops."""
+    if response.status < 400:
+        return
+    text = await response.text()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    raise aiohttp.ClientResponseError(
+        response.request_info,
+        response.history,
+        status=response.status,
+        message=f"{response.reason}: {text[:1000]}",
+        headers=response.headers,
+    )
+
+
 def sampling_of(sampling: Mapping[str, object]) -> dict[str, object]:
     """Return the run's sampling parameters by their names in the Responses format."""
     names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_output_tokens"}
@@ -167,7 +196,13 @@ def rows_of(label: str, arguments: Mapping[str, object]) -> Iterator[dict[str, o
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            content = [item["content"] for item in input_items(row[PARAMETERS]["input"])]
+            request = request_of(row[PARAMETERS])
+            content = [item["content"] for item in request["input"]]
+            responses_request(request)
+        except BadRequest as error:
+            raise DataError(
+                f"{path}, line {number}: the gateway refuses its {PARAMETERS}: {error}"
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: no task of NeMo-Gym: {error!r}") from error
         yield {**row, "prompt": str(content[-1]), "env": label}

@@ -318,6 +318,7 @@ ROWS = (
             "env_reward",
             "env_max_turns",
             "env_limit_reward",
+            "env_train_side_requests",
             "env_timeout_s",
             "env_concurrency",
             "env_retries",

@@ -54,6 +54,9 @@ class EnvConfig(Group):
     env_limit_reward: float = 0.0
     """Reward of an episode whose harness ends with an error after the gateway refused a request
     beyond --env-max-turns or the context."""
+    env_train_side_requests: bool = False
+    """Train also requests that a harness sends beside the task, such as that for a title: one
+    answer to a request without tools, where another request of the episode has tools."""
     env_timeout_s: PositiveNumber = 1800.0
     """Timeout in seconds of an episode, waiting for engines included; on expiry it is left out."""
     env_concurrency: Positive = 256

@@ -25,6 +25,7 @@ from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt, Sample
 from tests.unit.agents.chat_models import write_model
+from tests.unit.agents.harness import TOOLS
 from tests.unit.agents.test_gateway import SAMPLING, Setup, setup
 
 PROMPT = Prompt(7, "How is the weather?", (), metadata={})
@@ -58,9 +59,11 @@ class Asks:
         return self.given
 
 
-async def ask(episode: Episode, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+async def ask(
+    episode: Episode, messages: Sequence[dict[str, Any]], **fields: Any
+) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {episode.api_key}"}
-    body = {"model": episode.model, "messages": list(messages)}
+    body = {"model": episode.model, "messages": list(messages), **fields}
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{episode.base_url}/chat/completions", json=body, headers=headers) as answer,
@@ -74,7 +77,13 @@ def episodes(
 ) -> Episodes:
     config = EnvConfig(env=("pkg.mod:Talk",), **settings)
     runner = HarnessRunner(
-        "pkg.mod:Talk", harness, made.gateway, 4, max_requests=4, limit_reward=limit_reward
+        "pkg.mod:Talk",
+        harness,
+        made.gateway,
+        4,
+        max_requests=4,
+        limit_reward=limit_reward,
+        trains_side_requests=config.env_train_side_requests,
     )
     environments = EnvironmentSet(parse_envs(config.env), {"Talk": runner}, config)
     return Episodes(environments, seed=1, record=record, pause_s=0.001)
@@ -119,6 +128,42 @@ def test_a_conversation_of_a_harness_is_one_sample_with_the_rewards_of_its_turns
     assert [turn["text"] for turn in record["turns"]] == ["one", "two"]
     assert "second?" in record["turns"][0]["said"] and record["info"] == {"kind": "test"}
     assert (harness.began, harness.closed) == (1, 1)
+
+
+class Titled(Asks):
+    """Asks for a title, works with tools, and has its work summarised without them."""
+
+    async def run(self, episode: Episode) -> Any:
+        await ask(episode, [{"role": "user", "content": "Write a title."}])
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather?"}]
+        for question in self.questions:
+            messages.append(await ask(episode, messages, tools=TOOLS))
+            messages.append({"role": "user", "content": question})
+        await ask(episode, [*messages[:-1], {"role": "user", "content": "Summarise."}])
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("train", "given", "questions", "trained"),
+    [
+        (False, 1.0, ["a", "b"], ["one", "two", "summary"]),
+        (True, 1.0, ["a", "b"], ["title", "one", "two", "summary"]),
+        (False, Outcome(0.0, (0.5,)), ["a", "b"], ["title", "one", "two", "summary"]),
+        (False, 1.0, [], ["title", "summary"]),  # nothing has tools
+    ],
+)
+def test_requests_beside_the_task_are_left_out_of_training_and_recorded(
+    folder: str, train: bool, given: Any, questions: list[str], trained: list[str]
+) -> None:
+    harness = Titled(questions, given)
+    answers = ["title", *["one", "two"][: len(questions)], "summary"]
+    samples, (record,) = play(folder, harness, answers, env_train_side_requests=train)
+    texts = [turn["text"] for turn in record["turns"]]
+    assert texts == trained
+    assert sorted("\n".join(sample.text for sample in samples).split("\n")) == sorted(trained)
+    left_out = record.get("side_requests", [])
+    assert sorted(texts + [each["text"] for each in left_out]) == sorted(answers)
+    assert all(each["tokens"] > 0 for each in left_out)
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,10 @@ def test_fields_of_the_apis_and_of_engines_are_known() -> None:
                 refused.add(name)
     assert refused == {
         *("audio", "function_call", "functions", "logit_bias", "modalities", "parallel_tool_calls"),
-        *("prediction", "web_search_options", "background", "conversation", "include"),
-        *("max_tool_calls", "previous_response_id", "prompt", "truncation"),
+        *("web_search_options", "background", "conversation", "include"),
+        *("max_tool_calls", "prompt", "truncation"),
     }
+    assert request_fields.CHAT.check({"logit_bias": {}, "functions": [], "provider": {}}) == ()
     fields = {"best_of": 1, "parallel_tool_calls": True, "user": "x", "reasoning_effort": "low"}
     assert request_fields.CHAT.check(fields) == ("reasoning_effort",)
 

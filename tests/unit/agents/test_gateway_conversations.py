@@ -11,8 +11,9 @@ import pytest
 
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import EpisodeLimits, OpenEpisode, Policy
+from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.openai_format import chat_request
+from rlpost.agents.policy import EpisodeLimits, Policy
 from rlpost.agents.requests import Completion
 from rlpost.agents.trajectory import to_samples
 from rlpost.rollout.sampling import SamplingParams

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 from aiohttp import web
 
 from rlpost.agents import episode as episode_module
-from rlpost.agents import http_server
+from rlpost.agents import http_server, policy
+from rlpost.agents.chat_template import ChatTemplate
+from rlpost.agents.conversation import Conversation
 from rlpost.agents.gateway import EpisodeLimits, OpenEpisode
 from rlpost.agents.http_server import REPEATED_HEADER
 from tests.unit.agents.chat_models import write_model
@@ -207,31 +212,160 @@ async def test_keys_are_read_as_http_spells_them(
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-async def test_a_text_beyond_the_context_is_refused_before_it_is_rendered(
+LONG = "a line of a log\n" * 20_000
+COUNT = f"{MESSAGES}/count_tokens"
+SCHEMA = {"type": "object", "properties": {}}
+
+
+def chat_of(**texts: str) -> Body:
+    """A chat with a call, its output and a tool; ``texts`` are its texts by field."""
+    function = {"name": texts.get("name", "f"), "arguments": texts.get("arguments", "{}")}
+    call = {"id": "1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": texts.get("answer", ""), "tool_calls": [call]}
+    tool = {"name": "f", "description": texts.get("description", ""), "parameters": SCHEMA}
+    return {
+        "messages": [
+            {"role": "system", "content": texts.get("system", "")},
+            {"role": "user", "content": texts.get("user", "?")},
+            answer | {"reasoning_content": texts.get("reasoning", "")},
+            {"role": "tool", "tool_call_id": "1", "content": texts.get("output", "")},
+        ],
+        "tools": [{"type": "function", "function": tool}],
+    }
+
+
+def items_of(**texts: str) -> Body:
+    """The same as a request of the Responses API."""
+    thought = {"type": "reasoning_text", "text": texts.get("reasoning", "")}
+    call = {
+        "call_id": "1",
+        "name": texts.get("name", "f"),
+        "arguments": texts.get("arguments", "{}"),
+    }
+    output = {"type": "function_call_output", "call_id": "1", "output": texts.get("output", "")}
+    tool = {"type": "function", "name": "f", "description": texts.get("description", "")}
+    return {
+        "instructions": texts.get("system", ""),
+        "input": [
+            {"role": "user", "content": texts.get("user", "?")},
+            {"type": "reasoning", "content": [thought]},
+            {"role": "assistant", "content": texts.get("answer", "")},
+            {"type": "function_call", **call},
+            output,
+        ],
+        "tools": [{**tool, "parameters": SCHEMA}],
+    }
+
+
+def blocks_of(**texts: str) -> Body:
+    """The same as a request of Anthropic's API."""
+    arguments = json.loads(texts.get("arguments", "{}"))
+    use = {"type": "tool_use", "id": "1", "name": texts.get("name", "f"), "input": arguments}
+    answer = [{"type": "thinking", "thinking": texts.get("reasoning", "")}]
+    answer += [{"type": "text", "text": texts.get("answer", "")}, use]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": texts.get("output", "")}
+    tool = {"name": "f", "description": texts.get("description", ""), "input_schema": SCHEMA}
+    return {
+        "system": texts.get("system", ""),
+        "messages": [
+            {"role": "user", "content": texts.get("user", "?")},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": [result]},
+        ],
+        "tools": [tool],
+    }
+
+
+PLACES = ("system", "user", "answer", "reasoning", "name", "arguments", "output", "description")
+
+
+class Watch:
+    """Records how much is rendered and tokenised, and whether in the gateway's own thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokenised, self.rendered, self.in_loop = 0, 0, 0
+        for name in ("encode", "render"):
+            monkeypatch.setattr(ChatTemplate, name, self._watched(getattr(ChatTemplate, name)))
+
+    def _watched(self, method: Any) -> Any:
+        def watched(template: ChatTemplate, given: Any, *rest: Any) -> Any:
+            if method.__name__ == "encode":
+                self.tokenised += len(given)
+            else:
+                self.rendered += 1
+            self.in_loop += threading.current_thread().name == "rlpost-gateway"
+            return method(template, given, *rest)
+
+        return watched
+
+
+async def test_a_long_text_in_any_field_is_refused_before_it_is_rendered(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tool output of megabytes would hold all episodes while it is rendered and tokenised."""
-    from rlpost.agents.chat_template import ChatTemplate
-
-    tokenised: list[int] = []
-    encode = ChatTemplate.encode
-
-    def counted(template: ChatTemplate, text: str) -> Any:
-        tokenised.append(len(text))
-        return encode(template, text)
-
-    monkeypatch.setattr(ChatTemplate, "encode", counted)
-    async with setup(folder, ["Fine."]) as made:
+    """In every API, and when tokens are counted. Nothing of it runs in the loop of the gateway."""
+    apis = {CHAT: chat_of, RESPONSES: items_of, MESSAGES: blocks_of, COUNT: blocks_of}
+    async with setup(folder, ["Fine."] * 4 * len(PLACES)) as made:
         made.gateway.policy.context_length = 2000
+        for (path, body_of), place in itertools.product(apis.items(), PLACES):
+            text = json.dumps({"text": LONG}) if place == "arguments" else LONG
+            async with await made.open() as episode:
+                key = {"Authorization": f"Bearer {episode.api_key}"}
+                url = (episode.base_url if path == CHAT else episode.anthropic_url) + path
+                watch = Watch(monkeypatch)
+                async with made.client.post(
+                    url, json=body_of(**{place: text}), headers=key
+                ) as reply:
+                    assert (reply.status, "context" in await reply.text()) == (400, True), place
+                assert watch.tokenised < 50_000, (path, place)
+                assert watch.in_loop == 0, (path, place)
+                # Templates may leave reasoning out, so its length is known once it is rendered.
+                assert watch.rendered == (place == "reasoning"), (path, place)
+                assert episode.limit_reached == "context"
+                async with made.client.post(url, json=body_of(), headers=key) as reply:
+                    assert reply.status == 200, await reply.text()
+                monkeypatch.undo()
+
+
+async def test_a_body_far_beyond_the_context_is_not_parsed(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the long text is in a field that has no effect."""
+    monkeypatch.setattr(policy, "SMALLEST_BOUND", 1000)
+    monkeypatch.setattr(http_server, "_body", lambda _: pytest.fail("it was parsed"))
+    async with setup(folder) as made:
+        made.gateway.policy.context_length = 100
         async with await made.open() as episode:
-            message = {"role": "user", "content": "a line of a log\n" * 100_000}
-            status, answer = await made.post(episode, {"messages": [message]})
+            body = {"messages": [USER], "metadata": {"log": "x" * 1600}}
+            status, answer = await made.post(episode, body)
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-            assert sum(tokenised) < 50_000
-            assert episode.limit_reached == "context"
-            repetitive = {"role": "user", "content": "   " * 3000}  # few tokens, many characters
-            status, _ = await made.post(episode, {"messages": [repetitive]})
-            assert status in (200, 400)
+
+
+async def test_a_client_that_leaves_while_its_request_is_planned_leaves_the_episode_usable(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan runs in a thread; later requests of the episode wait until it has ended."""
+    begun, go_on = threading.Event(), threading.Event()
+    plan = Conversation.plan
+
+    def waiting(conversation: Conversation, *arguments: Any) -> Any:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(30)
+        return plan(conversation, *arguments)
+
+    monkeypatch.setattr(Conversation, "plan", waiting)
+    monkeypatch.setattr(http_server, "LARGE_BODY_BYTES", 10)
+    async with setup(folder, ["Fine."]) as made, await made.open() as episode:
+        leaving = asyncio.ensure_future(made.post(episode, {"messages": [USER]}))
+        await asyncio.to_thread(begun.wait, 30)
+        leaving.cancel()
+        async with await made.open() as other:
+            url, key = f"{other.base_url}/models", {"x-api-key": other.api_key}
+            async with made.client.get(url, headers=key) as reply:  # the loop is free
+                assert reply.status == 200
+        go_on.set()
+        status, _ = await made.post(episode, {"messages": [USER]})
+        assert (status, len(episode.trajectories())) == (200, 1)
 
 
 async def test_a_system_prompt_that_changes_with_every_request_is_logged_once_with_its_cause(

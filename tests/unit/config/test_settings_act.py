@@ -126,7 +126,7 @@ OF_PROCESSES = {
     **dict.fromkeys(
         (
             "env_weights", "env_key", "env_args", "env_reward", "env_max_turns", "env_limit_reward",
-            "env_timeout_s", "env_concurrency", "env_retries", "env_traces",
+            "env_train_side_requests", "env_timeout_s", "env_concurrency", "env_retries", "env_traces",
         ),
         "episodes: tests/unit/agents",
     ),

@@ -1,0 +1,113 @@
+"""Requests that real programs sent, three turns each: all are answered, as one trajectory.
+
+``recorded.jsonl`` holds the bodies in their order, with long texts shortened, names of folders and
+ids of sessions replaced, and ``call_NAME_`` for the ids of the episode's calls.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.agents.chat_messages import BadRequest
+from rlpost.agents.requests import recall_nothing
+from rlpost.agents.responses_format import responses_request
+from tests.unit.agents.chat_models import write_model
+from tests.unit.agents.sampled import check
+from tests.unit.agents.test_gateway import setup
+
+RECORDED = [
+    json.loads(line) for line in (Path(__file__).parent / "recorded.jsonl").read_text().splitlines()
+]
+PROGRAMS = sorted({each["program"] for each in RECORDED})
+THOUGHT = "<think>\nx\n</think>\n\n"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+WEATHER = (
+    THOUGHT + call("weather", '{"city": "Paris", "n": 1.0}'),
+    THOUGHT
+    + "two "
+    + call("weather", '{"city": "R\\u00f6m \u5929", "n": 12345678901234567890}')
+    + "\n"
+    + call("weather", '{"city": "b", "n": 1e3}'),
+    THOUGHT + "fine",
+)
+COMMANDS = (
+    THOUGHT + call("exec_command", '{"cmd": "ls"}'),
+    THOUGHT + call("close_agent", '{"target": "x"}'),
+    THOUGHT + "Done.",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("qwen"), "qwen")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program: str) -> None:
+    answers = COMMANDS if program == "codex" else WEATHER
+    async with setup(folder, answers) as made, await made.open() as episode:
+        made.gateway.policy.context_length = 100_000
+        headers = {"x-api-key": episode.api_key}
+        text = ""
+        for each in RECORDED:
+            if each["program"] != program:
+                continue
+            body = json.dumps(each["body"]).replace("call_NAME_", f"call_{episode._name}_")
+            url = episode.anthropic_url + each["path"]
+            async with made.client.post(url, data=body, headers=headers) as response:
+                text = await response.text()
+                assert response.status == 200, text
+                dropped = response.headers.get("x-rlpost-dropped-tools")
+                assert dropped == ("web_search" if program == "codex" else None)
+            calls_in_namespace = text.count('"namespace":"multi_agent_v1"') > 0
+            assert calls_in_namespace == ('"name":"close_agent","arguments"' in text)
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == list(answers)
+        check((trajectory,), made.sampled)
+
+
+async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> None:
+    """Its conversation with the tools that the request sends, without its instructions."""
+    async with setup(folder, ["Fine.", "Rain.", "Snow."]) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/responses", {"x-api-key": episode.api_key}
+        body: dict[str, Any] = {"input": "How is the weather?", "instructions": "Be kind."}
+        for number in range(2):
+            async with made.client.post(url, json=body, headers=key) as response:
+                answer = await response.json()
+                assert (response.status, answer["id"]) == (200, f"resp_{number}"), answer
+            body = {**body, "input": "And now?", "previous_response_id": answer["id"]}
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == ["Fine.", "Rain."]
+        body["instructions"] = "Be brief."
+        async with made.client.post(url, json=body, headers=key) as response:
+            assert response.status == 200
+        earlier = episode.recall(2)
+        assert earlier is not None
+        roles = [message.role for message in earlier.messages]
+        assert roles == ["system", *["user", "assistant"] * 2, "user"]
+        assert earlier.messages[0].content == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"input": "x", "previous_response_id": "resp_7"}, "send the items"),
+        ({"input": [{"type": "item_reference", "id": "rs_7"}]}, "store: false"),
+        ({"input": [{"type": "item_reference", "id": "other_0"}]}, "store: false"),
+    ],
+)
+def test_an_answer_of_no_episode_is_refused_with_the_remedy(
+    body: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(BadRequest, match=remedy) as caught:
+        responses_request(body, recall_nothing)
+    assert caught.value.status == 400
