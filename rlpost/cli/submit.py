@@ -25,7 +25,7 @@ from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
-from rlpost.cli.follow import conclude, follow
+from rlpost.cli.follow import conclude, follow, latest_attempt
 from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
@@ -108,6 +108,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             run = create_run_folder(root, dump(config), resume=options.resume)
             settle_identity(run.root)
             snapshot_code(PROJECT, run.code)
+            earlier = latest_attempt(run)
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
@@ -119,11 +120,13 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         _submit_engines(run, config, group, number, after=job_id)
     resume = resume_command(arguments, run.root)
     if options.debug:
-        return conclude(run, resume=resume)
+        return conclude(run, resume=resume, earlier=earlier)
     wait = local if options.wait is None else options.wait
     if wait and not local:
         print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
-    return follow(run, job_id, started_it=local, resume=resume) if wait else 0
+    if not wait:
+        return 0
+    return follow(run, job_id, started_it=local, resume=resume, earlier=earlier)
 
 
 def resume_command(arguments: Sequence[str], root: Path) -> str:
