@@ -223,10 +223,12 @@ def _failure(run: RunFolder, verdict: str) -> list[str]:
         return [f"ended: failed, and the agents left no verdict; see {logs} and {latest}"]
     cause = with_remedy(cause_in(latest / VERDICT_JSON)) or "unknown"
     log = latest.resolve() / DRIVER_LOG
+    if not log.exists() or not log.stat().st_size:  # the agents' and Ray's logs explain it
+        log = log.parent
     ended = (
         f"{verdict} (its state is saved, it can be resumed)" if verdict == "requeue" else verdict
     )
-    return [f"ended: {ended}", f"cause: {cause}", f"log: {log if log.exists() else log.parent}"]
+    return [f"ended: {ended}", f"cause: {cause}", f"log: {log}"]
 
 
 def summary(run: RunFolder) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -118,7 +119,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     print(f"submitted {job_id}\nrun folder {run.root}")
     for group, number in engines.items():
         _submit_engines(run, config, group, number, after=job_id)
-    resume = resume_command(arguments, run.root)
+    resume = resume_command(arguments, run.root, program_words())
     if options.debug:
         return conclude(run, resume=resume, earlier=earlier)
     wait = local if options.wait is None else options.wait
@@ -129,7 +130,17 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     return follow(run, job_id, started_it=local, resume=resume, earlier=earlier)
 
 
-def resume_command(arguments: Sequence[str], root: Path) -> str:
+def program_words() -> list[str]:
+    """The words that call this rlpost in the user's shell, also where no environment is active."""
+    script, beside = shutil.which("rlpost"), Path(sys.executable).parent / "rlpost"
+    if script is not None and beside.exists() and os.path.samefile(script, beside):
+        return ["rlpost"]
+    return [sys.executable, "-m", "rlpost"]
+
+
+def resume_command(
+    arguments: Sequence[str], root: Path, program: Sequence[str] = ("rlpost",)
+) -> str:
     """The command that resumes the run of a submission; without keys and other secrets.
 
     >>> resume_command(["tiny", "--local"], Path("/runs/tiny-1"))
@@ -139,7 +150,7 @@ def resume_command(arguments: Sequence[str], root: Path) -> str:
     added = [] if "--resume" in words else ["--resume"]
     if not any(word.partition("=")[0] == "--run-folder" for word in words):
         added += ["--run-folder", str(root)]
-    return shlex.join(["rlpost", "submit", *words, *added])
+    return shlex.join([*program, "submit", *words, *added])
 
 
 def print_notes(notes: Sequence[str], told: Collection[str] = ()) -> None:

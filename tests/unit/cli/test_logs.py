@@ -116,6 +116,16 @@ def test_following_shows_each_line_once_and_goes_on_with_the_next_attempt(run, c
     assert capsys.readouterr().out.splitlines()[1:] == ["driver | 10:10:00 INFO again"]
 
 
+def test_an_empty_drivers_log_leads_to_the_cause_and_the_logs_that_explain(run, capsys):
+    attempt = run.attempts / "0"
+    (attempt / "driver.log").write_text("")
+    assert logs(capsys) == "", "it may still start"
+    (attempt / "verdict.json").write_text('{"cause": "Ray ended: ValueError: x\\nlast lines"}')
+    said = logs(capsys)
+    assert "Ray ended: ValueError: x\nlast lines" in said and "logs --of agent-n01\n" in said
+    assert logs(capsys, "--of", "agent-n01") == LOGS["agent-n01"]
+
+
 def test_a_terminal_shows_neither_diagnostics_nor_the_attempt_before_the_submission(run, capsys):
     tail = _LogTail(run.attempts, LogSelection(has_diagnostics=False), earlier="0")
     assert tail.print_new() == "" and not tail.has_attempt
