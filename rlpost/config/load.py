@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -231,7 +232,8 @@ def read_toml(path: Path) -> Values:
     """The tables of a TOML file. Raises ConfigError when it is missing or broken."""
     shown = near_path(str(path))
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return tomllib.loads(text)
     except FileNotFoundError:
         # glob finds nothing in a folder that does not exist
         toml_files = sorted(file.name for file in path.parent.glob("*.toml"))
@@ -243,8 +245,37 @@ def read_toml(path: Path) -> Values:
         ) from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown}: not valid TOML: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{shown}: not valid TOML: {toml_fault(str(error), text)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}: not text in UTF-8: {error}; save it as UTF-8") from None
+
+
+_PLACE = re.compile(r" \(at line (\d+), column \d+\)$")
+_BARE_TEXT = re.compile(r"\s*([\w.-]+)\s*=\s*([A-Za-z_./~][^\s\"'#]*)\s*(?:#.*)?$")
+_KEY = re.compile(r"\s*([\w.-]+)\s*=")
+
+
+def toml_fault(message: str, text: str) -> str:
+    """Return tomllib's message with the line that it is about, and the remedy of common faults.
+
+    >>> toml_fault("Invalid value (at line 1, column 11)", "rm_type = exact_match")
+    'line 1: rm_type = exact_match: text needs quotes; write rm_type = "exact_match"'
+    """
+    place = _PLACE.search(message)
+    if place is None:
+        return message
+    number, what = int(place[1]), message[: place.start()]
+    lines = text.splitlines()
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    bare, key = _BARE_TEXT.match(line), _KEY.match(line)
+    if bare is not None and what.startswith("Invalid value"):
+        reason = f'text needs quotes; write {bare[1]} = "{bare[2]}"'
+    elif key is not None and what.startswith("Cannot overwrite"):
+        reason = f"{key[1]} is set twice in this table; remove one of the lines"
+    else:
+        reason = what[0].lower() + what[1:]
+    return f"line {number}: {line}: {reason}"
 
 
 def unknown_keys(values: Values, origin: str) -> list[str]:
@@ -427,7 +458,13 @@ def _needed(fault: ErrorDetails) -> str:
     field = _field(fault["loc"])
     limits = _limits(field) if field is not None else ""
     if limits and fault["type"] in _OUT_OF_BOUNDS:
-        return f"must be {limits}"
+        is_optional = field is not None and type(None) in typing.get_args(field.annotation)
+        return f"must be {limits}" + ("; none unsets it" if is_optional else "")
+    if fault["type"] in ("tuple_type", "list_type"):
+        given = fault["input"]
+        return f"must be a list; write [{json.dumps(given)}]"
+    if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)):
+        return f'must be a text; write "{fault["input"]}" with quotes'
     plain = _PLAIN.get(fault["type"])
     if plain is not None:
         return plain + (f", {limits}" if limits else "")
@@ -461,12 +498,13 @@ def _limits(field: FieldInfo) -> str:
     if (low := found.get("gt")) is not None:
         texts.append(f"{low + 1} or more" if is_whole else f"more than {low:g}")
     if (low := found.get("ge")) is not None:
-        texts.append(f"{low:g} or more")
+        texts.append(f"{int(low) if is_whole else format(low, 'g')} or more")
     if (high := found.get("lt")) is not None:
         texts.append(f"at most {high - 1}" if is_whole else f"less than {high:g}")
     if (high := found.get("le")) is not None:
         texts.append(f"at most {high:g}")
-    return " and ".join(texts)
+    unit = " bytes" if (field.description or "").startswith("Bytes") and texts else ""
+    return " and ".join(texts) + unit
 
 
 def _bounds(parts: Iterable[object]) -> dict[str, float]:
