@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.files import read_object
+from common.files import read_object, text_or_empty
 from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from common.run_identity import copy_words, original_of, settle_identity
@@ -30,6 +30,7 @@ from rlpost.cli.follow import conclude, follow, latest_attempt
 from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
+from rlpost.cli.resume_changes import change_notes
 from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import sandbox_spec, submit_servers, wants_servers
 from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
@@ -81,6 +82,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             print_notes([copy_words(root, original)])
     config, local, said = check_run(options, loaded, root)
     planned = RunFolder(root.absolute())
+    if options.resume:
+        said = [*change_notes(text_or_empty(planned.run_json), config), *said]
     print_notes(said, told)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
