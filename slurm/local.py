@@ -108,8 +108,8 @@ class LocalAttempt:
         late = "" if code is not None else f"; its time limit {self.spec.time} was reached"
         ending = Ending("none", 1 if code is None else code, no_restart=NO_RESTART + late)
         environ = self._environment()
-        number = int(attempt_dir.name)
-        _record(run, record_end, number, ending, NO_BUDGETS, static=(), environ=environ)
+        attempt = int(attempt_dir.name)
+        _record(run, record_end, attempt, ending, NO_BUDGETS, static=(), environ=environ)
         self._write_report(run)
         verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
         logger.info("agent ended (exit %s), verdict: %s", code, verdict)

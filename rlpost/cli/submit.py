@@ -112,7 +112,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             run = create_run_folder(root, dump(config), resume=options.resume)
             settle_identity(run.root)
             snapshot_code(PROJECT, run.code)
-            earlier = latest_attempt(run)
+            attempt_before = latest_attempt(run)
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
@@ -124,13 +124,13 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         _submit_engines(run, config, group, number, after=job_id)
     resume = resume_command(arguments, run.root, program_words())
     if options.debug:
-        return conclude(run, resume=resume, earlier=earlier)
+        return conclude(run, resume=resume, earlier=attempt_before)
     wait = local if options.wait is None else options.wait
     if wait and not local:
         print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
     if not wait:
         return 0
-    return follow(run, job_id, started_it=local, resume=resume, earlier=earlier)
+    return follow(run, job_id, started_it=local, resume=resume, earlier=attempt_before)
 
 
 def program_words() -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
+from rlpost.config.toml_faults import toml_fault
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -251,33 +251,6 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{shown}: not text in UTF-8: {error}; save it as UTF-8") from None
 
 
-_PLACE = re.compile(r" \(at line (\d+), column \d+\)$")
-_BARE_TEXT = re.compile(r"\s*([\w.-]+)\s*=\s*([A-Za-z_./~][^\s\"'#]*)\s*(?:#.*)?$")
-_KEY = re.compile(r"\s*([\w.-]+)\s*=")
-
-
-def toml_fault(message: str, text: str) -> str:
-    """Return tomllib's message with the line that it is about, and the remedy of common faults.
-
-    >>> toml_fault("Invalid value (at line 1, column 11)", "rm_type = exact_match")
-    'line 1: rm_type = exact_match: text needs quotes; write rm_type = "exact_match"'
-    """
-    place = _PLACE.search(message)
-    if place is None:
-        return message
-    number, what = int(place[1]), message[: place.start()]
-    lines = text.splitlines()
-    line = lines[number - 1].strip() if number <= len(lines) else ""
-    bare, key = _BARE_TEXT.match(line), _KEY.match(line)
-    if bare is not None and what.startswith("Invalid value"):
-        reason = f'text needs quotes; write {bare[1]} = "{bare[2]}"'
-    elif key is not None and what.startswith("Cannot overwrite"):
-        reason = f"{key[1]} is set twice in this table; remove one of the lines"
-    else:
-        reason = what[0].lower() + what[1:]
-    return f"line {number}: {line}: {reason}"
-
-
 def unknown_keys(values: Values, origin: str) -> list[str]:
     """One line for each unknown table or key of ``values``."""
     problems = []
@@ -461,8 +434,7 @@ def _needed(fault: ErrorDetails) -> str:
         is_optional = field is not None and type(None) in typing.get_args(field.annotation)
         return f"must be {limits}" + ("; none unsets it" if is_optional else "")
     if fault["type"] in ("tuple_type", "list_type"):
-        given = fault["input"]
-        return f"must be a list; write [{json.dumps(given)}]"
+        return f"must be a list; write [{json.dumps(fault['input'], default=str)}]"
     if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)):
         return f'must be a text; write "{fault["input"]}" with quotes'
     plain = _PLAIN.get(fault["type"])
