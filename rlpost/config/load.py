@@ -29,7 +29,7 @@ from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
-from rlpost.config.toml_faults import toml_fault
+from rlpost.config.toml_faults import spelling, toml_fault
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -433,11 +433,7 @@ def _needed(fault: ErrorDetails) -> str:
     if limits and fault["type"] in _OUT_OF_BOUNDS:
         is_optional = field is not None and type(None) in typing.get_args(field.annotation)
         return f"must be {limits}" + ("; none unsets it" if is_optional else "")
-    if fault["type"] in ("tuple_type", "list_type"):
-        return f"must be a list; write [{json.dumps(fault['input'], default=str)}]"
-    if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)):
-        return f'must be a text; write "{fault["input"]}" with quotes'
-    plain = _PLAIN.get(fault["type"])
+    plain = spelling(fault["type"], fault["input"]) or _PLAIN.get(fault["type"])
     if plain is not None:
         return plain + (f", {limits}" if limits else "")
     if fault["type"] == "literal_error" and field is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 _PLACE = re.compile(r" \(at line (\d+), column \d+\)$")
@@ -29,3 +30,18 @@ def toml_fault(message: str, text: str) -> str:
     else:
         reason = what[0].lower() + what[1:]
     return f"line {number}: {line}: {reason}"
+
+
+def spelling(fault: str, value: object) -> str:
+    """Return how a value is written that TOML read as another type; empty for other faults.
+
+    ``fault``: pydantic's type of the fault.
+
+    >>> spelling("string_type", 30), spelling("tuple_type", "a.jsonl"), spelling("int_type", 1.5)
+    ('must be a text; write "30" with quotes', 'must be a list; write ["a.jsonl"]', '')
+    """
+    if fault in ("tuple_type", "list_type"):
+        return f"must be a list; write [{json.dumps(value, default=str)}]"
+    if fault == "string_type" and isinstance(value, (int, float)):
+        return f'must be a text; write "{value}" with quotes'
+    return ""
