@@ -130,8 +130,9 @@ def _problems(path: str, kind: Kind, config: Config) -> list[str]:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
         if name not in names and "*" not in names:
-            near = suggestion(name, names) or f"; it has {', '.join(names) or 'none'}"
-            return [f"the file has no function {name}{near}"]
+            return [
+                f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"
+            ]
         return _problems_of(tree, name, kind, config)
     module, _, name = path.rpartition(".")
     source = source_of(module)
