@@ -18,7 +18,8 @@ _RECORD = re.compile(
 )
 """The head of a record: date, level and, of an agent, the process (``common.log_format``)."""
 _EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Died|Failed|Lost|Fenced|Hang)|Hang)"
+    r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exit|Interrupt|Died|Failed|Lost|Fenced|Hang)"
+    r"|(?:[A-Z]\w*)?Exception|Hang)"
     r"(?:: .+)?$"
 )
 _ERRORS = ("ERROR", "CRITICAL")
@@ -51,6 +52,15 @@ def error_line(text: str) -> str:
     if len(errors[-1]) > 1 and (_WRAPPER.search(message) or message.endswith(":")):
         return _exception(errors[-1]) or errors[-1][-1].strip()
     return message or _exception(errors[-1]) or errors[-1][-1].strip()
+
+
+def deciding_line(log: str) -> str:
+    """Return the line of a process's last output that names its error, never a frame of a traceback.
+
+    >>> deciding_line('  File "click/core.py", line 1, in invoke\\nValueError: too small\\nbye')
+    'ValueError: too small'
+    """
+    return error_line(f"the process failed:\n{log}")
 
 
 def with_remedy(text: str) -> str:

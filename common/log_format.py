@@ -14,6 +14,8 @@ from datetime import datetime
 VARIABLE = "RLPOST_LOG_FORMAT"
 FORMATS = ("text", "json")
 DATE = "%Y-%m-%d %H:%M:%S"
+DIAGNOSTICS = "diagnostics: "
+"""Begins the message of a record that ``rlpost submit`` leaves to the log: it is no failure."""
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,13 +1,15 @@
 """Run an attempt on this machine without Slurm, in a process of submitit's LocalExecutor.
 
 Input: the commands of an attempt. Output: the verdict. For one agent, this replaces the batch
-script: signals become the STOP file and the verdict becomes an exit code. There is no requeue:
+script: signals become the STOP file, the verdict becomes an exit code, and the ledger has the same
+events. There is no requeue:
 submit again to resume.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import logging
 import os
 import signal
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +28,17 @@ from submitit.local.local import LocalJob
 from common.attempt import VERDICT_FILE
 from common.files import text_or_empty
 from common.run_folder import RunFolder
-from common.scrape_targets import empty_targets
 from common.stop_file import request_stop
 from slurm.batch.steps import prepared
 from slurm.errors import SlurmError
 from slurm.spec import JobSpec
+from slurm.supervise import Budgets, Ending, record_end, record_start
 
 logger = logging.getLogger(__name__)
 
+NO_RESTART = "the run is on this machine; submit it again with --resume"
+NO_BUDGETS = Budgets(0, 0, max_stalled_attempts=1 << 30)  # ``NO_RESTART`` decides
+REPORT_S = 60.0
 CONTROLLER_LOG = "controller.log"
 
 _PR_SET_PDEATHSIG = 1
@@ -88,14 +94,38 @@ class LocalAttempt:
             SlurmError: the attempt failed or left no verdict; names the attempt's folder.
         """
         assert self.spec.home and self.spec.run_folder
-        if os.environ.get("SUBMITIT_EXECUTOR") == "local":  # else this is the user's own process
+        job_id = f"local-{os.getpid()}"  # the user's own process
+        if os.environ.get("SUBMITIT_EXECUTOR") == "local":
             _end_with(os.getppid())()  # submitit's controller, whose pid is the job id
+            job_id = f"local-{os.getppid()}"
         run = RunFolder(Path(self.spec.run_folder))
-        empty_targets(run.root)  # of an attempt that was killed
         attempt_dir = run.new_attempt()
+        _record(run, record_start, int(attempt_dir.name), job_id, "", self._environment())
         ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _: _on_signal(attempt_dir, received, ends))
+        code = self._run_agent(attempt_dir)
+        late = "" if code is not None else f"; its time limit {self.spec.time} was reached"
+        ending = Ending("none", 1 if code is None else code, no_restart=NO_RESTART + late)
+        environ = self._environment()
+        attempt = int(attempt_dir.name)
+        _record(run, record_end, attempt, ending, NO_BUDGETS, static=(), environ=environ)
+        self._write_report(run)
+        verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
+        logger.info("agent ended (exit %s), verdict: %s", code, verdict)
+        if verdict in ("done", "requeue"):
+            return verdict
+        raise SlurmError(
+            f"attempt {attempt_dir.name} ended with verdict {verdict!r}{late}; see {attempt_dir}"
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """What Slurm's environment says of a job, as far as the ledger has it."""
+        return {"SLURM_JOB_NUM_NODES": "1", "RLPOST_HOME": str(self.spec.home)}
+
+    def _run_agent(self, attempt_dir: Path) -> int | None:
+        """Run the agent; return its exit code, None if the time limit ended it."""
+        assert self.spec.home
         with (attempt_dir / "agent-local.log").open("wb") as log:
             agent = subprocess.Popen(
                 agent_command(self.spec, attempt_dir),
@@ -108,19 +138,40 @@ class LocalAttempt:
                 preexec_fn=_end_with(os.getpid()),
             )
         try:
-            code = agent.wait(timeout=self.spec.time_limit_s)
+            return agent.wait(timeout=self.spec.time_limit_s)
         except subprocess.TimeoutExpired:
             agent.kill()  # its child processes end with it
-            raise SlurmError(
-                f"time limit {self.spec.time} reached; attempt {attempt_dir} was ended"
-            ) from None
-        verdict = text_or_empty(attempt_dir / VERDICT_FILE) or "none"
-        logger.info("agent ended (exit %d), verdict: %s", code, verdict)
-        if verdict in ("done", "requeue"):
-            return verdict
-        raise SlurmError(
-            f"attempt {attempt_dir.name} ended with verdict {verdict!r}; see {attempt_dir}"
-        )
+            return None
+
+    def _write_report(self, run: RunFolder) -> None:
+        """Write the pages again, with the end: the driver may never have started."""
+        assert self.spec.home and self.spec.python
+        words = [self.spec.python, "-m", "rlpost", "report", str(run.root)]
+        env = local_environment(dict(os.environ), self.spec.home)
+        try:
+            subprocess.run(
+                words,
+                cwd=self.spec.home,
+                env=env,
+                timeout=REPORT_S,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning("the report was not written: %s", error)
+
+
+def _record(run: RunFolder, write: Callable[..., object], *words: object, **named: object) -> None:
+    """Write to the ledger as the batch script does; a run is not lost because that fails."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            write(run.root, *words, **named)
+    except Exception:
+        logger.exception("the ledger of %s was not written", run.root)
+    if said.getvalue():
+        logger.info("%s", said.getvalue().rstrip())
 
 
 def _end_with(parent: int) -> Callable[[], None]:

@@ -48,6 +48,13 @@ if [ ! -x "$venv/bin/pip" ]; then # also if a Python without ensurepip created t
     }
     "$python" -m venv "$venv"
 fi
+report_progress() { # pip is quiet for minutes; the sleep must not hold the output open
+    while sleep "${RLPOST_PROGRESS_S:-10}" > /dev/null 2>&1; do
+        echo "install: ${SECONDS} s so far (usually 2 to 5 minutes, longer on a slow network)"
+    done
+}
+report_progress &
+trap "kill $! 2> /dev/null || :" EXIT
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if [ "$stack" = gpu ]; then
     echo "install: GPU stack (takes minutes)"

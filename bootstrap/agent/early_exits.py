@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
 from common.attempt import LAUNCH_LOG
+from common.error_lines import deciding_line
 from common.files import tail
 from common.host_lists import failed_tasks
 
@@ -94,7 +95,7 @@ _CAUSES = (
     ),
     ("modulenotfounderror|no module named", "another Python environment or image is used there"),
     ("address already in use", "another process has one of the job's ports"),
-    ("timed out during startup", "the machine is overloaded: Ray gives its raylet 30 s to start"),
+    ("timed out during startup", "the machine is overloaded; submit again with --resume"),
     ("out of memory", "memory ran out"),
     (r"\boom\b|\boom-kill|oom_kill", "memory ran out"),
     ("permission denied", "a file or folder belongs to another user"),
@@ -105,8 +106,15 @@ _CAUSES = (
 )
 
 
-def with_likely_cause(log: str) -> str:
-    """The text, preceded by its likely cause if one is known."""
+def likely_cause(log: str) -> str:
+    """The likely cause of a failure that the log shows; empty if none is known."""
     lower = log.lower()
-    cause = next((cause for words, cause in _CAUSES if re.search(words, lower)), None)
-    return f"probably {cause}:\n{log}" if cause else log
+    return next((cause for words, cause in _CAUSES if re.search(words, lower)), "")
+
+
+def with_likely_cause(log: str) -> str:
+    """The line that names the error, with its likely cause if one is known; then the text."""
+    cause = likely_cause(log)
+    reason = f" (probably {cause})" if cause else ""
+    first = f"{deciding_line(log)}{reason}"
+    return f"{first}\nlast lines:\n{log}" if "\n" in log.strip() else first

@@ -176,9 +176,8 @@ class HeadAgent:
             if not isinstance(error, (LinkLost, RayError, NetworkError, PortError, OSError)):
                 logger.error("bring-up failed", exc_info=error)
             return AttemptOutcome(bringup_error=str(error) or repr(error))
-        return AttemptOutcome(
-            stop_requested=True
-        )  # nothing has started, so there is nothing to save
+        # Nothing has started, so there is nothing to save.
+        return AttemptOutcome(stop_requested=True, was_up=False)
 
     async def _outcome_of_run(self, driver: DriverProcess) -> AttemptOutcome:
         stopped = asyncio.create_task(self._stop.requested.wait())

@@ -130,7 +130,9 @@ class LocalRay:
         exited = self.kept.exited
         code = describe_exit(exited.result()) if exited.done() else "still running"
         last_lines = await asyncio.to_thread(tail, self._log)  # on the shared file system
-        return f"Ray ended by itself ({code}); last lines of {self._log.name}: {with_likely_cause(last_lines)}"
+        return (
+            f"Ray ended by itself ({code}), see {self._log.name}: {with_likely_cause(last_lines)}"
+        )
 
     async def end(self, keep_logs_in: Path | None) -> None:
         """End Ray; copy its logs to ``keep_logs_in`` unless that is None."""

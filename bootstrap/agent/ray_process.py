@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 # Modules of other Ray commands, whose imports (FastAPI and more) take longer than Ray's, and grpc,
@@ -33,6 +34,7 @@ _POLL_S = 0.05
 # With spare nodes the registration is watched to the end of the run, in case one joins.
 _QUIET_AFTER_S, _QUIET_POLL_S = 60.0, 0.5
 _RPC_TIMEOUT_S = 5.0
+RAYLET_WAIT_S = 240.0  # the deadline of the bring-up ends an attempt earlier if it is shorter
 _ALIVE = 0  # GcsNodeInfo.GcsNodeState
 _REGISTERED = "registered node "
 
@@ -57,6 +59,44 @@ def import_ray() -> Any:
     from ray.scripts import scripts
 
     return scripts
+
+
+def wait_longer_for_raylet(services: Any, limit_s: float = RAYLET_WAIT_S) -> None:
+    """Let Ray wait ``limit_s`` for its raylet to register, and no longer than the raylet lives.
+
+    Ray's Node gives up after 30 s, a constant, which a busy machine exceeds. It asks through
+    ``services.get_node`` and takes a RuntimeError for "not yet"; here that call waits.
+    """
+    get_node = services.get_node
+    until = time.monotonic() + limit_s
+
+    def get_when_registered(*args: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:
+                if time.monotonic() > until or not _has_raylet():
+                    raise
+            time.sleep(_POLL_S)
+
+    services.get_node = get_when_registered
+
+
+def _has_raylet() -> bool:
+    """Whether a child process of this one is a raylet that runs."""
+    try:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    except OSError:  # a kernel without this list: Ray's own limit holds
+        return False
+    return any(_is_raylet(child) for child in children)
+
+
+def _is_raylet(pid: str) -> bool:
+    try:
+        name, state = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rsplit(") ", 1)
+    except (OSError, ValueError):  # it ended after it was listed
+        return False
+    return name == "raylet" and not state.startswith("Z")
 
 
 def check_dashboard() -> None:
@@ -114,6 +154,12 @@ def _is_closed(descriptor: int, pause_s: float = _POLL_S) -> bool:
     return bool(select.select([descriptor], [], [], pause_s)[0])
 
 
+def _wait_longer() -> None:
+    from ray._private import services
+
+    wait_longer_for_raylet(services)
+
+
 def main() -> int:
     """Entry point of the process."""
     scripts = import_ray()
@@ -135,6 +181,7 @@ def main() -> int:
         except ImportError as error:
             print(f"--ray-dashboard: {error}; pip install 'ray[default]' in {sys.executable}")
             return 1
+    _wait_longer()
     sys.argv = ["ray", *order["argv"]]
     scripts.main()
     return 0

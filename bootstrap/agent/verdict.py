@@ -35,6 +35,7 @@ class AttemptOutcome:
     bringup_verdict: Word = "failed"
     exclude: tuple[str, ...] = ()  # hosts to exclude from the next attempt
     driver_cause: str = ""
+    was_up: bool = True  # the driver had the cluster when the stop was requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ def decide(outcome: AttemptOutcome) -> AttemptVerdict:
         return AttemptVerdict("failed", _driver_said(code, outcome.driver_tail))
     if outcome.bringup_error is not None:
         return AttemptVerdict(outcome.bringup_verdict, outcome.bringup_error, outcome.exclude)
+    if outcome.stop_requested and not outcome.was_up:
+        return AttemptVerdict(
+            "requeue", "stopped before the run had started; nothing was to be saved"
+        )
     if outcome.stop_requested:
         # The request was external, and everything committed before it is valid.
         return AttemptVerdict(

@@ -489,7 +489,7 @@ def _prompt_problems(config: Config) -> list[str]:
     for one in sets:
         settings = set_settings(one, config.eval, rollout)
         if is_there([one.path]):
-            new_problems = _collect(partial(read, [one.path], settings))
+            new_problems = _collect(partial(read, [one.path], settings, flag_prefix="--eval-"))
             problems += _of_file(f"--eval-prompt-data {one.name}", new_problems)
         if any(getattr(one, key) is not None for key in REWARD_KEYS):
             new_problems = _collect(partial(check_reward, settings))

@@ -50,7 +50,8 @@ def cancel_main(arguments: Sequence[str]) -> int:
     else:
         _cancel_all(run, job_id)
     print(
-        f"cancelled {run.root.name} ({job_id}); resume it later: rlpost submit RECIPE --resume --run-folder FOLDER"
+        f"cancelled {run.root.name} ({job_id}); resume it later with its recipe: rlpost submit RECIPE "
+        f"--resume --run-folder {run.root}"
     )
     return 0
 

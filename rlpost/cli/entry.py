@@ -63,7 +63,9 @@ def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str] | Non
         if error.filename is None:  # not about a user's file: a bug
             raise
         remedy = full_words(error)
-        words = f"{error.filename}: {error.strerror}{f'; {remedy}' if remedy else ''}"
+        # A copy names its source first; what is full is the disk of its target.
+        place = error.filename2 if remedy and error.filename2 else error.filename
+        words = f"{place}: {error.strerror}{f'; {remedy}' if remedy else ''}"
         print(f"error: {words}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:

@@ -23,12 +23,14 @@ from common.run_folder import RunFolder
 from common.stop_file import request_stop
 from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
 from rlpost.cli.runs import LOCAL, cause_in, local_is_alive, newest_job
+from rlpost.cli.startup_notes import StartupNotes
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.queue import queue
 
 LOG_POLL_S = 0.5
 ENDING_POLL_S = 3.0
+STOPPING = "stopping: the run saves its state and ends, usually within seconds (Ctrl-C again: leave it running)"
 EXIT_CODES = {"done": EXIT_DONE, "requeue": EXIT_PREEMPTED, "config": 2}
 
 
@@ -40,17 +42,21 @@ def follow(
     started_it: bool = False,
     since: float | None = None,
     resume: str = "",
+    earlier: str = "",
 ) -> int:
     """Print the driver's log, or the logs of ``selection``, until the job is over; return 0 if done.
 
     With ``since``, only records from that second of local time on. ``resume`` is the command that
-    resumes the run.
+    resumes the run. ``earlier`` is the newest attempt before the submission, which is not printed.
 
     Ctrl-C detaches and the run continues. At a local run that this process has started
-    (``started_it``) the first Ctrl-C requests a stop at the next checkpoint, and the second detaches.
+    (``started_it``) the first Ctrl-C requests a stop, at which the run saves, and the second
+    detaches.
     """
     is_over = _make_end_check(run, job_id)
-    log = _LogTail(run.attempts, selection or LogSelection(), since)
+    selection = selection or LogSelection(has_diagnostics=False)
+    log = _LogTail(run.attempts, selection, since, earlier=earlier)
+    notes = StartupNotes(time.monotonic()) if started_it else None
     interrupted = asked = False
     while True:
         try:
@@ -58,16 +64,33 @@ def follow(
             if interrupted:
                 _leave_closed_pipe()
                 asked = asked or _request_stop(run)
-            log.print_new()
+            printed = log.print_new()
+            if notes is not None:
+                _print_note(notes, printed, has_attempt=log.has_attempt)
             if over:
                 break
             time.sleep(LOG_POLL_S)
         except KeyboardInterrupt:
             if interrupted or not started_it:
+                print(f"left running; see rlpost status {run.root}", file=sys.stderr)
                 raise
             interrupted = True
-            print("stopping at the next checkpoint (Ctrl-C again: leave now)", file=sys.stderr)
-    return conclude(run, resume=resume)
+            print(STOPPING, file=sys.stderr)
+    return conclude(run, resume=resume, earlier=earlier)
+
+
+def _print_note(notes: StartupNotes, printed: str, *, has_attempt: bool) -> None:
+    now = time.monotonic()
+    if printed:
+        notes.heard(printed, now)
+    if (line := notes.due(has_attempt, now)) is not None:
+        print(line, flush=True)
+
+
+def latest_attempt(run: RunFolder) -> str:
+    """Return the name of the newest attempt; empty without one."""
+    latest = run.attempts / "latest"
+    return latest.resolve().name if latest.exists() else ""
 
 
 def _request_stop(run: RunFolder) -> bool:
@@ -94,34 +117,50 @@ def _leave_closed_pipe() -> None:
 class _LogTail:
     """Prints new records of the wanted logs of the newest attempt."""
 
-    def __init__(self, attempts: Path, wanted: LogSelection, since: float | None = None) -> None:
+    def __init__(
+        self,
+        attempts: Path,
+        wanted: LogSelection,
+        since: float | None = None,
+        *,
+        earlier: str = "",
+    ) -> None:
         self._attempts = attempts
+        self._earlier = earlier  # the attempt that is not printed
         self._since = since
         self._wanted = wanted
         self._current: Path | None = None
         self._read: dict[str, int] = {}  # bytes read of each log
 
-    def print_new(self) -> None:
+    @property
+    def has_attempt(self) -> bool:
+        """Whether an attempt has begun."""
+        return self._current is not None
+
+    def print_new(self) -> str:
+        """Print what is new; return the last record of it, empty if there is none."""
         latest = self._attempts / "latest"
         attempt = latest.resolve() if latest.exists() else None
-        if attempt is not None and attempt != self._current:
+        if attempt is not None and attempt != self._current and attempt.name != self._earlier:
             self._print_rest()
             self._current, self._read = attempt, {}
             print(f"--- attempt {attempt.name}: {attempt}", flush=True)
-        self._print_rest()
+        return self._print_rest()
 
-    def _print_rest(self) -> None:
+    def _print_rest(self) -> str:
         if self._current is None:
-            return
+            return ""
         new: dict[str, Iterable[str]] = {}
         for path in self._current.glob("*.log"):
             if self._wanted.log(path.stem):
                 new[path.stem] = self._wanted.records(self._new_lines(path))
         width = max(map(len, new), default=0)
         today = wall_seconds(datetime.now()) // DAY * DAY
+        record = ""
         for name, record in merged(new, days=dict.fromkeys(new, today), since=self._since):
             shown = record if self._wanted.is_one else prefixed(name, record, width)
             print(shown, end="", flush=True)
+        return record
 
     def _new_lines(self, path: Path) -> list[str]:
         with open_regular(path) as file:
@@ -155,12 +194,15 @@ def _make_end_check(run: RunFolder, job_id: str) -> Callable[[], bool]:
     return is_over
 
 
-def conclude(run: RunFolder, *, resume: str = "") -> int:
+def conclude(run: RunFolder, *, resume: str = "", earlier: str = "") -> int:
     """Print the outcome of a run that ended: its results, or what failed; return its exit code.
 
-    ``resume`` is the command that resumes it, for a run that is not done.
+    ``resume`` is the command that resumes it, for a run that is not done. The verdict of the
+    attempt ``earlier`` is not that of this run.
     """
     verdict = text_or_empty(run.attempts / "latest" / VERDICT_FILE).strip()
+    if earlier and latest_attempt(run) == earlier:
+        verdict = ""
     if verdict == "done":
         print("\n".join(summary(run)))
         return 0
@@ -181,7 +223,12 @@ def _failure(run: RunFolder, verdict: str) -> list[str]:
         return [f"ended: failed, and the agents left no verdict; see {logs} and {latest}"]
     cause = with_remedy(cause_in(latest / VERDICT_JSON)) or "unknown"
     log = latest.resolve() / DRIVER_LOG
-    return [f"ended: {verdict}", f"cause: {cause}", f"log: {log if log.exists() else log.parent}"]
+    if not log.exists() or not log.stat().st_size:  # the agents' and Ray's logs explain it
+        log = log.parent
+    ended = (
+        f"{verdict} (its state is saved, it can be resumed)" if verdict == "requeue" else verdict
+    )
+    return [f"ended: {ended}", f"cause: {cause}", f"log: {log}"]
 
 
 def summary(run: RunFolder) -> list[str]:

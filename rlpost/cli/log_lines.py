@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from fnmatch import fnmatch
 
+from common.log_format import DIAGNOSTICS
+
 LEVELS = ("debug", "info", "warning", "error")
 _TIME = re.compile(
     r'(?:\[|\{"time": ")?(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?'
@@ -24,6 +26,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _RANK = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 3, "FATAL": 3}
 _HEAD = 80  # characters of a record in which its level is searched
+_MESSAGE_HEAD = 240  # and the beginning of its message, which follows logger and process in JSON
 DAY = 86400.0
 
 
@@ -35,11 +38,13 @@ class LogSelection:
         names: patterns of log names, without the suffix.
         level: the lowest level; records without a level count as ``info``.
         pattern: records must match it; None selects all.
+        has_diagnostics: whether records that ``common.log_format.DIAGNOSTICS`` begins are selected.
     """
 
     names: Sequence[str] = ("driver",)
     level: str = "debug"
     pattern: re.Pattern[str] | None = None
+    has_diagnostics: bool = True
 
     def log(self, name: str) -> bool:
         """Return whether a log is selected."""
@@ -57,6 +62,8 @@ class LogSelection:
     def _wants(self, record: str) -> bool:
         found = _LEVEL.search(record[:_HEAD])
         if _RANK[found[1] if found else "INFO"] < LEVELS.index(self.level):
+            return False
+        if not self.has_diagnostics and DIAGNOSTICS in record[:_MESSAGE_HEAD]:
             return False
         return self.pattern is None or self.pattern.search(record) is not None
 

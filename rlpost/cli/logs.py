@@ -11,6 +11,7 @@ from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 
+from common.attempt import DRIVER_LOG, VERDICT_JSON
 from common.files import open_regular
 from common.run_folder import RunFolder
 from rlpost.cli.follow import follow
@@ -23,7 +24,7 @@ from rlpost.cli.log_lines import (
     prefixed,
     wall_seconds,
 )
-from rlpost.cli.runs import add_run_options, current_job, find_run
+from rlpost.cli.runs import add_run_options, cause_in, current_job, find_run
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
 
@@ -75,8 +76,26 @@ def main(arguments: Sequence[str]) -> int:
     selection = LogSelection(names, options.level, options.grep)
     if options.follow:
         return follow(run, current_job(run), selection=selection, since=options.since)
-    _print(run, run.attempts / options.attempt, selection, options.tail, options.since)
+    attempt = run.attempts / options.attempt
+    has_driver_log = not _is_empty(attempt / DRIVER_LOG)
+    if names != ["driver"] or has_driver_log or not _explain(attempt):
+        _print(run, attempt, selection, options.tail, options.since)
     return 0
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or not path.stat().st_size
+
+
+def _explain(attempt: Path) -> bool:
+    """Print why the driver of an ended attempt logged nothing; whether its verdict says so."""
+    cause = cause_in(attempt / VERDICT_JSON)
+    if not cause:
+        return False
+    logs = [path.stem for path in sorted(attempt.glob("*.log")) if not _is_empty(path)]
+    print(f"{DRIVER_LOG} is empty: the driver did not start. Cause:\n{cause}")
+    print("".join(f"see rlpost logs --of {name}\n" for name in logs), end="")
+    return True
 
 
 def _print(

@@ -11,6 +11,8 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 
 from rlpost import __version__
 from rlpost.cli.entry import run_command
@@ -81,6 +83,21 @@ VERBS = {
     "doctor": ("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
     "completion": ("rlpost.cli.completion:main", "a script that completes words in bash or zsh"),
 }
+OTHER_NAMES = {
+    "resume": "rlpost submit RECIPE --resume --run-folder RUN",
+    "train": "rlpost submit RECIPE",
+    "run": "rlpost submit RECIPE",
+    "start": "rlpost submit RECIPE",
+    "stop": "rlpost cancel RUN, which saves first",
+    "kill": "rlpost cancel RUN, which saves first",
+    "ls": "rlpost list",
+    "tail": "rlpost logs RUN --follow",
+    "eval": "rlpost evaluate RECIPE",
+    "install": "make install, in the folder of the code",
+}
+"""Verbs of other tools, and what stands for them here."""
+PACKAGES = ("rlpost", "slurm", "bootstrap", "common")
+PROJECT = Path(__file__).parents[2]
 _DOCTOR = "bootstrap.doctor.node"
 HELP_WIDTH = 79
 
@@ -150,9 +167,27 @@ def _verb(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{verb}: a verb comes before the recipe; use rlpost check {verb} or rlpost submit {verb}"
         )
+    if verb in OTHER_NAMES:
+        raise ConfigError(f"{verb}: no such verb; use {OTHER_NAMES[verb]}")
     if verb not in known:
         raise ConfigError(
             f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}"
         )
     module, _, function = VERBS[verb][0].partition(":")
-    return getattr(importlib.import_module(module), function)(rest)
+    return getattr(_import(module), function)(rest)
+
+
+def _import(module: str) -> ModuleType:
+    """Import a verb's module; raise ConfigError if this interpreter lacks a library of it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in PACKAGES:
+            raise
+        venv = PROJECT / ".venv" / "bin"
+        remedy = f"make install, in {PROJECT}"
+        if (venv / "python").exists() and venv != Path(sys.executable).parent:
+            remedy = f"source {venv / 'activate'}"
+        raise ConfigError(
+            f"{error.name}: missing in {sys.executable}, another Python environment; use {remedy}"
+        ) from None

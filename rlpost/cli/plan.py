@@ -66,7 +66,7 @@ HF_SIZES = {
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
 }
 """Keys of config.json that parallel sizes divide, and the settings of [model] with their value."""
-UNITS = {"": 1, "GB": 10**9, "GiB": 2**30, "G": 10**9}
+UNITS = {"GB": 10**9, "GiB": 2**30, "G": 10**9}
 CARDS = {"A100": 79.14, "H100": 79.11, "H200": 139.80, "B200": 178.35, "GB200": 184.31}
 """GiB that CUDA reports of a GPU, the least of what torch's out-of-memory messages name in public:
 H100 vllm-project/vllm#27508, GB200 vllm-project/vllm#43951, B200 pytorch/ao#4002; A100 (80 GB) and
@@ -329,14 +329,14 @@ def parse_size(text: str) -> int:
     """Bytes of ``H100``, ``80GB`` or ``79.6GiB``. Raises ConfigError."""
     if (card := text.upper()) in CARDS:
         return int(CARDS[card] * UNITS["GiB"])
-    found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G|)", text)
+    found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G)", text)
     try:
         size = int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
     except (TypeError, ValueError):
         size = 0
     if size < 1:
         raise ConfigError(
-            f"--gpu-memory {text}: name a GPU ({', '.join(CARDS)}) or write a size such as 80GB or 141GB"
+            f"--gpu-memory {text}: name a GPU ({', '.join(CARDS)}) or write a size with its unit, such as 80GB or 141GB"
         )
     return size
 

@@ -368,7 +368,7 @@ def _local_entry(
     if job_id is None or not job_id.startswith(LOCAL):
         return QueueEntry("", JobState.UNKNOWN)
     submitted: Mapping[str, Any] = next(
-        (one for one in reversed(events) if one.get("job_id") == job_id), {}
+        (one for one in reversed(events) if one.get("job_id") == job_id and one.get("host")), {}
     )
     host = submitted.get("host")
     is_here = host == socket.gethostname()

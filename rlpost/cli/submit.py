@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.files import read_object
+from common.files import read_object, text_or_empty
 from common.fleet_name import POLICY
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from common.run_identity import copy_words, original_of, settle_identity
@@ -25,10 +26,11 @@ from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
-from rlpost.cli.follow import conclude, follow
+from rlpost.cli.follow import conclude, follow, latest_attempt
 from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
 from rlpost.cli.plan import GPU_MEMORY, parse_size
 from rlpost.cli.rehearse import rehearse_config, text
+from rlpost.cli.resume_changes import change_notes
 from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import sandbox_spec, submit_servers, wants_servers
 from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
@@ -80,6 +82,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             print_notes([copy_words(root, original)])
     config, local, said = check_run(options, loaded, root)
     planned = RunFolder(root.absolute())
+    if options.resume:
+        said = [*change_notes(text_or_empty(planned.run_json), config), *said]
     print_notes(said, told)
     if options.rehearse is not None:
         _rehearse(config, options.rehearse)
@@ -108,6 +112,7 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             run = create_run_folder(root, dump(config), resume=options.resume)
             settle_identity(run.root)
             snapshot_code(PROJECT, run.code)
+            attempt_before = latest_attempt(run)
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
@@ -117,16 +122,28 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
     print(f"submitted {job_id}\nrun folder {run.root}")
     for group, number in engines.items():
         _submit_engines(run, config, group, number, after=job_id)
-    resume = resume_command(arguments, run.root)
+    resume = resume_command(arguments, run.root, program_words())
     if options.debug:
-        return conclude(run, resume=resume)
+        return conclude(run, resume=resume, earlier=attempt_before)
     wait = local if options.wait is None else options.wait
     if wait and not local:
         print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
-    return follow(run, job_id, started_it=local, resume=resume) if wait else 0
+    if not wait:
+        return 0
+    return follow(run, job_id, started_it=local, resume=resume, earlier=attempt_before)
 
 
-def resume_command(arguments: Sequence[str], root: Path) -> str:
+def program_words() -> list[str]:
+    """The words that call this rlpost in the user's shell, also where no environment is active."""
+    script, beside = shutil.which("rlpost"), Path(sys.executable).parent / "rlpost"
+    if script is not None and beside.exists() and os.path.samefile(script, beside):
+        return ["rlpost"]
+    return [sys.executable, "-m", "rlpost"]
+
+
+def resume_command(
+    arguments: Sequence[str], root: Path, program: Sequence[str] = ("rlpost",)
+) -> str:
     """The command that resumes the run of a submission; without keys and other secrets.
 
     >>> resume_command(["tiny", "--local"], Path("/runs/tiny-1"))
@@ -136,7 +153,7 @@ def resume_command(arguments: Sequence[str], root: Path) -> str:
     added = [] if "--resume" in words else ["--resume"]
     if not any(word.partition("=")[0] == "--run-folder" for word in words):
         added += ["--run-folder", str(root)]
-    return shlex.join(["rlpost", "submit", *words, *added])
+    return shlex.join([*program, "submit", *words, *added])
 
 
 def print_notes(notes: Sequence[str], told: Collection[str] = ()) -> None:

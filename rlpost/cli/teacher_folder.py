@@ -98,7 +98,8 @@ def _weight_problem(load: str) -> str | None:
         what = "holds neither a torch_dist checkpoint nor *.safetensors"
         return (
             f"--opd-teacher-load {load}: {what if is_there else 'no such folder'}; give a Hugging "
-            "Face folder, or one written by tools/convert_hf_to_torch_dist.py"
+            "Face folder, one written by tools/convert_hf_to_torch_dist.py, or the checkpoints of a run "
+            "that trains the teacher (docs/distillation.md)"
         )
     broken = file_problems(Path(load))
     return f"--opd-teacher-load {broken[0]}" if broken else None

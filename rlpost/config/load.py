@@ -29,6 +29,7 @@ from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
+from rlpost.config.toml_faults import spelling, toml_fault
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -231,7 +232,8 @@ def read_toml(path: Path) -> Values:
     """The tables of a TOML file. Raises ConfigError when it is missing or broken."""
     shown = near_path(str(path))
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return tomllib.loads(text)
     except FileNotFoundError:
         # glob finds nothing in a folder that does not exist
         toml_files = sorted(file.name for file in path.parent.glob("*.toml"))
@@ -243,8 +245,10 @@ def read_toml(path: Path) -> Values:
         ) from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read ({error.strerror}); give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown}: not valid TOML: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{shown}: not valid TOML: {toml_fault(str(error), text)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}: not text in UTF-8: {error}; save it as UTF-8") from None
 
 
 def unknown_keys(values: Values, origin: str) -> list[str]:
@@ -427,8 +431,9 @@ def _needed(fault: ErrorDetails) -> str:
     field = _field(fault["loc"])
     limits = _limits(field) if field is not None else ""
     if limits and fault["type"] in _OUT_OF_BOUNDS:
-        return f"must be {limits}"
-    plain = _PLAIN.get(fault["type"])
+        is_optional = field is not None and type(None) in typing.get_args(field.annotation)
+        return f"must be {limits}" + ("; none unsets it" if is_optional else "")
+    plain = spelling(fault["type"], fault["input"]) or _PLAIN.get(fault["type"])
     if plain is not None:
         return plain + (f", {limits}" if limits else "")
     if fault["type"] == "literal_error" and field is not None:
@@ -461,12 +466,13 @@ def _limits(field: FieldInfo) -> str:
     if (low := found.get("gt")) is not None:
         texts.append(f"{low + 1} or more" if is_whole else f"more than {low:g}")
     if (low := found.get("ge")) is not None:
-        texts.append(f"{low:g} or more")
+        texts.append(f"{int(low) if is_whole else format(low, 'g')} or more")
     if (high := found.get("lt")) is not None:
         texts.append(f"at most {high - 1}" if is_whole else f"less than {high:g}")
     if (high := found.get("le")) is not None:
         texts.append(f"at most {high:g}")
-    return " and ".join(texts)
+    unit = " bytes" if (field.description or "").startswith("Bytes") and texts else ""
+    return " and ".join(texts) + unit
 
 
 def _bounds(parts: Iterable[object]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from common.garbage import between_steps
+from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.tree import Config
 from rlpost.driver.batches import rollout_metrics, staleness_metrics
 from rlpost.driver.checkpoints import Checkpoints
@@ -35,7 +36,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import Fenced, Preempted, RlpostError
-from rlpost.observe.pace import progress_line
+from rlpost.observe.pace import nothing_to_learn, progress_line
 from rlpost.observe.spans import span
 from rlpost.observe.writer import MetricsWriter
 from rlpost.rollout.policy_versions import PolicyVersions
@@ -316,13 +317,25 @@ class Loop:
             self._saved = self.state
 
     def _report(self, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float) -> None:
-        total = self._config.rollout.num_rollout
-        logger.info(
-            "%s",
-            progress_line(
-                self.state.step, total, metrics, steps_done=steps_done, elapsed_s=elapsed_s
-            ),
+        config = self._config
+        line = progress_line(
+            self.state.step,
+            config.rollout.num_rollout,
+            metrics,
+            steps_done=steps_done,
+            elapsed_s=elapsed_s,
+            is_supervised=config.grpo.is_supervised,
         )
+        logger.info("%s", line)
+        compares = (
+            not config.grpo.is_supervised and ESTIMATORS[config.grpo.advantage_estimator].compares
+        )
+        if compares and nothing_to_learn(metrics, config.rollout.rollout_batch_size):
+            logger.info(
+                "step %d: all answers of each prompt have the same reward, so nothing was learned; "
+                "use prompts of another difficulty, or check the reward function",
+                self.state.step,
+            )
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import threading
 import time
 import traceback
 
+from common.log_format import DIAGNOSTICS
+
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
@@ -97,8 +99,9 @@ class LoopLag:
         if self._num_unreported:
             more = f"; {self._num_unreported} earlier stalls were not logged"
         self._num_unreported = 0
-        logger.warning(
-            "the event loop has been blocked for %.1f s%s; it is in:\n%s",
+        logger.info(
+            "%sthe event loop has been blocked for %.1f s%s; it is in:\n%s",
+            DIAGNOSTICS,
             late_s,
             more,
             "".join(stack),

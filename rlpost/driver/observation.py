@@ -67,7 +67,7 @@ class Observation:
         self._is_profiling = False
         self._peak_flops: float | None = None
         self._done = 0.0  # model FLOPs of the step
-        self._slow: str | None = None  # the engine of the last warning
+        self._slow_engines = SlowEngines()
 
     async def attach(
         self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None
@@ -145,10 +145,9 @@ class Observation:
             return {}
         places = self._fleet.serving.places
         use, num_moved = places.take_use()
-        slow = slow_engine(paces := places.paces())
-        if slow is not None and slow.split()[1] != self._slow:
-            logger.warning("%s", slow)
-        self._slow = None if slow is None else slow.split()[1]
+        paces = places.paces()
+        for sentence in self._slow_engines.take(paces):
+            logger.warning("%s", sentence)
         return use_metrics(use, num_moved, paces, places.take_peak())
 
     async def _memory(self) -> dict[str, float]:
@@ -298,8 +297,10 @@ class Flops:
         return self._a_token * work
 
 
-SLOW = 1.3
-"""An engine that needs so many times the median's time for a token is named."""
+SLOW, FEW_ENGINES, SLOW_OF_FEW = 1.3, 4, 3.0
+"""An engine is slow from SLOW times the median's time for a token on; among fewer than FEW_ENGINES,
+where the median follows each of them, from SLOW_OF_FEW times on."""
+SLOW_STEPS = 3  # consecutive steps after which a slow engine is reported: load passes
 
 
 def use_metrics(
@@ -325,11 +326,25 @@ def use_metrics(
     return metrics
 
 
-def slow_engine(paces: Mapping[str, float]) -> str | None:
-    """Return a sentence that names the slowest engine, if it is slower than the others by SLOW."""
-    if len(paces) < 2:
-        return None
-    url, pace = min(paces.items(), key=lambda item: item[1])
-    if pace * SLOW > 1:
-        return None
-    return f"engine {url} needs {1 / pace:.1f} x the median engine's time for a token; look at its node"
+class SlowEngines:
+    """Reports an engine once, after it has been slow in SLOW_STEPS consecutive steps."""
+
+    def __init__(self) -> None:
+        self._slow_for: dict[str, int] = {}  # steps, by URL
+
+    def take(self, paces: Mapping[str, float]) -> list[str]:
+        """Return a sentence for each engine to report.
+
+        ``paces``: of one step, tokens a second of each engine over the median of all, by URL.
+        """
+        limit = SLOW if len(paces) >= FEW_ENGINES else SLOW_OF_FEW
+        slow = {url: 1 / pace for url, pace in paces.items() if pace * limit <= 1}
+        if len(paces) < 2:
+            slow = {}
+        self._slow_for = {url: self._slow_for.get(url, 0) + 1 for url in slow}
+        return [
+            f"engine {url} has needed {slow[url]:.1f} x the median engine's time for a token "
+            f"for {SLOW_STEPS} steps; check its node"
+            for url, num_steps in self._slow_for.items()
+            if num_steps == SLOW_STEPS
+        ]

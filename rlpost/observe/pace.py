@@ -65,25 +65,42 @@ def recent(lines: Sequence[Line], name: str, num_steps: int = PACE_STEPS) -> flo
 
 
 def progress_line(
-    step: int, num_steps: int, metrics: Mapping[str, float], *, steps_done: int, elapsed_s: float
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, float],
+    *,
+    steps_done: int,
+    elapsed_s: float,
+    is_supervised: bool = False,
 ) -> str:
     """Return ``step 12/60  reward 0.531  ...  eta 0:42``.
 
-    The estimate uses the mean duration of the ``steps_done`` steps of this attempt.
+    The estimate uses the mean duration of the ``steps_done`` steps of this attempt. The loss is
+    ``train/pg_loss``, which moves; ``train/loss`` is near 0 where advantages add up to 0. Supervised
+    training (``is_supervised``) has no reward.
     """
-    parts = [f"step {step}/{num_steps}", f"reward {metrics['reward/mean']:.3f}"]
+    parts = [f"step {step}/{num_steps}"]
+    if not is_supervised:
+        parts.append(f"reward {metrics['reward/mean']:.3f}")
     parts += [
         f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)
     ]
     parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
     if "train/loss" in metrics:  # not with --debug-rollout-only
-        parts += [f"loss {metrics['train/loss']:+.4f}", f"grad {metrics['train/grad_norm']:.3f}"]
+        name = "train/pg_loss" if "train/pg_loss" in metrics else "train/loss"
+        loss = f"{name.removeprefix('train/')} {metrics[name]:+.4f}"
+        parts += [loss, f"grad {metrics['train/grad_norm']:.3f}"]
     parts += [
         f"{metrics['time/tokens_per_s']:,.0f} tok/s",
         f"{metrics['time/step_s']:.2f} s",
         f"eta {duration(elapsed_s / max(1, steps_done) * (num_steps - step))}",
     ]
     return "  ".join(parts)
+
+
+def nothing_to_learn(metrics: Mapping[str, float], num_groups: int) -> bool:
+    """Whether no group of a step has two different rewards, so that group-relative advantages are 0."""
+    return num_groups > 0 and metrics.get("rollout/zero_std_groups", 0) >= num_groups
 
 
 def duration(seconds: float) -> str:

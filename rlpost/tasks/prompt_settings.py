@@ -24,7 +24,11 @@ from rlpost.tasks.vocabulary import vocabulary_size
 
 
 def prompt_fields(
-    rollout: RolloutConfig, *, trains_label: bool = False, has_environment: bool = False
+    rollout: RolloutConfig,
+    *,
+    trains_label: bool = False,
+    has_environment: bool = False,
+    flag_prefix: str = "--",
 ) -> PromptFields:
     """Return the keys of prompt, label, metadata and tools, and what the label is for."""
     others = (rollout.custom_rm_path, rollout.custom_generate_function_path)
@@ -36,6 +40,7 @@ def prompt_fields(
         rollout.tool_key,
         rm_type=rollout.rm_type if grades_by_name else None,
         trains_label=trains_label,
+        flag_prefix=flag_prefix,
     )
 
 
@@ -82,8 +87,11 @@ def check_prompts(
     *,
     trains_label: bool = False,
     has_environment: bool = False,
+    flag_prefix: str = "--",
 ) -> None:
     """Read the files as a run would, up to the tokenizer; not those that passed before.
+
+    ``flag_prefix``: see PromptFields.
 
     Raises:
         ConfigError: the number of --prompt-data-weights differs from the number of files.
@@ -96,7 +104,12 @@ def check_prompts(
             f"--prompt-data-weights {flag_value}: {len(weights)} weights for {len(rollout.prompt_data)} --prompt-data; "
             "give one for each file, in the same order, or none"
         )
-    fields = prompt_fields(rollout, trains_label=trains_label, has_environment=has_environment)
+    fields = prompt_fields(
+        rollout,
+        trains_label=trains_label,
+        has_environment=has_environment,
+        flag_prefix=flag_prefix,
+    )
     applies = rollout.apply_chat_template
     skips = rollout.bad_prompts == "skip"
     for source in sources:

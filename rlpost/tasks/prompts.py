@@ -49,7 +49,8 @@ class PromptFields:
     ``KEY.SUBKEY`` is a key of an object. Without ``metadata_key`` all keys except those of prompt
     and label are metadata. ``rm_type`` is the reward by name that grades the answers, unless a row
     names another; None if a function, a server or an environment does. ``trains_label``: the label
-    is the response that is trained.
+    is the response that is trained. ``flag_prefix`` begins the flags that name the keys of prompt
+    and label: ``--eval-`` for evaluation.
     """
 
     input_key: str = "input"
@@ -58,6 +59,7 @@ class PromptFields:
     tool_key: str | None = None
     rm_type: str | None = None
     trains_label: bool = False
+    flag_prefix: str = "--"
 
     @property
     def columns(self) -> list[str] | None:
@@ -249,9 +251,10 @@ class PromptSet:
 def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
     """Parse a row. Raises DataError, whose message begins with ``where``."""
     content = _content(
-        _value(raw, fields.input_key, where, "--input-key"), f"{where}: {fields.input_key!r}"
+        _value(raw, fields.input_key, where, f"{fields.flag_prefix}input-key"),
+        f"{where}: {fields.input_key!r}",
     )
-    label = None if fields.label_key is None else _label(raw, where, fields.label_key)
+    label = None if fields.label_key is None else _label(raw, where, fields)
     if fields.metadata_key is None:
         metadata = {
             key: value
@@ -283,8 +286,12 @@ def label_text(label: Mapping[str, object]) -> str:
     return json.dumps(label, ensure_ascii=False, default=str)
 
 
-def _label(raw: Mapping[str, object], where: str, key: str) -> str | dict[str, object]:
-    label = _value(raw, key, where, "--label-key")
+def _label(raw: Mapping[str, object], where: str, fields: PromptFields) -> str | dict[str, object]:
+    key, flag = str(fields.label_key), f"{fields.flag_prefix}label-key"
+    others = [name for name in raw if name != fields.input_key]
+    if not others and value_of(raw, key, _MISSING) is _MISSING:
+        raise DataError(f"{where}: no key {key!r} beside the prompt; set {flag} none")
+    label = _value(raw, key, where, flag)
     if isinstance(label, bool) or not isinstance(label, str | int | float | dict):
         kind = type(label).__name__
         raise DataError(

@@ -76,6 +76,26 @@ COMMAND_LINE = [
     ),
     _of_check("Two values for a flag that takes one", "--nodes 1 2", "--nodes 1"),
     Mistake("A misspelt verb", "rlpost chek recipe.toml", ("rlpost check recipe.toml",)),
+    Mistake(
+        "A verb of another tool",
+        "rlpost train recipe.toml",
+        ("rlpost submit recipe.toml --dry-run",),
+    ),
+    Mistake(
+        "A memory size without its unit",
+        "rlpost plan qwen3_4b --gpu-memory 80",
+        ("rlpost plan qwen3_4b --gpu-memory 80GB",),
+    ),
+    _of_check(
+        "A size in megabytes where bytes are meant",
+        "--ray-object-store-memory 100MB",
+        "--ray-object-store-memory 100000000",
+    ),
+    _of_check(
+        "An object store that is smaller than Ray's minimum",
+        "--ray-object-store-memory 100",
+        "--ray-object-store-memory 78643200",
+    ),
     Mistake("A recipe without a verb", "rlpost recipe.toml", ("rlpost check recipe.toml",)),
     Mistake("No recipe at all", "rlpost check", ("rlpost check qwen3_4b",)),
 ]
@@ -95,6 +115,38 @@ FILES = [
         "A recipe that is not valid TOML",
         "rlpost check mine.toml",
         files={"mine.toml": "[cluster\nnodes = 2\n"},
+    ),
+    Mistake(
+        "A text without quotes in a recipe",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[rollout]\nrm_type = exact_match\n"},
+    ),
+    Mistake(
+        "A key twice in a recipe",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[cluster]\nnodes = 1\nnodes = 2\n"},
+    ),
+    Mistake(
+        "A number for a text, and a text for a list, in a recipe",
+        "rlpost check mine.toml",
+        files={"mine.toml": "[cluster]\ntime = 30\n[eval]\neval_prompt_data = 'prompts.jsonl'\n"},
+    ),
+    _of_check(
+        "Two files with a comma between them",
+        "--prompt-data prompts.jsonl,more.jsonl",
+        "--prompt-data prompts.jsonl more.jsonl",
+        files={"more.jsonl": PROMPT},
+    ),
+    _of_check(
+        "The key of an evaluation file",
+        "--eval-prompt-data test questions.jsonl --eval-interval 5",
+        "--eval-prompt-data test questions.jsonl --eval-interval 5 --eval-input-key question",
+        files={"questions.jsonl": PROMPT.replace("prompt", "question")},
+    ),
+    _of_check(
+        "No evaluation",
+        "--eval-prompt-data test prompts.jsonl --eval-interval 0",
+        "--eval-prompt-data test prompts.jsonl --eval-interval none",
     ),
     Mistake(
         "A wrong value in a recipe",

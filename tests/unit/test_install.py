@@ -172,3 +172,21 @@ def test_the_compiler_that_pip_brings_is_of_torch_s_cuda():
     for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl"):
         (version,) = re.findall(rf"^{name}==(\S+)", lock, re.MULTILINE)
         assert version.startswith(f"{cuda}."), name
+
+
+def test_an_installation_says_that_it_works_while_pip_is_quiet(tmp_path):
+    """pip's stand-in ends once the line is there; so do the lines with the installation."""
+    venv, out = tmp_path / "venv", tmp_path / "out"
+    wait = f"#!/bin/sh\nuntil grep -q 'so far' {out}; do sleep 0.05; done\n"
+    for name, text in {"pip": "#!/bin/sh\n", "python": wait}.items():
+        path = venv / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    environ = {**os.environ, "PATH": "/usr/bin:/bin", "RLPOST_PROGRESS_S": "0.05"}
+    with out.open("w") as file:
+        command = [ROOT / "tools/install.sh", venv]
+        subprocess.run(command, env=environ, stdout=file, check=True, timeout=60)
+    said = out.read_text().splitlines()
+    assert "usually 2 to 5 minutes" in next(line for line in said if "so far" in line)
+    assert said[-1] == f"install: done, {venv}"

@@ -46,7 +46,9 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
     for name, path, kind in _needed(config):
         if has_folder(path) if kind == "folder" else os.path.exists(_file(path)):
             continue  # both are False without permission
-        if is_made(path):
+        if "," in path and all(os.path.exists(_file(one)) for one in path.split(",")):
+            others.append(f"{name} {path}: no such {kind}; write {name} {path.replace(',', ' ')}")
+        elif is_made(path):
             generated.append(f"{name} {near_path(path)}")
         elif folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")

@@ -149,7 +149,7 @@ class ClusterConfig(Group):
     preflight_bandwidth_gbps: Annotated[float, Field(gt=0)] | None = None
     """Minimum all-reduce bandwidth in GB/s between each node and a neighbour, measured before the
     run. Not measured unless given."""
-    ray_object_store_memory: Positive | None = None
+    ray_object_store_memory: Annotated[int, Field(ge=75 * 2**20)] | None = None
     """Bytes of shared memory for Ray's object store on each node. Default: Ray's."""
     ray_dashboard: bool = False
     """Run Ray's dashboard on the head node's loopback address; `rlpost tunnel` prints the SSH

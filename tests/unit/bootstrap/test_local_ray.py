@@ -3,17 +3,21 @@ registered nodes and of Ray's end. The real process runs the stub of Ray under a
 """
 
 import asyncio
+import importlib.metadata
 import os
+import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bootstrap.agent import local_ray
+from bootstrap.agent import local_ray, ray_process
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.ray_command import RayNode, ray_temp_dir
 from bootstrap.agent.ray_process import parse_registered, registered_line
@@ -57,6 +61,55 @@ async def prepared(folder: Path) -> LocalRay:
 def test_a_line_about_a_node_reads_back_as_it_was_written() -> None:
     assert parse_registered(registered_line("fd00::1", 8).strip("\n")) == ("fd00::1", 8)
     assert parse_registered("Ray runtime started.") is None
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "asked", "limit_s"), [(True, 3, 60.0), (False, 1, 60.0), (True, 1, 0.0)]
+)
+def test_ray_waits_for_its_raylet_while_it_lives(
+    is_alive: bool, asked: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself gives up after 30 s, which a busy machine exceeds."""
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), "node"])
+    calls: list[str] = []
+
+    def get_node(address: str) -> str:
+        calls.append(address)
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    services = SimpleNamespace(get_node=get_node)
+    monkeypatch.setattr(ray_process, "_has_raylet", lambda: is_alive)
+    ray_process.wait_longer_for_raylet(services, limit_s)
+    if asked == 3:
+        assert services.get_node("gcs") == "node"
+    else:
+        with pytest.raises(RuntimeError, match="not yet"):
+            services.get_node("gcs")
+    assert calls == ["gcs"] * asked
+
+
+def test_a_raylet_is_known_by_its_process(tmp_path: Path) -> None:
+    assert not ray_process._has_raylet()
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
+    raylet = subprocess.Popen([tmp_path / "raylet", "60"])
+    try:
+        assert ray_process._has_raylet()
+    finally:
+        raylet.kill()
+        os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+    assert not ray_process._has_raylet(), "it has ended, nobody has waited for it"
+    raylet.wait()
+
+
+def test_rays_own_node_asks_through_the_function_that_waits() -> None:
+    """Read from Ray's source, whose import takes seconds."""
+    source = Path(str(importlib.metadata.distribution("ray").locate_file("ray/_private/node.py")))
+    text = source.read_text()
+    assert "node_info = ray._private.services.get_node(" in text
+    assert "raylet_start_wait_time_s = 30" in text and "except RuntimeError as e" in text
 
 
 async def test_the_head_learns_of_every_node_that_is_registered(

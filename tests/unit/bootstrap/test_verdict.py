@@ -56,6 +56,11 @@ def test_the_cause_is_what_was_lost_and_not_what_the_driver_made_of_it() -> None
     )
 
 
+def test_a_stop_before_the_start_does_not_speak_of_a_deadline() -> None:
+    early = decide(AttemptOutcome(stop_requested=True, was_up=False))
+    assert early.verdict == "requeue" and "deadline" not in early.cause
+
+
 def test_a_failed_driver_is_quoted() -> None:
     cause = decide(AttemptOutcome(driver_code=-9, driver_tail="out of memory")).cause
     assert "SIGKILL" in cause and "out of memory" in cause

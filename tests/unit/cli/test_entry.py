@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,6 +30,15 @@ def test_a_reader_that_has_gone_costs_no_traceback(words):
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + 13, "")
+
+
+def test_a_full_disk_is_named_where_a_copy_was_to_be_written(capsys, tmp_path):
+    def copy(_):
+        raise OSError(errno.ENOSPC, "No space left on device", "code/a.py", None, str(tmp_path))
+
+    assert run_command(copy, []) == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {tmp_path}: No space left") and "code/a.py" not in line
 
 
 def test_a_file_that_cannot_be_used_is_a_message_and_a_fault_of_ours_is_not(tmp_path, capsys):

@@ -5,6 +5,7 @@ is asked for.
 import os
 import re
 from datetime import datetime
+from itertools import pairwise
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.run_folder import create_run_folder
 from rlpost.cli.follow import _LogTail
 from rlpost.cli.log_lines import LogSelection, merged, parse_since, wall_seconds
 from rlpost.cli.main import main
+from rlpost.cli.startup_notes import SILENT_S, StartupNotes
 
 LOGS = {
     "driver": "10:00:00 INFO starting\n10:00:05 WARNING engine is slow\n10:00:09 INFO step 1/8\n",
@@ -112,6 +114,44 @@ def test_following_shows_each_line_once_and_goes_on_with_the_next_attempt(run, c
     (run.new_attempt() / "driver.log").write_text("10:10:00 INFO again\n")
     tail.print_new()
     assert capsys.readouterr().out.splitlines()[1:] == ["driver | 10:10:00 INFO again"]
+
+
+def test_an_empty_drivers_log_leads_to_the_cause_and_the_logs_that_explain(run, capsys):
+    attempt = run.attempts / "0"
+    (attempt / "driver.log").write_text("")
+    assert logs(capsys) == "", "it may still start"
+    (attempt / "verdict.json").write_text('{"cause": "Ray ended: ValueError: x\\nlast lines"}')
+    said = logs(capsys)
+    assert "Ray ended: ValueError: x\nlast lines" in said and "logs --of agent-n01\n" in said
+    assert logs(capsys, "--of", "agent-n01") == LOGS["agent-n01"]
+
+
+def test_a_terminal_shows_neither_diagnostics_nor_the_attempt_before_the_submission(run, capsys):
+    tail = _LogTail(run.attempts, LogSelection(has_diagnostics=False), earlier="0")
+    assert tail.print_new() == "" and not tail.has_attempt
+    assert capsys.readouterr().out == ""
+    (run.new_attempt() / "driver.log").write_text(
+        "10:10:00 INFO diagnostics: the event loop has been blocked; it is in:\n  File x\n"
+        '{"time": "2026-11-23T12:00:00+00:00", "level": "INFO", "message": "diagnostics: y"}\n'
+        "10:10:01 INFO starting 2 actor ranks\n"
+    )
+    assert "starting 2" in tail.print_new() and tail.has_attempt
+    assert capsys.readouterr().out.splitlines()[1:] == ["10:10:01 INFO starting 2 actor ranks"]
+
+
+def test_a_start_is_never_silent_for_longer_than_the_limit():
+    notes, heard = StartupNotes(0.0), {3.0: "INFO starting 2 actor ranks", 47.0: "INFO ready"}
+    heard[90.0] = "INFO step 1/60  reward 0.1"
+    said = [0.0]
+    for now in (number / 2 for number in range(400)):
+        if now in heard:
+            notes.heard(heard[now], now)
+            said.append(now)
+        if line := notes.due(now >= 1.0, now):
+            assert "waiting for" in line and not line.endswith("for ")
+            said.append(now)
+    assert max(later - one for one, later in pairwise(said)) <= SILENT_S + 0.5
+    assert said[-1] == 90.0, "steps have their own lines"
 
 
 def test_midnight_does_not_turn_the_order_around():

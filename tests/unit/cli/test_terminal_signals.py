@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_run_when_it_has_saved(terminal: Terminal) -> None:
     assert terminal.exit_code() == 75, terminal.said
     assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == "Ctrl-C"
     assert (terminal.attempt / "verdict").read_text() == "requeue\n"
-    assert terminal.said.count(b"stopping at the next checkpoint") == 1
+    assert terminal.said.count(b"stopping: the run saves") == 1
     assert b"Traceback" not in terminal.said
 
 
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_a_run_also_where_it_ends_the_reader_of_the_output(terminal:
     terminal.exit_code()
     assert (terminal.attempt / "verdict").read_text() == "requeue\n", terminal.said
     assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == "Ctrl-C"
-    assert b"stopping at the next checkpoint" in terminal.said
+    assert b"stopping: the run saves" in terminal.said
     assert b"ended: requeue" in terminal.said and b"Traceback" not in terminal.said
 
 

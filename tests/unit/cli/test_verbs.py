@@ -2,12 +2,14 @@
 refused.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -16,11 +18,11 @@ from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli import attach, control, follow, image_doctor, runs
 from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
-from rlpost.cli.main import main, verbs
+from rlpost.cli.main import OTHER_NAMES, main, verbs
 from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, load_keys, secrets_path, store_keys
-from rlpost.cli.submit import resume_command
+from rlpost.cli.submit import program_words, resume_command
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
@@ -298,6 +300,42 @@ def test_a_run_whose_code_is_nowhere_says_what_to_do(tmp_path, monkeypatch):
         attach.home_of(run)
 
 
+def test_the_command_that_resumes_works_when_pasted_also_without_an_environment(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "python").touch()
+    script = tmp_path / "rlpost"
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    words = program_words()
+    assert words == [str(tmp_path / "python"), "-m", "rlpost"]
+    assert resume_command(["tiny"], tmp_path, words).startswith(
+        f"{tmp_path}/python -m rlpost submit"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program_words() == ["rlpost"]
+
+
+def test_a_library_that_is_missing_is_one_line_and_a_fault_of_our_own_is_not(monkeypatch, capsys):
+    lacking = ModuleNotFoundError("No module named 'psutil'", name="psutil")
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=lacking))
+    assert main(["status"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: psutil: missing in {sys.executable}") and "use " in line
+    lacking.name = "rlpost.gone"
+    with pytest.raises(ModuleNotFoundError):
+        main(["status"])
+
+
+def test_a_verb_of_another_tool_is_answered_by_the_one_of_here(capsys):
+    for verb, remedy in OTHER_NAMES.items():
+        assert main([verb, "x"]) == 2 and verb not in verbs()
+        assert f"use {remedy}" in capsys.readouterr().err
+        first, second = remedy.split()[:2]
+        assert first == "make" or second in verbs()
+
+
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
 def test_a_run_that_ends_without_a_verdict_says_where_to_look(tmp_path, capsys, job_id, logs):
     run = make_run(tmp_path / "run", job_id=job_id)
@@ -310,7 +348,7 @@ def test_a_run_that_ends_without_a_verdict_says_where_to_look(tmp_path, capsys, 
 def test_a_failed_run_ends_with_its_cause_its_log_and_the_command_that_resumes_it(tmp_path, capsys):
     run = make_run(tmp_path / "run", job_id="local-7")
     attempt = run.new_attempt()
-    (attempt / "driver.log").touch()
+    (attempt / "driver.log").write_text("12:00:00.1 INFO up\n")
     lines = "12:00:00.1 INFO up\nTraceback (most recent call last):\nValueError: no such layer"
     write_verdict(
         attempt,

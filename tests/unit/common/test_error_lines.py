@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bootstrap.agent.verdict import AttemptOutcome, decide
-from common.error_lines import error_line
+from common.error_lines import deciding_line, error_line
 
 RAY = """\
 2026-11-23 21:00:00.100 INFO step 3/60: reward 0.5
@@ -74,6 +74,14 @@ def test_the_error_of_a_real_traceback_after_other_lines(code, expected):
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
     log = f"2026-11-23 21:00:00.100 INFO starting\n{said}"
     assert error_line(f"the driver ended with exit code 1; its last lines:\n{log}") == expected
+
+
+def test_the_deciding_line_of_rays_log_is_rays_own_sentence():
+    frames = (
+        "Traceback (most recent call last):\n  File 'click/core.py', line 1, in invoke\n    x()\n"
+    )
+    for sentence in ("Exception: The current node timed out", "ValueError: must be at least 75"):
+        assert deciding_line(f"Usage stats: off\n{frames}{sentence}\n") == sentence
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 
+from common.log_format import DIAGNOSTICS
 from rlpost.driver.loop_lag import LoopLag
 
 STALL_S = 0.1
@@ -48,16 +49,19 @@ def test_waiting_is_not_lag():
 
 
 async def test_a_stall_logs_the_stack_of_the_loop_once(caplog):
+    caplog.set_level(logging.INFO)
     async with LoopLag(stall_s=STALL_S):
         await asyncio.sleep(0.05)
         block_the_loop(6 * STALL_S)
     found = stacks(caplog)
     assert len(found) == 1, found
     assert "block_the_loop" in found[0]
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert found[0].startswith(DIAGNOSTICS), "the terminal of rlpost submit shows the stack"
 
 
 async def test_stalls_in_a_row_are_counted_and_not_logged(caplog):
+    caplog.set_level(logging.INFO)
     async with LoopLag(stall_s=STALL_S, quiet_s=1.5):
         for seconds in (4, 4, 4):
             await asyncio.sleep(0.05)

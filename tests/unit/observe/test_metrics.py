@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from rlpost.errors import Fenced
-from rlpost.observe.pace import duration, progress_line
+from rlpost.observe.pace import duration, nothing_to_learn, progress_line
 from rlpost.observe.writer import MetricsWriter, eval_rewards, read_metrics
 from tests.unit.paused_thread import PausedThread
 
@@ -147,6 +147,19 @@ def test_a_progress_line_says_where_the_run_is_and_when_it_will_be_done():
         "eta 1:30",
     ):
         assert part in line, line
+
+
+def test_a_progress_line_shows_what_moves_and_no_reward_where_there_is_none():
+    line = progress_line(1, 3, {**LINE, "train/pg_loss": -0.0045}, steps_done=1, elapsed_s=1.0)
+    assert "pg_loss -0.0045" in line and " loss " not in line
+    supervised = progress_line(1, 3, LINE, steps_done=1, elapsed_s=1.0, is_supervised=True)
+    assert "loss -0.0100" in supervised and "reward 0.500" not in supervised
+
+
+def test_nothing_is_learned_where_no_group_has_two_rewards():
+    assert nothing_to_learn({"rollout/zero_std_groups": 4}, 4)
+    assert not nothing_to_learn({"rollout/zero_std_groups": 3}, 4)
+    assert not nothing_to_learn({}, 4), "nothing was generated"
 
 
 def test_durations_read_like_a_clock():

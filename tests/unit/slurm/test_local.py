@@ -15,6 +15,7 @@ from submitit.local.local import LocalJob
 
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli.run_status import statuses
+from rlpost.cli.runs import job_ids, last
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import _on_signal, local_environment
@@ -45,6 +46,18 @@ def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJ
     return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
 
 
+def assert_recorded_as_by_a_batch_script(run: RunFolder, verdict: str, pid: str) -> None:
+    """The run's page, list and goodput read these events."""
+    events = run.ledger.read()
+    assert sorted(entry["event"] for entry in events) == ["attempt", "submitted", "verdict"]
+    started, ended = (last(events, name) for name in ("attempt", "verdict"))
+    assert (started["job_id"], started["num_nodes"]) == (f"local-{pid}", 1)
+    assert (ended["attempt"], ended["verdict"], ended["cause"]) == (0, verdict, "told to")
+    assert job_ids(run) == [f"local-{pid}"]
+    (status,) = statuses([run])
+    assert status.verdict == verdict and status.job_id == f"local-{pid}"
+
+
 def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +81,7 @@ def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     assert facts["cwd"] == str(home)
     assert facts["environment"]["SLURM_JOB_ID"] is None
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "5,GPU-6"
-    assert [entry["event"] for entry in run.ledger.read()] == ["submitted"]
+    assert_recorded_as_by_a_batch_script(run, "done", job.job_id)
 
 
 def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Path) -> None:
@@ -128,6 +141,18 @@ def test_a_run_on_the_machine_of_another_host_is_not_called_failed(tmp_path: Pat
     assert (found.state, found.reason) == ("UNKNOWN", "it runs or ran on elsewhere; ask there")
 
 
+def test_the_page_of_a_run_whose_driver_never_started_has_its_cause(
+    tmp_path: Path, home: Path
+) -> None:
+    """Written by the process that ends the run, also over a page that was written before."""
+    (home / "rlpost").symlink_to(Path(__file__).parents[3] / "rlpost")
+    run, job = start(tmp_path, home, "failed")
+    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
+    page = run.report_page.read_text()
+    assert "told to" in page and "Failure of attempt 0" in page
+    assert [entry["event"] for entry in run.ledger.read()].count("verdict") == 1
+
+
 @pytest.mark.slow
 def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, home: Path) -> None:
     run, job = start(tmp_path, home, "crash")
@@ -153,7 +178,7 @@ def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     assert (run.attempts / "0/verdict").read_text().strip() == "done"
     facts = json.loads(next((run.attempts / "0").glob("argv-*.json")).read_text())
     assert facts["agent"][:2] == ["--attempt-dir", str(run.attempts / "0")]
-    assert [entry["event"] for entry in run.ledger.read()] == ["submitted"]
+    assert_recorded_as_by_a_batch_script(run, "done", str(os.getpid()))
 
 
 def test_several_nodes_need_slurm(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Stub of ``ray._private``."""
