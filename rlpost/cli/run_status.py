@@ -15,12 +15,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
 from common.error_lines import error_line, with_remedy
@@ -31,6 +29,7 @@ from common.log_format import as_text
 from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from common.units import MAX_NAMED, counted
+from rlpost.cli.field_types import check_fields
 from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of, settle
 from rlpost.observe.pace import PACE_STEPS, STEP_S, duration, recent, throughput
 from rlpost.observe.report.goodput import Goodput, end_of, goodput
@@ -415,7 +414,7 @@ def statuses(runs: Sequence[RunFolder]) -> list[Status]:
         if (status := kept[run.root]) is not None:
             return replace(status, checkpoint_age_s=seconds_since(status.checkpoint_time))
         status = status_of(run, ids[run.root], entries.get(ids[run.root] or ""))
-        check_types(asdict(status))
+        check_fields(Status, asdict(status))
         state = parse_state(status.state)
         if state.is_over and state is not JobState.PREEMPTED:  # a preempted run may restart
             empty_targets(run.root)  # an attempt that was killed left its Prometheus targets
@@ -476,37 +475,8 @@ def _from_json(values: Mapping[str, object]) -> Status:
     """Make a status from JSON. Raises TypeError when fields are missing or of another type."""
     if values.keys() != {field.name for field in fields(Status)}:
         raise TypeError("a status of another version")
-    check_types(values)
+    check_fields(Status, values)
     goodput = values["goodput"]
     if isinstance(goodput, dict):
         values = {**values, "goodput": Goodput(**goodput)}
-    return Status(**values)  # type: ignore[arg-type]  # by ``check_types``
-
-
-def check_types(values: Mapping[str, object]) -> None:
-    """Raise TypeError unless each field of a status has the type that it declares.
-
-    The values come from files of the run, which others may have written.
-    """
-    for name, hint in get_type_hints(Status).items():
-        if not _fits(values[name], hint):
-            raise TypeError(f"{name} is {values[name]!r:.60}")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Return whether a JSON value has a type of ``Status``."""
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if kind is list:
-        return isinstance(value, list) and all(_fits(one, parts[0]) for one in value)
-    if kind is dict:
-        is_dict = isinstance(value, dict)
-        return is_dict and all(_fits(one, parts[1]) for one in value.values())  # type: ignore[attr-defined]
-    if is_dataclass(hint):
-        hints = get_type_hints(hint)
-        is_whole = isinstance(value, dict) and value.keys() == hints.keys()
-        return is_whole and all(_fits(value[name], one) for name, one in hints.items())  # type: ignore[index]
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is hint
+    return Status(**values)  # type: ignore[arg-type]  # by ``check_fields``
