@@ -315,6 +315,8 @@ def test_a_reward_is_read_from_the_verifiers_file(text, is_json, reward):
         ('{"reward": "1"}', True),
         ("{}", True),
         ("1e999", True),
+        ("9" * 400, True),
+        ("[" * 200_000, True),
     ],
 )
 def test_a_file_without_a_finite_reward_is_refused(text, is_json):

@@ -130,7 +130,7 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
             ),
         )
         return parse_task(name, at, files, host_env)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TaskUnreadable(f"task {name}: {type(error).__name__}: {error}") from error
 
 
@@ -310,7 +310,7 @@ def reward_of(text: str, *, is_json: bool, key: str = "reward") -> float:
     """
     try:
         value = json.loads(text) if is_json else float(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RewardUnreadable(f"the reward {text[:80]!r} is not a number: {error}") from None
     if isinstance(value, dict):
         if key not in value and len(value) != 1:
@@ -319,6 +319,10 @@ def reward_of(text: str, *, is_json: bool, key: str = "reward") -> float:
                 "of them in the argument reward_key"
             )
         value = value[key] if key in value else next(iter(value.values()))
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardUnreadable(f"the reward {value!r:.80} is not a finite number")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardUnreadable(f"the reward {text[:80]!r} is not a finite number")
+    return number
