@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.files import check_path
 from rlpost.agents.sandbox.content_store import (
     GIB,
     ContentMissing,
@@ -360,12 +361,6 @@ def trusted_digests(scan: Scan) -> dict[bytes, str]:
         for signature, digest in scan.digests.items()
         if scan.changed[signature] < scan.began - TICK_NS
     }
-
-
-def check_path(path: str) -> None:
-    """Raise ValueError for a path that is not below its folder."""
-    if not all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/")):
-        raise ValueError(f"path {path!r} must be relative and inside")
 
 
 def encode_listing(listing: Listing) -> bytes:

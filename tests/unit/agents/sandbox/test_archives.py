@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from common.files import check_path
 from rlpost.agents.sandbox import archives as module
 from rlpost.agents.sandbox import content_store
 from rlpost.agents.sandbox.archives import (
@@ -28,7 +29,6 @@ from rlpost.agents.sandbox.archives import (
     ArchiveEntry,
     Archives,
     Scan,
-    check_path,
     decode_listing,
     decode_scan,
     encode_listing,
