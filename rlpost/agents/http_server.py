@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,12 +23,18 @@ from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.json_values import check_depth, dumps
+from rlpost.agents.listener import admit
 from rlpost.agents.requests import ChatRequest, Completion, Reply
 from rlpost.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+"""Of one request, and of all that an episode's clients are sending: a program that runs commands of
+the policy may let it send requests."""
+MAX_CONTAINERS = 1_000_000
+"""Brackets in a body: Python takes up to 60 bytes for each, before a body can be refused."""
+UNAUTHORIZED = 401
 KEEP_ALIVE_S = 10.0
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
@@ -91,13 +98,14 @@ class _Routes:
         self._episodes = episodes
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
+        self._pending = Counter[str]()  # bytes of bodies, by the key of their episode
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked = api.read(await _body(request))
+            asked = api.read(await self._body(request, episode))
             contents: list[bytes] = []
 
             def write(completion: Completion) -> None:
@@ -136,7 +144,9 @@ class _Routes:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
-        asked = anthropic_format.messages_request(await _body(request), needs_answer=False)
+        asked = anthropic_format.messages_request(
+            await self._body(request, episode), needs_answer=False
+        )
         return _json_response({"input_tokens": episode.count_tokens(asked)})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -165,6 +175,7 @@ class _Routes:
             # aiohttp decodes bytes above 127 to surrogates.
             sent = key.encode("utf-8", "surrogateescape")
             if episode is not None and hmac.compare_digest(episode.api_key.encode(), sent):
+                admit(request)
                 return episode
         raise BadRequest("the key belongs to no open episode", status=401, code="invalid_api_key")
 
@@ -174,9 +185,29 @@ class _Routes:
             self._seen_overridden.add(field)
         return {OVERRIDDEN_HEADER: ", ".join(asked.overridden)} if asked.overridden else {}
 
+    async def _body(self, request: web.Request, episode: OpenEpisode) -> Mapping[str, object]:
+        """Read a body, while those of the episode have at most MAX_BODY_BYTES together (429)."""
+        content, key = bytearray(), episode.api_key
+        try:
+            async for part in request.content.iter_any():
+                content += part
+                self._pending[key] += len(part)
+                if len(content) > MAX_BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(content))
+                if self._pending[key] > MAX_BODY_BYTES:
+                    text = (
+                        f"bodies of more than {MAX_BODY_BYTES >> 20} MiB are being sent at a time"
+                    )
+                    raise BadRequest(f"{text}; send one after the other", status=429)
+            return _parse(bytes(content))
+        finally:
+            self._pending[key] -= len(content)
+            self._pending += Counter()  # drops those of 0
 
-async def _body(request: web.Request) -> Mapping[str, object]:
-    content = await request.read()
+
+def _parse(content: bytes) -> Mapping[str, object]:
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
+        raise BadRequest(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
         body = orjson.loads(content)
         check_depth(body)
@@ -262,7 +293,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:
         status, body = _refusal(request, error)
-        return _response(dumps(body), status=status)
+        response = _response(dumps(body), status=status)
+        if status == UNAUTHORIZED:
+            response.force_close()  # its body is not read
+        return response
 
 
 def _response(
