@@ -29,7 +29,11 @@ from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.checks.engine_groups import engine_group_problems, spare_model_problems
+from rlpost.config.checks.engine_groups import (
+    engine_group_problems,
+    key_notes,
+    spare_model_problems,
+)
 from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
 from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.export_folder import export_problems
@@ -193,7 +197,7 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    of_data = [*no_effect_notes(config), *data_notes(config)]
+    of_data = [*no_effect_notes(config), *data_notes(config), *key_notes(config)]
     if not path.is_file():
         return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
     hf = json.loads(path.read_text())

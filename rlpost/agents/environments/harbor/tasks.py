@@ -170,7 +170,8 @@ def parse_task(
         resolved.append(variables)
         if unknown:
             lacking.append(
-                f"variables of the host ({', '.join(unknown)}): give values in the argument env"
+                f"variables of the host ({', '.join(unknown)}): give values in the argument env, "
+                'a key as "${NAME_ENGINES_KEY}"'
             )
     cores = environment.get("cpus")
     root = RootDefinition(
