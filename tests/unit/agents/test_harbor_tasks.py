@@ -12,6 +12,7 @@ import pytest
 from rlpost.agents.environments.export import main as export
 from rlpost.agents.environments.harbor.check import kind_of
 from rlpost.agents.environments.harbor.check import main as check
+from rlpost.agents.environments.harbor.compose import read_compose
 from rlpost.agents.environments.harbor.dockerfile import (
     Copy,
     MakeFolder,
@@ -55,6 +56,51 @@ def reason_of(folder: Path, options: TrialOptions = NODE, name: str = "count") -
     with pytest.raises(TaskSkipped) as caught:
         runnable(folder, name, options)
     return str(caught.value)
+
+
+COMPOSE = """\
+services:
+  main:
+    build: {context: "${CONTEXT_DIR}/..", dockerfile: environment/Dockerfile}
+    image: ${MAIN_IMAGE_NAME}
+    command: ["sh", "-c", "sleep infinity"]
+    deploy: {resources: {limits: {cpus: "${CPUS}", memory: "${MEMORY}"}}}
+    volumes:
+      - ${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}
+      - ${HOST_AGENT_LOGS_PATH}:${ENV_AGENT_LOGS_PATH}
+"""
+
+
+def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_context(tmp_path):
+    write_task(tmp_path, more={"environment/docker-compose.yaml": COMPOSE})
+    assert runnable(tmp_path, "count", NODE).root.folder == "."
+    assert read_compose("services: {main: {build: .}}") == "environment"
+    assert read_compose("services: {main: {}}") == "environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (COMPOSE + "    privileged: true\n", "main has privileged"),
+        (COMPOSE + "  db: {image: postgres}\n", "services has db"),
+        (COMPOSE + "      - /home:/home\n", "volumes '/home:/home'"),
+        (COMPOSE + "networks: {}\n", "the file has networks"),
+        (COMPOSE.replace("sleep infinity", "serve"), "command 'sh -c serve'"),
+        (COMPOSE.replace("${MAIN_IMAGE_NAME}", "postgres"), "image 'postgres'"),
+        (COMPOSE.replace("${CONTEXT_DIR}/..", "${CONTEXT_DIR}/../.."), "build context"),
+        (COMPOSE.replace("${CONTEXT_DIR}/..", "/"), "build context '/'"),
+        (COMPOSE.replace("environment/Dockerfile", "../Dockerfile"), "build dockerfile"),
+        ("services: {}", "services has no main"),
+        ("[" * 50_000, "no YAML"),
+        ("services: {main: {build: [1]}}", "build is no table"),
+        ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a" * 70_000, "more than 64 KiB"),
+    ],
+)
+def test_a_compose_file_that_says_more_is_skipped_with_what_it_says(tmp_path, text, reason):
+    write_task(tmp_path, more={"environment/compose.yml": text})
+    words = reason_of(tmp_path)
+    assert f"it needs Docker Compose (environment/compose.yml: {reason}" in words
 
 
 def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):

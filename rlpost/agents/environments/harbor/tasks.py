@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import OutsideFolder, below, read_regular
+from rlpost.agents.environments.harbor.compose import ComposeUnsupported, read_compose
 from rlpost.errors import DataError
 
 DEFAULT_SECONDS = 600.0  # Harbor's default for the build and for the verifier
@@ -31,7 +32,11 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 FOLDERS = ("environment", "tests", "solution")
 TEXT_BYTES = 8 << 20
 """Of task.toml, an instruction or a Dockerfile."""
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+COMPOSE = tuple(
+    f"{folder}/{name}"
+    for folder in ("environment", "tests")
+    for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+)
 
 
 class TaskUnreadable(DataError):
@@ -46,6 +51,8 @@ class TaskFiles:
     instruction: str
     dockerfile: str | None = None
     verifier_dockerfile: str | None = None
+    compose: Mapping[str, str] = field(default_factory=dict)
+    """Texts of compose files, by their name relative to the folder."""
     names: frozenset[str] = frozenset()
     """Relative to the folder, such as ``environment/docker-compose.yaml``."""
 
@@ -143,6 +150,7 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
             _text(at, "instruction.md") or "",
             _text(at, "environment/Dockerfile"),
             _text(at, "tests/Dockerfile"),
+            {name: text for name in COMPOSE if (text := _text(at, name)) is not None},
             frozenset(f"{path.parent.name}/{path.name}" for path in paths),
         )
         return parse_task(name, at, files, host_env)
@@ -175,7 +183,7 @@ def parse_task(
             )
     cores = environment.get("cpus")
     root = RootDefinition(
-        "environment",
+        build_folder(files)[0],
         _image(environment),
         files.dockerfile,
         resolved[0],
@@ -208,10 +216,9 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
     agent, verifier = settings.get("agent", {}), settings.get("verifier", {})
     environment = settings.get("environment", {})
     has_steps = bool(settings.get("steps"))
-    compose = [f"environment/{name}" for name in COMPOSE if f"environment/{name}" in files.names]
-    compose += [f"tests/{name}" for name in COMPOSE if f"tests/{name}" in files.names]
+    compose = build_folder(files)[1]
     rules = [
-        (bool(compose), f"Docker Compose ({', '.join(compose)})"),
+        (bool(compose), f"Docker Compose ({compose})"),
         (bool(environment.get("gpus")), f"{environment.get('gpus')} GPUs"),
         (bool(environment.get("tpu")), "a TPU"),
         (str(environment.get("os", "linux")).lower() != "linux", "Windows"),
@@ -229,6 +236,19 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
         (not has_steps and not files.instruction, "instruction.md, which is missing"),
     ]
     return [what for is_needed, what in rules if is_needed]
+
+
+def build_folder(files: TaskFiles) -> tuple[str, str]:
+    """Return the folder from which environment/Dockerfile copies, and why Compose is needed, or ''."""
+    folder = "environment"
+    for name, text in files.compose.items():
+        if not name.startswith("environment/") or files.dockerfile is None:
+            return folder, name
+        try:
+            folder = read_compose(text)
+        except ComposeUnsupported as why:
+            return folder, f"{name}: {why}"
+    return folder, ""
 
 
 def is_separate(verifier: Mapping[str, Any]) -> bool:
