@@ -45,17 +45,17 @@ class Strangers:
 
     def watch(self, server: web.Server) -> None:
         """Bound the connections of a server that does not listen yet."""
-        made, lost = server.connection_made, server.connection_lost
+        add, remove = server.connection_made, server.connection_lost
 
         def connection_made(handler: RequestHandler, transport: asyncio.Transport) -> None:
-            made(handler, transport)
+            add(handler, transport)
             self._add(transport)
 
         def connection_lost(handler: RequestHandler, error: BaseException | None = None) -> None:
             transport = handler.transport
             if transport is not None:
                 self.admit(transport)
-            lost(handler, error)
+            remove(handler, error)
 
         # aiohttp calls these two for each connection, and has no setting for a bound.
         server.connection_made = connection_made  # type: ignore[method-assign]
