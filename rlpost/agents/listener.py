@@ -51,11 +51,11 @@ class Strangers:
             add(handler, transport)
             self._add(transport)
 
-        def connection_lost(handler: RequestHandler, error: BaseException | None = None) -> None:
+        def connection_lost(handler: RequestHandler, exc: BaseException | None = None) -> None:
             transport = handler.transport
             if transport is not None:
                 self.admit(transport)
-            remove(handler, error)
+            remove(handler, exc)
 
         # aiohttp calls these two for each connection, and has no setting for a bound.
         server.connection_made = connection_made  # type: ignore[method-assign]
