@@ -163,6 +163,28 @@ def full_words(error: OSError, path: Optional[Path] = None) -> str:
     return "make room there, or raise the quota"
 
 
+class OutsideFolder(ValueError):
+    """A path that the data of others names leads out of their folder."""
+
+
+def below(root: Path, path: str = ".") -> Path:
+    """Return ``root / path``, which data of others names, for use.
+
+    Raises OutsideFolder unless it is the root or below it once all links are resolved. What a link
+    inside leads to is not ours to read for them: an instruction may link to the user's keys.
+    """
+    base, target = (Path(os.path.realpath(str(each))) for each in (root, root / path))
+    if base != target and base not in target.parents:
+        raise OutsideFolder(f"{path} leads to {target}, which is not below {base}")
+    return root / path
+
+
+def check_path(path: str) -> None:
+    """Raise ValueError for a name in data of others that is not a path below its folder."""
+    if not all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/")):
+        raise ValueError(f"path {path!r} must be relative and inside")
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, also for any other kind of file.
 

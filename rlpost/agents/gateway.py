@@ -23,15 +23,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from aiohttp import web
-
-from common.addresses import http_url
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import Limit, OpenEpisode
 from rlpost.agents.http_server import make_app
+from rlpost.agents.listener import start_listener
 from rlpost.agents.policy import EpisodeLimits, Policy
 from rlpost.engines.connection import Connection
-from rlpost.errors import RolloutError
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
@@ -153,24 +150,10 @@ class Gateway:
 
     async def _serve(self, listening: Future[str]) -> None:
         # A client that disconnects will not read its answer, so its generation is cancelled.
-        runner = web.AppRunner(
-            make_app(self._episodes),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
-        )
-        await runner.setup()
+        app = make_app(self._episodes)
+        runner, url = await start_listener(app, self._host, self._port, shutdown_s=1.0)
         try:
-            site = web.TCPSite(runner, self._host, self._port, backlog=4096)
-            try:
-                await site.start()
-            except OSError as error:
-                raise RolloutError(
-                    f"the gateway cannot listen at {self._host}:{self._port}: {error}; give an "
-                    "address of this host and a free port"
-                ) from error
-            port = runner.addresses[0][1]
-            listening.set_result(http_url(self._host, port))
+            listening.set_result(url)
             await asyncio.wrap_future(self._stop)
         finally:
             await runner.cleanup()

@@ -13,6 +13,7 @@ import functools
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from rlpost.agents import anthropic_format, openai_format, responses_format
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.json_values import check_depth, dumps
+from rlpost.agents.listener import admit
 from rlpost.agents.policy import run_aside
 from rlpost.agents.requests import ChatRequest, Completion, Recall, Reply
 from rlpost.errors import RolloutError
@@ -30,6 +32,11 @@ from rlpost.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+"""Of one request, and of all that an episode's clients are sending: a program that runs commands of
+the policy may let it send requests."""
+MAX_CONTAINERS = 1_000_000
+"""Brackets in a body: Python takes up to 60 bytes for each, before a body can be refused."""
+UNAUTHORIZED = 401
 LARGE_BODY_BYTES = 64 << 10
 """Larger ones are parsed, rendered and tokenised in a thread: that takes 10 ms and more."""
 KEEP_ALIVE_S = 10.0
@@ -98,13 +105,14 @@ class _Routes:
         self._created = int(time.time())
         self._seen_overridden: set[str] = set()
         self._seen_dropped: set[str] = set()
+        self._pending = Counter[str]()  # bytes of bodies, by the key of their episode
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked, is_large = await _read(request, episode, api.read)
+            asked, is_large = await self._read(request, episode, api.read)
             contents: list[bytes] = []
 
             def write(completion: Completion) -> None:
@@ -146,7 +154,7 @@ class _Routes:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
         read = functools.partial(anthropic_format.messages_request, needs_answer=False)
-        asked, is_large = await _read(request, episode, read)
+        asked, is_large = await self._read(request, episode, read)
         count = await episode.count_tokens(asked, is_large=is_large)
         return _json_response({"input_tokens": count})
 
@@ -176,6 +184,7 @@ class _Routes:
             # aiohttp decodes bytes above 127 to surrogates.
             sent = key.encode("utf-8", "surrogateescape")
             if episode is not None and hmac.compare_digest(episode.api_key.encode(), sent):
+                admit(request)
                 return episode
         raise BadRequest("the key belongs to no open episode", status=401, code="invalid_api_key")
 
@@ -192,23 +201,43 @@ class _Routes:
         values = {OVERRIDDEN_HEADER: asked.overridden, DROPPED_HEADER: asked.dropped_tools}
         return {name: ", ".join(words) for name, words in values.items() if words}
 
+    async def _content(self, request: web.Request, episode: OpenEpisode) -> bytes:
+        """Read a body, while those of the episode have at most MAX_BODY_BYTES together (429)."""
+        content, key = bytearray(), episode.api_key
+        try:
+            async for part in request.content.iter_any():
+                content += part
+                self._pending[key] += len(part)
+                if len(content) > MAX_BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(content))
+                if self._pending[key] > MAX_BODY_BYTES:
+                    text = (
+                        f"bodies of more than {MAX_BODY_BYTES >> 20} MiB are being sent at a time"
+                    )
+                    raise BadRequest(f"{text}; send one after the other", status=429)
+            return bytes(content)
+        finally:
+            self._pending[key] -= len(content)
+            self._pending += Counter()  # drops those of 0
 
-async def _read(
-    request: web.Request,
-    episode: OpenEpisode,
-    convert: Callable[[Mapping[str, object], Recall], ChatRequest],
-) -> tuple[ChatRequest, bool]:
-    """Return the request of a body, and whether it is large. Raises BadRequest."""
-    episode.check_size(request.content_length or 0)  # before it is read
-    content = await request.read()
-    episode.check_size(len(content))
-    is_large = len(content) > LARGE_BODY_BYTES
-    asked = await run_aside(lambda: convert(_body(content), episode.recall), is_large=is_large)
-    return asked, is_large
+    async def _read(
+        self,
+        request: web.Request,
+        episode: OpenEpisode,
+        convert: Callable[[Mapping[str, object], Recall], ChatRequest],
+    ) -> tuple[ChatRequest, bool]:
+        """Return the request of a body, and whether it is large. Raises BadRequest."""
+        episode.check_size(request.content_length or 0)  # before it is read
+        content = await self._content(request, episode)
+        episode.check_size(len(content))
+        is_large = len(content) > LARGE_BODY_BYTES
+        asked = await run_aside(lambda: convert(_parse(content), episode.recall), is_large=is_large)
+        return asked, is_large
 
 
-def _body(content: bytes) -> Mapping[str, object]:
-    """Parse a body. Raises BadRequest."""
+def _parse(content: bytes) -> Mapping[str, object]:
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
+        raise BadRequest(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
         body = orjson.loads(content)
         check_depth(body)
@@ -294,7 +323,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:
         status, body = _refusal(request, error)
-        return _response(dumps(body), status=status)
+        response = _response(dumps(body), status=status)
+        if status == UNAUTHORIZED:
+            response.force_close()  # its body is not read
+        return response
 
 
 def _response(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rlpost.cli.engine_groups import group_args_problems, group_folder_problems
 from rlpost.cli.teacher_folder import teacher_note, teacher_problems
+from rlpost.config.checks import engine_groups as group_checks
 from rlpost.config.checks.agents import agent_problems, sandbox_problems
 from rlpost.config.checks.algorithm import (
     algorithm_problems,
@@ -29,7 +30,6 @@ from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.checks.engine_groups import engine_group_problems, spare_model_problems
 from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
 from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.checks.export_folder import export_problems
@@ -145,7 +145,7 @@ def _settings_problems(config: Config) -> list[str]:
         *no_effect_problems(config),
         *own_critic_problems(config),
         *distillation_problems(config),
-        *engine_group_problems(config),
+        *group_checks.engine_group_problems(config),
         *agent_problems(config),
         *routing_problems(config),
         *function_problems(config),
@@ -193,7 +193,7 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    of_data = [*no_effect_notes(config), *data_notes(config)]
+    of_data = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
     if not path.is_file():
         return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
     hf = json.loads(path.read_text())
@@ -348,7 +348,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
-        problems += spare_model_problems(config, hf_config)
+        problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)

@@ -40,6 +40,7 @@ from rlpost.config.checks.export_folder import (
     names_a_step,
     read_marker,
 )
+from rlpost.config.keys import without_keys
 from rlpost.config.load import Loaded, parse_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
@@ -254,7 +255,7 @@ def convert(checkpoint: Path, model: str, target: Path, marker: Marker) -> Path:
     try:
         maker = {"host": socket.gethostname(), **asdict(this_process())}
         write_atomic(work / MAKER, json.dumps(maker))
-        done = subprocess.run(command)
+        done = subprocess.run(command, env=without_keys(os.environ))
         if done.returncode:
             raise ConfigError(
                 f"{checkpoint} was not converted to a Hugging Face folder (exit code "

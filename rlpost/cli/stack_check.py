@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -23,6 +25,7 @@ from rlpost.cli.resolved_model import differences, engine_model, model_context, 
 from rlpost.cli.row_check import check_rows
 from rlpost.config.checks.context_length import engine_context
 from rlpost.config.eval_sets import eval_sets
+from rlpost.config.keys import without_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.tree import Config
@@ -36,6 +39,9 @@ from rlpost.trainer.model_description import read_description
 PROJECT = Path(__file__).parents[2]
 OVERRIDES = "--sglang-json-model-override-args"
 DEADLINE_S = 120.0
+CPU_S, DATA_BYTES = 100, 8 << 30
+"""Limits of the process: a chat template is a program of whoever made the model folder."""
+TOO_MUCH = "its chat template or tokenizer"
 NOT_INSTALLED = (
     "transformers is not installed here: the model's configuration and its chat template are checked "
     "when the job starts"
@@ -51,6 +57,7 @@ class StackCheck:
         It is not started if the same input passed before.
         """
         self._process: subprocess.Popen[str] | None = None
+        self._folder = config.checkpoint.hf_checkpoint
         if not is_installed() or variable_problems(config) or not _has_model(config):
             return
         self._passed = PassedCheck("stack", dump(config), partial(_input_files, config))
@@ -63,7 +70,7 @@ class StackCheck:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"PYTHONPATH": searched, "HF_HUB_OFFLINE": "1"},
+            env=without_keys(os.environ) | {"PYTHONPATH": searched, "HF_HUB_OFFLINE": "1"},
         )
         assert self._process.stdin is not None
         self._process.stdin.write(dump(config))
@@ -81,6 +88,8 @@ class StackCheck:
                 self._passed.record()
             return result["problems"], result["notes"]
         except (ValueError, subprocess.TimeoutExpired):
+            if self._process.poll() == -signal.SIGXCPU:
+                return [f"{self._folder}: {TOO_MUCH} took more than {CPU_S} s of CPU time"], []
             why = f"no result within {DEADLINE_S:g} s" if self._process.poll() is None else "ended"
             return [], [f"the check with transformers failed ({why}); the job repeats it"]
         finally:
@@ -198,16 +207,30 @@ def _generation_eos(folder: Path) -> Any:
     return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
 
 
+def limited_check(config: Config) -> tuple[list[str], list[str]]:
+    """Return problems and notes; the limits hold for this process from now on."""
+    # Not RLIMIT_AS: allocators reserve address space for each core without using it.
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
+    try:
+        problems, notes = model_problems(config)
+        if not problems:
+            problems, row_notes = check_rows(config)
+            notes += row_notes
+    except MemoryError:
+        folder = config.checkpoint.hf_checkpoint
+        problems = [f"{folder}: {TOO_MUCH} took more than {DATA_BYTES >> 30} GiB of memory"]
+        notes = []
+    return problems, notes
+
+
 def main() -> int:
     """Read the settings from standard input, and write the result as JSON."""
     config = parse_dump(sys.stdin.read())
     result = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no part of the result
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then does without it
-    problems, notes = model_problems(config)
-    if not problems:
-        problems, row_notes = check_rows(config)
-        notes += row_notes
+    problems, notes = limited_check(config)
     json.dump({"problems": problems, "notes": notes}, result)
     result.close()
     return 0

@@ -5,7 +5,9 @@ Only the driver has them; its child processes do not inherit them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 WANDB = "WANDB_API_KEY"
 EXTERNAL_ENGINES = "SGLANG_API_KEY"
@@ -21,6 +23,55 @@ KEYS = (
 )
 SUFFIX = "_ENGINES_KEY"
 """Ending of the names of other variables with keys (``api_key_env`` of a group of engines)."""
+
+
+REFERENCE = re.compile(r"\$\{(\w+)\}")
+"""A text that names a variable with a key instead of writing it, in arguments of environments."""
+
+
+def is_for_engines(name: str) -> bool:
+    """Return whether a group of engines may send a variable's key to its servers.
+
+    The user's tokens for the hub and W&B go to these services alone.
+    """
+    return name in (EXTERNAL_ENGINES, TEACHER) or name.endswith(SUFFIX)
+
+
+def is_reference(value: object) -> bool:
+    """Return whether a value names a variable."""
+    return isinstance(value, str) and REFERENCE.fullmatch(value) is not None
+
+
+def references(value: object) -> Iterator[str]:
+    """Yield the variables that texts within a JSON value name.
+
+    >>> list(references({"env": {"OPENAI_API_KEY": "${OPENAI_ENGINES_KEY}", "A": "x ${B}"}}))
+    ['OPENAI_ENGINES_KEY']
+    """
+    if isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
+        yield match[1]
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from references(each)
+
+
+def resolve_references(value: Any, environ: Mapping[str, str]) -> Any:
+    """Return a JSON value with each ``${NAME}`` replaced.
+
+    Raises KeyError for a variable that is not set, or whose key is for another service.
+    """
+    if isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
+        if not match[1].endswith(SUFFIX):
+            raise KeyError(match[1])
+        return environ[match[1]]
+    if isinstance(value, Mapping):
+        return {name: resolve_references(each, environ) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_references(each, environ) for each in value]
+    return value
 
 
 def is_key(name: str) -> bool:

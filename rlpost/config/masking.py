@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.config.flags import flag
-from rlpost.config.keys import is_key
+from rlpost.config.keys import is_key, is_reference
 from rlpost.config.tree import Config
 
 MASK = "***"
@@ -72,6 +72,8 @@ def mask(key: str, value: Any, *, hides_texts: bool = False) -> Any:
 
     ``hides_texts``: the value is in a table whose texts are all masked.
     """
+    if is_reference(value):
+        return value  # the name of a key
     if isinstance(value, str):
         if hides_texts or _SECRET_NAME.search(key):
             is_tuning = key.startswith(LIBRARIES) and not is_key(key)

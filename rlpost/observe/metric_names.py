@@ -66,6 +66,8 @@ _ROWS = (
     ("rollout/judge_unparsable", "verdicts",
      "that do not follow the judge's grammar; they give no reward"),
     ("rollout/judge_flipped", "pairs", "in which the judge chose the same position in both orders"),
+    ("rollout/judge_forged", "questions",
+     "about a response with special tokens of the judge, which it gets as plain text"),
     ("rollout/answers_lost", "responses",
      "dropped because the generate function raised GradingLost"),
     ("rollout/num_regenerated", "groups",

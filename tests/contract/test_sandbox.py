@@ -148,6 +148,34 @@ async def test_data_in_sockets_is_bounded_or_counts_as_memory():
         assert tcp.ended is Ended.MEMORY or int(tcp.text) < SMALL.memory_mib << 20
 
 
+PAGE_TABLES = """
+import ctypes, mmap, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+pages = 80 << 8  # of 2 MiB each, which take 80 MiB of page tables
+start = libc.mmap(None, pages << 21, mmap.PROT_READ, 0x4022, 2**64 - 1, 0)  # NORESERVE
+libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(pages << 21), 15)  # NOHUGEPAGE
+for page in range(pages):
+    ctypes.c_char.from_address(start + (page << 21)).value
+time.sleep(20)
+"""
+LOCKS = """
+import fcntl, os, time
+with open("/tmp/file", "w") as file:
+    for n in range(8000, 0, -1):
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * n)
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("program", [PAGE_TABLES, LOCKS], ids=["page tables", "file locks"])
+async def test_memory_of_the_kernel_that_a_process_takes_counts(program: str):
+    limits = replace(SMALL, memory_mib=64, wall_seconds=60, cpu_seconds=60)
+    async with await LocalSandbox.start(limits) as sandbox:
+        result = await sandbox.run(["python3", "-c", program])
+        assert result.ended is Ended.MEMORY, result
+
+
 def test_commands_of_a_driver_with_low_priority_run_at_its_priority():
     source = """
 import asyncio, os

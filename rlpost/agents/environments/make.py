@@ -7,6 +7,7 @@ that is not installed, or a class with the wrong interface, raises ConfigError h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from rlpost.agents.sandbox.settings import pool_of
 from rlpost.algorithm.plugin import load_function
 from rlpost.config.checks.agents import overlong_problem
 from rlpost.config.env_names import EnvName, parse_envs
+from rlpost.config.keys import SUFFIX, resolve_references
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients, GroupClient
 from rlpost.errors import ConfigError
@@ -75,6 +77,17 @@ def make_environments(
     keeps = archives if pool.made is not None else None
     environments = EnvironmentSet(names, runners, settings, sandboxes=pool.made, archives=keeps)
     return environments, gateway.made
+
+
+def _with_keys(name: EnvName, env_args: Mapping[str, object]) -> dict[str, Any]:
+    """Return arguments with the keys that they name. Raises ConfigError."""
+    try:
+        return dict(resolve_references(env_args, os.environ))
+    except KeyError as error:
+        raise ConfigError(
+            f"--env-args of {name.label} name ${{{error.args[0]}}}, which this run does not have; set "
+            f"a variable whose name ends in {SUFFIX} where the run is submitted"
+        ) from None
 
 
 class _Once(Generic[T]):
@@ -130,7 +143,7 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
     module, _, cls = path.rpartition(":")
     dotted = path if not module or module.endswith(".py") else f"{module}.{cls}"  # FILE.py:Class
     kind = load_function(dotted, key=f"--env {name.word}")
-    create: Callable[[], Any] = partial(kind, *arguments, **env_args)
+    create: Callable[[], Any] = partial(kind, *arguments, **_with_keys(name, env_args))
     if getattr(kind, "uses_sandboxes", False):
         create = partial(_with_sandboxes, create, shared)
     if getattr(kind, "uses_engines", False):

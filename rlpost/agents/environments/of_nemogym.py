@@ -126,7 +126,7 @@ class NemoGymHarness:
             return json.dumps({"error": f"there is no tool {call['name']}"})
         try:
             arguments = json.loads(call["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"the arguments are not JSON: {error}"})
         url = f"{self._url}/{call['name']}"
         async with resources.post(

@@ -116,7 +116,7 @@ class OpenEnvEnvironment:
         found = _OBJECT.search(text)
         try:
             action = json.loads(found[0]) if found else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return action if isinstance(action, dict) else None
 

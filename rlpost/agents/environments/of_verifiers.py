@@ -27,6 +27,7 @@ import aiohttp
 from aiohttp import web
 
 from rlpost.agents.environments.protocol import Episode, Outcome
+from rlpost.agents.listener import admit, start_listener
 from rlpost.errors import ConfigError, DataError, GradingLost
 
 NO_KEY = "RLPOST_NO_KEY"  # a variable that is not set: the relay knows the keys
@@ -271,10 +272,7 @@ class Relay:
     async def __aenter__(self) -> Relay:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._runner, self.url = await start_listener(app, "127.0.0.1", shutdown_s=0.1)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
@@ -291,7 +289,10 @@ class Relay:
         endpoint = self._open.get(conversation)
         if endpoint is None:
             message = f"no episode is open for the conversation in {HEADER}"
-            return web.json_response({"error": {"message": message}}, status=401)
+            refusal = web.json_response({"error": {"message": message}}, status=401)
+            refusal.force_close()
+            return refusal
+        admit(request)
         base_url, key = endpoint
         self._asked.add(conversation)
         headers = {

@@ -1,8 +1,10 @@
 """Save the folders of a sandbox at the end of a turn, and restore them in another sandbox.
 
 ``save`` returns a manifest of some 150 bytes: the digest of a listing, which names every entry and
-the digests of the contents. Listings and contents are in a ``ContentStore``, once each. From the
-second save on, only files that changed since the last one are read and hashed (``inner.archive``).
+the digests of the contents. Listings and contents are in a ``ContentStore`` each, once: contents
+are files of the agent, who can write any of them and print its digest, so that a digest alone never
+makes a listing. From the second save on, only files that changed since the last one are read and
+hashed (``inner.archive``).
 
 What is kept: contents, permission bits, mtimes, empty folders, links with any target, FIFOs, names
 of any bytes; an entry that was deleted is not there after ``restore``. What is not: processes (while
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.files import check_path
 from rlpost.agents.sandbox.content_store import (
     GIB,
     ContentMissing,
@@ -42,9 +45,13 @@ from rlpost.agents.sandbox.protocol import (
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import RlpostError
 
-FORMAT = 1
+FORMAT = 2
 STORE = Path("sandboxes") / "archives"
 """The store of a run, below its folder."""
+LISTINGS = "listings"
+"""The store of listings, below that of contents."""
+LISTING_BYTES = 64 * MIB
+"""Of a listing as JSON; paths are names that an agent chose."""
 FOLDERS = (WORK, HOME, "/tmp")
 EMPTY = "/run"
 """A folder of a sandbox that has few files."""
@@ -114,6 +121,7 @@ class Archives:
             max_store_gib: of all contents; a save beyond it raises ArchiveRefused.
         """
         self.store = ContentStore(folder, max_bytes=int(max_store_gib * GIB))
+        self.listings = ContentStore(folder / LISTINGS, max_bytes=int(max_store_gib * GIB))
         self._bounds = ScanBounds(max_mib * MIB, max_files, CONTENT_BYTES)
         self._places = asyncio.Semaphore(TRANSFERS)
         self._known: weakref.WeakKeyDictionary[Sandbox, dict[bytes, str]] = (
@@ -184,7 +192,7 @@ class Archives:
     def _write_listing(self, listing: Listing) -> bytes:
         data = encode_listing(listing)
         digest = digest_of(data)
-        self.store.add({digest: data})
+        self.listings.add({digest: data})
         entries = [entry for each in listing.values() for entry in each]
         return json.dumps(
             {
@@ -231,7 +239,7 @@ class Archives:
     def _listing(self, manifest: bytes) -> Listing:
         digest = digest_of_manifest(manifest)
         try:
-            return decode_listing(self.store.read(digest))
+            return decode_listing(self.listings.read(digest))
         except (ContentMissing, OSError) as error:
             raise ArchiveDamaged(f"the listing of a saved sandbox: {error}") from error
 
@@ -271,12 +279,12 @@ class Archives:
         needed = set[str]()
         for digest in (each.decode() for each in listings):
             try:
-                listing = decode_listing(self.store.read(digest))
+                listing = decode_listing(self.listings.read(digest))
             except (ArchiveDamaged, ContentMissing):
                 continue  # not a listing, or one that is lost
             entries = [entry for each in listing.values() for entry in each]
             needed |= {digest, *(entry.content for entry in entries if entry.kind == "file")}
-        return self.store.sweep_except(needed)
+        return self.listings.sweep_except(needed) + self.store.sweep_except(needed)
 
 
 END = struct.pack(">I", 0)
@@ -307,11 +315,11 @@ def decode_scan(stream: bytes, known: Mapping[bytes, str]) -> Scan:
             start = position + 4 + length
             head: SavedHeader = json.loads(bytes(view[position + 4 : start]))
             position = start + head["size"]
-            if position > len(view):
+            if not start <= position <= len(view):
                 raise ValueError("incomplete entry")
             _take(scan, head, view[start:position], known)
             position = start + head["size"]
-    except (struct.error, KeyError, TypeError, ValueError) as error:
+    except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ArchiveRefused(f"the sandbox sent a damaged list of its files: {error!r}") from None
     return scan
 
@@ -355,25 +363,27 @@ def trusted_digests(scan: Scan) -> dict[bytes, str]:
     }
 
 
-def check_path(path: str) -> None:
-    """Raise ValueError for a path that is not below its folder."""
-    if not all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/")):
-        raise ValueError(f"path {path!r} must be relative and inside")
-
-
 def encode_listing(listing: Listing) -> bytes:
-    """Return a listing as compressed JSON; the same listing gives the same bytes."""
+    """Return a listing as compressed JSON; the same listing gives the same bytes.
+
+    Raises ArchiveRefused beyond LISTING_BYTES.
+    """
     values = {
         folder: [list(asdict(entry).values()) for entry in entries]
         for folder, entries in listing.items()
     }
-    return zlib.compress(json.dumps(values, sort_keys=True).encode(), 1)
+    text = json.dumps(values, sort_keys=True).encode()
+    if len(text) > LISTING_BYTES:
+        raise ArchiveRefused(
+            f"the names of the sandbox's files have {len(text)} bytes; at most {LISTING_BYTES} fit"
+        )
+    return zlib.compress(text, 1)
 
 
 def decode_listing(data: bytes) -> Listing:
     """Return a listing. Raises ArchiveDamaged."""
     try:
-        values = json.loads(zlib.decompress(data))
+        values = json.loads(_decompress(data))
         listing = {
             folder: tuple(ArchiveEntry(*each) for each in entries)
             for folder, entries in values.items()
@@ -381,8 +391,17 @@ def decode_listing(data: bytes) -> Listing:
         for entry in (entry for entries in listing.values() for entry in entries):
             check_path(entry.path)
         return listing
-    except (zlib.error, ValueError, TypeError, AttributeError) as error:
+    except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ArchiveDamaged(f"the listing of a saved sandbox cannot be read: {error}") from None
+
+
+def _decompress(data: bytes) -> bytes:
+    """Return what ``data`` holds. Raises zlib.error, and ValueError beyond LISTING_BYTES."""
+    decoder = zlib.decompressobj()
+    text = decoder.decompress(data, LISTING_BYTES)
+    if not decoder.eof or decoder.unused_data:
+        raise ValueError(f"it is cut off, or has more than {LISTING_BYTES} bytes")
+    return text
 
 
 def digest_of_manifest(manifest: bytes) -> str:
@@ -390,7 +409,7 @@ def digest_of_manifest(manifest: bytes) -> str:
     try:
         values = json.loads(manifest)
         version, digest = values["archive"], str(values["listing"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArchiveDamaged(f"this is not a saved sandbox: {error!r}") from None
     if version != FORMAT:
         raise ArchiveDamaged(f"a saved sandbox of format {version!r}; this version reads {FORMAT}")

@@ -60,13 +60,15 @@ def decode(data: bytes) -> Snapshot:
                 return Snapshot(tuple(entries), tuple(refused))
             header = json.loads(data[position : position + length])
             position += length
+            if header["size"] < 0:
+                raise ValueError("negative size")
             content = data[position : position + header["size"]]
             position += header["size"]
             if header["kind"] == "refused":
                 refused.append(f"{header['path']}: {header['reason']}")
             else:
                 entries.append(_entry(header, content))
-    except (struct.error, KeyError, TypeError, ValueError) as error:
+    except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotRefused(f"the copy of the folder is damaged: {error}") from None
 
 

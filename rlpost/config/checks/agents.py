@@ -14,6 +14,7 @@ from pathlib import Path
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.functions import source_of
 from rlpost.config.env_names import EnvName, parse_envs
+from rlpost.config.keys import SUFFIX, references
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.errors import ConfigError, suggestion
@@ -126,6 +127,7 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
     settings, rollout, grpo = config.env, config.rollout, config.grpo
     labels = [name.label for name in names]
     unknown = sorted(settings.env_args.keys() - set(labels))
+    misnamed = [name for name in references(settings.env_args) if not name.endswith(SUFFIX)]
     by_turn = settings.env_reward == "turn"
     known = grpo.advantage_estimator in BY_TURN and grpo.custom_advantage_function_path is None
     rules = [
@@ -142,6 +144,11 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
         (
             any(not isinstance(value, dict) for value in settings.env_args.values()),
             '--env-args: write an object for each label, {"LABEL": {"NAME": VALUE}}',
+        ),
+        (
+            bool(misnamed),
+            f"--env-args names ${{{(misnamed or [''])[0]}}}: an environment gets keys of variables "
+            f"whose names end in {SUFFIX} alone; set {(misnamed or [''])[0].upper()}{SUFFIX} and name that",
         ),
         (
             rollout.custom_generate_function_path is not None,

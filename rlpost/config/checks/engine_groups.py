@@ -7,12 +7,14 @@ problem. GPUs are summed by ``checks.layout``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from common.fleet_name import POLICY
 from common.units import counted
-from rlpost.config.engine_groups import NamedGroup, group_config, short_forms
+from rlpost.config.engine_groups import NamedGroup, engine_groups, group_config, short_forms
 from rlpost.config.flags import flag
-from rlpost.config.keys import KEYS, SUFFIX, is_key
+from rlpost.config.keys import EXTERNAL_ENGINES, SUFFIX, TEACHER, is_for_engines
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled, value_of
 from rlpost.errors import suggestion
@@ -35,6 +37,29 @@ SIZES = (
 """Keys of config.json in which engines that receive the policy's weights agree with it."""
 _OF_URL = ("served_model", "api_key_env", "api_key_file")
 _OF_STARTED = ("model", "engines", "gpus", "nodes", "follows_policy", "fleet")
+
+
+def key_notes(config: Config) -> list[str]:
+    """Return where keys of variables go, one line for each group, and which go unencrypted."""
+    lines = []
+    for named in engine_groups(config).values():
+        variable, url = named.settings.api_key_env, named.settings.url
+        if variable is None or not url:
+            continue
+        parts = [urlsplit(each) for each in url]
+        hosts = listed(sorted({part.hostname or "?" for part in parts}), "and")
+        text = f"{named.label}: the key in {variable} is sent to {hosts}"
+        if any(part.scheme == "http" and not _is_loopback(part.hostname) for part in parts):
+            text += " over http, readable on the network between; use https where others share it"
+        lines.append(text)
+    return lines
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def engine_group_problems(config: Config) -> list[str]:
@@ -133,11 +158,11 @@ def _url_problems(named: NamedGroup) -> Iterator[str]:
             "one of them out"
         )
     variable = group.api_key_env
-    if variable is not None and not is_key(variable):
+    if variable is not None and not is_for_engines(variable):
         yield (
-            f"{label} api_key_env = {variable!r}: the name must end in {SUFFIX} or be one of "
-            f"{', '.join(KEYS)}: only those are kept from the processes of rewards and engines; "
-            f"use {variable.upper()}{SUFFIX}"
+            f"{label} api_key_env = {variable!r}: the name must end in {SUFFIX} or be "
+            f"{EXTERNAL_ENGINES} or {TEACHER}: only those are kept from other processes and meant "
+            f"for servers of engines; use {variable.upper()}{SUFFIX}"
         )
     if variable is not None and group.api_key_file is not None:
         yield f"{label}: api_key_env and api_key_file; leave one of them out"

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlpost.errors import RolloutError
-from rlpost.tasks.judge.judge_file import JudgeFile, answer_values
+from rlpost.tasks.judge.judge_file import OF_GRADE, OF_PAIR, JudgeFile, answer_values
+from rlpost.tasks.judge.special_text import SpecialText
 from rlpost.tasks.judge.verdicts import NoVerdict, Verdict, parse_verdict
 
-REQUESTS, REFUSED, UNPARSABLE, FLIPPED = COUNTED = (
+REQUESTS, REFUSED, UNPARSABLE, FLIPPED, FORGED = COUNTED = (
     "rollout/judge_requests",
     "rollout/judge_refused",
     "rollout/judge_unparsable",
     "rollout/judge_flipped",
+    "rollout/judge_forged",
 )
+OF_ANSWER = (*OF_GRADE, *OF_PAIR)
 
 
 class ChatClient(Protocol):
@@ -56,8 +59,12 @@ class Comparison:
 class Judge:
     """One judge; its calls may be concurrent."""
 
-    def __init__(self, file: JudgeFile, client: ChatClient) -> None:
+    def __init__(
+        self, file: JudgeFile, client: ChatClient, special: SpecialText | None = None
+    ) -> None:
+        """``special``: the special tokens of the judge's model; None: the usual ones."""
         self.file, self._client = file, client
+        self._special = special or SpecialText()
         self._counts: Counter[str] = Counter()
 
     async def rewards(
@@ -122,6 +129,11 @@ class Judge:
         return comparison
 
     async def _ask(self, values: Mapping[str, str]) -> Verdict | NoVerdict:
+        # Before the template is filled, which is the user's own and may hold special tokens.
+        self._counts[FORGED] += any(
+            self._special.is_in(value) for name, value in values.items() if name in OF_ANSWER
+        )
+        values = {name: self._special.defuse(value) for name, value in values.items()}
         messages: list[Mapping[str, object]] = [*self.file.messages(values)]
         grammar = self.file.grammar
         for attempt in range(self.file.repairs + 1):
@@ -136,7 +148,7 @@ class Judge:
                 break
             if attempt < self.file.repairs:
                 again = f"Reply with one line, nothing else: {grammar.form}."
-                said = {"role": "assistant", "content": str(reply)}
+                said = {"role": "assistant", "content": self._special.defuse(str(reply))}
                 messages = [*messages, said, {"role": "user", "content": again}]
         if isinstance(verdict, NoVerdict):
             self._counts[REFUSED if verdict.kind == "refused" else UNPARSABLE] += 1

@@ -13,6 +13,7 @@ same: the answer itself, for example its length, may be the cause, and a 0 would
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -120,11 +121,12 @@ class RemoteReward:
     def _number(self, text: str) -> float:
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if isinstance(answer, dict):
             answer = next((answer[key] for key in KEYS if key in answer), None)
-        if isinstance(answer, bool | int | float) and math.isfinite(answer):
-            return float(answer)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if not isinstance(answer, str) and math.isfinite(number := float(answer)):
+                return number
         wanted = "a number, or an object with one under 'reward' or 'score'"
         raise RolloutError(f"{self._client.where} answered {text[:500]!r}; it must return {wanted}")

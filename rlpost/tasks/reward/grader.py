@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rlpost.config.engine_groups import REWARD_GROUP, judge_group
+from rlpost.config.engine_groups import REWARD_GROUP, engine_groups, judge_group
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
@@ -25,6 +25,7 @@ from rlpost.engines.group_client import EngineClients
 from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
 from rlpost.tasks.judge.judge import REFUSED, UNPARSABLE, Judge
 from rlpost.tasks.judge.judge_file import prompt_values, read_judge
+from rlpost.tasks.judge.special_text import SpecialText
 from rlpost.tasks.judge.verdicts import NoVerdict
 from rlpost.tasks.reward.engine_reward import EngineReward, RemoteReward, engine_reward
 from rlpost.tasks.reward.pool import (
@@ -132,7 +133,10 @@ class RewardGrader:
         self._judge = None
         name = judge_group(settings)
         if settings.judge is not None and name is not None:
-            self._judge = Judge(read_judge(settings.judge), engines[name])
+            group = engine_groups(config)[name].settings
+            own = config.checkpoint.hf_checkpoint if group.follows_policy else None
+            special = SpecialText.of_model(group.model or own)
+            self._judge = Judge(read_judge(settings.judge), engines[name], special)
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
 

@@ -187,7 +187,7 @@ def _json(text: str) -> bool:
     text = re.sub(r"^```(?:json|Json|JSON)?|```$", "", text.strip())
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

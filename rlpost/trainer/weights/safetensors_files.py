@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from common.files import check_path
 from common.git_lfs import pointer_problem
 from common.units import counted
 from rlpost.errors import WeightError
@@ -34,10 +35,13 @@ def tensor_files(folder: Path) -> dict[str, str]:
             )
         return dict.fromkeys(_header(folder / SINGLE)[0], SINGLE)
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        file_of = dict(json.loads(index.read_text())["weight_map"])
+        for name in set(file_of.values()):
+            check_path(name)
+        return file_of
     except OSError as error:
         raise WeightError(f"{index}: {_unreadable(error)}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightError(f"{index}: is not a weight index ({error!r}); {AGAIN}") from error
 
 

@@ -111,6 +111,11 @@ def test_tasks_of_harbor_and_addresses_of_nemo_gym_need_no_package(tmp_path: Pat
         ({"env__env_weights": [1.0, 2.0]}, "2 weights for 1 --env"),
         ({"env__env_args": {"Goood": {}}}, "no environment has the label Goood"),
         ({"env__env_args": {"Good": 3}}, "write an object for each label"),
+        (
+            {"env__env_args": {"Good": {"k": ["${API_KEY}"]}}},
+            "set API_KEY_ENGINES_KEY and name that",
+        ),
+        ({"env__env_args": {"Good": {"k": "${HF_TOKEN}"}}}, "names ${HF_TOKEN}: an environment"),
         ({"rollout__custom_generate_function_path": "a.b"}, "both write the answers"),
         ({"rollout__group_rm": True, "rollout__custom_rm_path": "a.b"}, "--group-rm false"),
         ({"env__env_reward": "turn", "grpo__advantage_estimator": "rloo"}, "--env-reward turn"),
@@ -149,6 +154,11 @@ def test_arguments_reach_the_environment_and_wrong_ones_are_reported_before_the_
         make_environments(config(word, env__env_args={"guess": {"turn": 2}}))
     with pytest.raises(ConfigError, match="has neither reset and step nor run"):
         make_environments(config("collections:OrderedDict"))
+    for name in ("A_ENGINES_KEY", "HF_TOKEN"):
+        with pytest.raises(
+            ConfigError, match=f"--env-args of guess name ..{name}., which this run"
+        ):
+            make_environments(config(word, env__env_args={"guess": {"turns": f"${{{name}}}"}}))
     with pytest.raises(ConfigError, match="has no function Gues"):
         make_environments(config("rlpost.agents.examples.guess:Gues"))
 

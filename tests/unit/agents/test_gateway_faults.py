@@ -196,6 +196,42 @@ async def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_i
         assert len(made.engine.bodies) == 2
 
 
+async def test_bodies_of_an_episode_are_bounded_together_and_in_their_values(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another episode is not held, and the room is given back."""
+    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 4000)
+    monkeypatch.setattr(http_server, "MAX_CONTAINERS", 50)
+    arrived, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> Any:
+        yield b'{"messages": "' + b"a" * 2500
+        arrived.set()
+        await finish.wait()
+        yield b'"}'
+
+    async with (
+        setup(folder, ["Fine."] * 9) as made,
+        await made.open() as episode,
+        await made.open() as other,
+    ):
+        key = {"Authorization": f"Bearer {episode.api_key}"}
+        post = made.client.post(episode.base_url + CHAT, data=slow(), headers=key)
+        first = asyncio.ensure_future(post.__aenter__())
+        await arrived.wait()
+        large: Body = {"messages": [{"role": "user", "content": "b" * 2000}]}
+        status, body = await made.post(episode, large)
+        while status == 200:  # the first part may not have been read yet
+            status, body = await made.post(episode, large)
+        assert status == 429 and "at a time" in body["error"]["message"]
+        assert (await made.post(other, {"messages": [USER]}))[0] == 200
+        finish.set()
+        assert (await first).status == 400
+        assert (await made.post(episode, {"messages": [USER]}))[0] == 200
+        status, body = await made.post(episode, {"messages": [[]] * 60})
+        assert status == 400 and "more than 50 arrays" in body["error"]["message"]
+
+
 async def test_keys_are_read_as_http_spells_them(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:

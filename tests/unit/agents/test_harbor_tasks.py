@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import posixpath
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rlpost.agents.environments.export import main as export
 from rlpost.agents.environments.harbor.check import kind_of
 from rlpost.agents.environments.harbor.check import main as check
+from rlpost.agents.environments.harbor.compose import read_compose
 from rlpost.agents.environments.harbor.dockerfile import (
     Copy,
     MakeFolder,
@@ -24,7 +26,9 @@ from rlpost.agents.environments.harbor.roots import (
     BuildFailed,
     ImageDefaults,
     TaskSkipped,
+    candidates,
     copied_files,
+    files_below,
     image_defaults,
 )
 from rlpost.agents.environments.harbor.tasks import (
@@ -52,6 +56,51 @@ def reason_of(folder: Path, options: TrialOptions = NODE, name: str = "count") -
     with pytest.raises(TaskSkipped) as caught:
         runnable(folder, name, options)
     return str(caught.value)
+
+
+COMPOSE = """\
+services:
+  main:
+    build: {context: "${CONTEXT_DIR}/..", dockerfile: environment/Dockerfile}
+    image: ${MAIN_IMAGE_NAME}
+    command: ["sh", "-c", "sleep infinity"]
+    deploy: {resources: {limits: {cpus: "${CPUS}", memory: "${MEMORY}"}}}
+    volumes:
+      - ${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}
+      - ${HOST_AGENT_LOGS_PATH}:${ENV_AGENT_LOGS_PATH}
+"""
+
+
+def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_context(tmp_path):
+    write_task(tmp_path, more={"environment/docker-compose.yaml": COMPOSE})
+    assert runnable(tmp_path, "count", NODE).root.folder == "."
+    assert read_compose("services: {main: {build: .}}") == "environment"
+    assert read_compose("services: {main: {}}") == "environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (COMPOSE + "    privileged: true\n", "main has privileged"),
+        (COMPOSE + "  db: {image: postgres}\n", "services has db"),
+        (COMPOSE + "      - /home:/home\n", "volumes '/home:/home'"),
+        (COMPOSE + "networks: {}\n", "the file has networks"),
+        (COMPOSE.replace("sleep infinity", "serve"), "command 'sh -c serve'"),
+        (COMPOSE.replace("${MAIN_IMAGE_NAME}", "postgres"), "image 'postgres'"),
+        (COMPOSE.replace("${CONTEXT_DIR}/..", "${CONTEXT_DIR}/../.."), "build context"),
+        (COMPOSE.replace("${CONTEXT_DIR}/..", "/"), "build context '/'"),
+        (COMPOSE.replace("environment/Dockerfile", "../Dockerfile"), "build dockerfile"),
+        ("services: {}", "services has no main"),
+        ("[" * 50_000, "no YAML"),
+        ("services: {main: {build: [1]}}", "build is no table"),
+        ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a" * 70_000, "more than 64 KiB"),
+    ],
+)
+def test_a_compose_file_that_says_more_is_skipped_with_what_it_says(tmp_path, text, reason):
+    write_task(tmp_path, more={"environment/compose.yml": text})
+    words = reason_of(tmp_path)
+    assert f"it needs Docker Compose (environment/compose.yml: {reason}" in words
 
 
 def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):
@@ -224,11 +273,92 @@ def test_a_separate_verifier_without_a_dockerfile_has_the_root_of_the_agent(tmp_
     assert found.verifier_root == found.root and found.task.artifacts == ("/logs/artifacts",)
 
 
-@pytest.mark.parametrize("path", ["app/x", "/", "/tests/x", "/logs/verifier/x", "/app/../tests"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "app/x",
+            "/",
+            "//",
+            "/tests/x",
+            "/logs/verifier/x",
+            "/app/../tests",
+            "//tests",
+            "/./tests",
+        ),
+        *(
+            "/logs//verifier",
+            "/logs/./verifier/x",
+            "/logs/.",
+            "/logs/home",
+            "/proc/1/root",
+            "/solution/",
+        ),
+    ],
+)
 def test_an_artifact_that_would_reach_the_tests_makes_a_task_unreadable(tmp_path, path):
     write_task(tmp_path, toml=f'artifacts = ["{path}"]\n{SEPARATE}')
     with pytest.raises(TaskUnreadable, match="artifact"):
         read_task(tmp_path, "count", {})
+
+
+SECRET = "the key of the user"
+PARTS = (
+    *("instruction.md", "task.toml", "environment", "environment/Dockerfile"),
+    *("tests", "tests/Dockerfile", "solution"),
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_no_link_of_a_task_leads_out_of_its_folder(tmp_path, part, is_relative):
+    """A task set that is downloaded keeps its links, and the user's files must not be in prompts."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("file", "Dockerfile", "test.sh", "solve.sh"):
+        (keys / name).write_text(SECRET)
+    task = write_task(tmp_path / "tasks", more={"tests/Dockerfile": "FROM x"})
+    path, is_file = task / part, (task / part).is_file()
+    path.rename(tmp_path / "moved")
+    target = keys / "file" if is_file else keys
+    steps = "../" * (2 + len(Path(part).parts))
+    path.symlink_to(f"{steps}{target.relative_to(tmp_path.parent)}" if is_relative else target)
+    assert is_file == path.is_file()
+    with pytest.raises(TaskUnreadable, match="not below") as refused:
+        runnable(tmp_path / "tasks", "count", NODE)
+    assert SECRET not in str(refused.value)
+    if not is_file:
+        with pytest.raises(BuildFailed, match="not below"):
+            files_below(path)
+    path.unlink()
+    (tmp_path / "moved").rename(task / "inside")  # the same file, below the task's folder
+    path.symlink_to(task / "inside")
+    if not part.startswith("tests"):
+        runnable(tmp_path / "tasks", "count", NODE)
+
+
+def test_links_to_tasks_are_followed_below_the_set_alone(tmp_path):
+    elsewhere, tasks = write_task(tmp_path / "elsewhere", "far"), tmp_path / "tasks"
+    write_task(tasks / ".all", "near")
+    (tasks / "link").symlink_to(tasks / ".all/near")
+    (tasks / "loop").symlink_to(tasks)
+    (tasks / "far").symlink_to(elsewhere)
+    assert len(task_names(tasks)) == 1, "each folder once"
+    read_task(tasks, "link", {})
+    with pytest.raises(TaskUnreadable, match="not below"):
+        read_task(tasks, "far", {})
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "far").symlink_to(elsewhere)
+    with pytest.raises(DataError, match="links that lead outside are not followed: far leads to"):
+        task_names(alone)
+
+
+@pytest.mark.parametrize("image", ["..", ".", "", "a/../..", "../../etc", "/", "\0"])
+@pytest.mark.parametrize("pattern", ["/images/{name}", "/images/{name}.sqsh"])
+def test_no_name_of_an_image_leads_out_of_the_folder_of_images(image, pattern):
+    for path in candidates(image, {"*": pattern}):
+        assert posixpath.dirname(posixpath.normpath(path)) == "/images"
 
 
 def test_a_dockerfile_continues_with_the_variables_and_the_folder_of_its_image():
@@ -315,6 +445,8 @@ def test_a_reward_is_read_from_the_verifiers_file(text, is_json, reward):
         ('{"reward": "1"}', True),
         ("{}", True),
         ("1e999", True),
+        ("9" * 400, True),
+        ("[" * 200_000, True),
     ],
 )
 def test_a_file_without_a_finite_reward_is_refused(text, is_json):

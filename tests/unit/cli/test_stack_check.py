@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from rlpost.cli import row_check, stack_check
 from rlpost.cli.main import main
+from rlpost.cli.stack_check import StackCheck
 from rlpost.config.load import load
 from tests.unit.cli.projects import MODEL, make_project
 
@@ -248,3 +251,29 @@ def test_without_transformers_one_note_says_when_the_job_checks(tmp_path, monkey
     monkeypatch.setattr(stack_check, "is_installed", lambda: False)
     assert main(["check", "recipe.toml"]) == 0
     assert "transformers is not installed here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_template_without_end_is_a_problem_and_one_that_takes_memory_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow machine alone is not: the limit is CPU time."""
+    settings = config(tmp_path, QWEN3)
+    check = StackCheck.__new__(StackCheck)
+    check._folder = "/model"
+    command = ["/bin/sh", "-c", "kill -XCPU $$"]
+    check._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert check.finish() == (
+        ["/model: its chat template or tokenizer took more than 100 s of CPU time"],
+        [],
+    )
+
+    def exhaust(_: Any) -> Any:
+        raise MemoryError
+
+    limits = dict[int, Any]()
+    monkeypatch.setattr(stack_check.resource, "setrlimit", limits.__setitem__)
+    monkeypatch.setattr(stack_check, "check_rows", exhaust)
+    monkeypatch.setattr(stack_check, "model_problems", lambda _: ([], []))
+    result = stack_check.limited_check(settings)
+    assert "took more than 8 GiB of memory" in result[0][0]
+    assert set(limits) == {resource.RLIMIT_DATA, resource.RLIMIT_CPU}

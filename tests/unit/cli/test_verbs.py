@@ -16,16 +16,20 @@ import pytest
 
 from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from common.run_folder import RunFolder, create_run_folder
-from rlpost.cli import attach, control, follow, image_doctor, runs
+from rlpost.cli import attach, control, follow, image_doctor, runs, stack_check
 from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
+from rlpost.cli.evaluate import convert
 from rlpost.cli.main import OTHER_NAMES, main, verbs
 from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import has_wandb_key, load_keys, secrets_path, store_keys
+from rlpost.cli.stack_check import StackCheck
 from rlpost.cli.submit import program_words, resume_command
+from rlpost.config.checks.export_folder import Marker
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
+from rlpost.config.tree import Config
 from rlpost.engines.process import ServerProcess
 from rlpost.errors import ConfigError
 from rlpost.tasks.reward.pool import _GraderProcess
@@ -519,13 +523,18 @@ def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
     for name in KEYS:
         monkeypatch.setenv(name, "secret")
     monkeypatch.setattr(subprocess, "Popen", started_with)
+    monkeypatch.setattr(stack_check, "_has_model", lambda config: True)
+    monkeypatch.setattr(stack_check, "is_installed", lambda: True)
+    marker = Marker("id", "run")
     for start in (
         lambda: ServerProcess("engine", tmp_path / "log").spawn({}),
         lambda: _GraderProcess({}),
+        lambda: StackCheck(Config()),
+        lambda: convert(tmp_path, "model", tmp_path / "hf", marker),
     ):
         with pytest.raises(OSError, match="enough"):
             start()
-    assert len(started) == 2
+    assert len(started) == 4
     assert not any("secret" in env.values() for env in started)
 
 

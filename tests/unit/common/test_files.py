@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.files import (
+    OutsideFolder,
+    below,
+    check_path,
     full_words,
     read_object,
     read_regular,
@@ -17,6 +20,23 @@ from common.files import (
     write_atomic,
     write_first,
 )
+
+
+def test_a_path_of_others_stays_below_its_folder_links_included(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    for name, target in (("in", "a"), ("up", ".."), ("far", "/etc"), ("loop", "loop")):
+        (root / name).symlink_to(target)
+    (tmp_path / "link").symlink_to(root)
+    for path in (".", "a", "in", "in/new", "a/../a", "new/deep", "loop"):
+        assert below(root, path) == root / path
+        assert below(tmp_path / "link", path)
+    for path in ("..", "up", "up/root2", "far", "far/passwd", "/etc", "a/../../x", "in/../../x"):
+        with pytest.raises(OutsideFolder, match="is not below"):
+            below(root, path)
+    for path in ("/etc", "../x", "a/../../x", "a//b", "", "a\0", "."):
+        with pytest.raises(ValueError, match="must be relative"):
+            check_path(path)
 
 
 def test_the_first_writer_wins(tmp_path: Path) -> None:

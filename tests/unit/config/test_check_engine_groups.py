@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from rlpost.config.checks.container import container_problems
 from rlpost.config.checks.engine_groups import (
     engine_group_problems,
     group_model_problems,
+    key_notes,
     spare_model_problems,
 )
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.missing import missing_problems
 from rlpost.config.engine_groups import engines_to_place, group_config
+from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plugin_settings import settings_of
@@ -157,6 +160,16 @@ def test_gpus_that_do_not_add_up_are_summed(
             {**URL_GROUP, "api_key_env": "JUDGE"},
             {},
             "api_key_env = 'JUDGE': the name must end in _ENGINES_KEY",
+        ),
+        (
+            {**URL_GROUP, "api_key_env": "HF_TOKEN"},
+            {},
+            "api_key_env = 'HF_TOKEN': the name must end in _ENGINES_KEY or be SGLANG_API_KEY",
+        ),
+        (
+            {**URL_GROUP, "api_key_env": "WANDB_API_KEY"},
+            {},
+            "api_key_env = 'WANDB_API_KEY': the name must end in _ENGINES_KEY",
         ),
         (
             {**URL_GROUP, "api_key_env": "A_ENGINES_KEY", "api_key_file": "/k"},
@@ -327,3 +340,19 @@ def test_plan_and_check_show_which_engines_are_on_other_jobs() -> None:
     )
     (line,) = _group_lines(config_of(FLEET))
     assert line == ("engines judge", "2 engines x 2 GPUs = 4, on other jobs")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://judge.site.org/v1", "J_ENGINES_KEY is sent to judge.site.org$"),
+        ("http://127.0.0.1:1/v1", "J_ENGINES_KEY is sent to 127.0.0.1$"),
+        ("http://evil.example:1/v1", "sent to evil.example over http, readable on the network"),
+    ],
+)
+def test_a_note_says_where_a_key_goes(url: str, words: str) -> None:
+    settings = EngineGroup(url=url, api_key_env="J_ENGINES_KEY")
+    config = Config(engines=EnginesConfig(judge=settings))
+    (line,) = key_notes(config)
+    assert re.search(words, line) and line.startswith("[engines.judge]")
+    assert not key_notes(Config(engines=EnginesConfig(judge=EngineGroup(url=url))))

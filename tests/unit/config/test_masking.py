@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.submit import resume_command
+from rlpost.config.keys import resolve_references
 from rlpost.config.load import Loaded, dump, load
 from rlpost.config.masking import (
     MASK,
@@ -32,7 +33,13 @@ TABLES = {
     },
     "env": {
         "env_args": {
-            "swe": {"env": {"OPENAI_API_KEY": SECRET}, "keys": [SECRET], "max_turns": 8, "on": True}
+            "swe": {
+                "env": {"OPENAI_API_KEY": SECRET},
+                "keys": [SECRET],
+                "max_turns": 8,
+                "on": True,
+            },
+            "named": {"env": {"OPENAI_API_KEY": "${A_ENGINES_KEY}"}},
         }
     },
     "rollout": {"rm_url": URL, "judge_url": f"http://host/x?v=1&token={SECRET}"},
@@ -121,3 +128,14 @@ def test_a_resume_keeps_what_is_given_again(loaded: Loaded) -> None:
 )
 def test_users_of_urls_and_assigned_secrets_are_masked(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+def test_a_key_that_is_named_instead_of_written_is_shown_and_resolved_where_it_is_set() -> None:
+    arguments = TABLES["env"]["env_args"]["named"]
+    assert masked(TABLES)["env"]["env_args"]["named"] == arguments
+    environ = {"A_ENGINES_KEY": SECRET, "HF_TOKEN": SECRET}
+    assert resolve_references(arguments, environ) == {"env": {"OPENAI_API_KEY": SECRET}}
+    assert resolve_references(["x ${A_ENGINES_KEY}", 1], environ) == ["x ${A_ENGINES_KEY}", 1]
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "B_ENGINES_KEY", "PATH"):
+        with pytest.raises(KeyError, match=name):
+            resolve_references({"a": [f"${{{name}}}"]}, environ)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from rlpost.agents.sandbox.archives import Archives
 from rlpost.agents.sandbox.local import Root
 from rlpost.agents.sandbox.pool import LocalPool
 from rlpost.agents.sandbox.protocol import Limits, Pool
+from rlpost.config.keys import resolve_references
 from rlpost.errors import RlpostError
 
 EXIT_SOME, EXIT_WRONG = 1, 2
@@ -128,7 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write one line for each task that was tried")
     arguments = parser.parse_args(argv)
     try:
-        options = options_of(arguments.folder, arguments.env_args)
+        env_args = resolve_references(arguments.env_args, os.environ)
+    except KeyError as error:
+        parser.error(f"--env-args: the variable {error.args[0]} is not set, or has no key for it")
+    try:
+        options = options_of(arguments.folder, env_args)
         running, skipped = sort_tasks(arguments.folder, options, arguments.limit)
         without = [Outcome(each.name, each.reason) for each in skipped]
         for outcome in without:

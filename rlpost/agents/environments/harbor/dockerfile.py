@@ -296,7 +296,7 @@ def _split(text: str, line: _Line) -> list[str]:
 def _json_words(line: _Line) -> tuple[str, ...]:
     try:
         words = json.loads(line.rest)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotSupported(f"line {line.number}: {line.word} {line.rest}: {error}") from None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise NotSupported(f"line {line.number}: {line.word} takes a list of texts")

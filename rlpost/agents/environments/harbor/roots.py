@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.files import OutsideFolder, below
 from rlpost.agents.environments.harbor.dockerfile import (
     HOME,
     PATH,
@@ -132,8 +133,13 @@ def file_name(image: str) -> str:
 
 
 def candidates(image: str, images: Mapping[str, str]) -> list[str]:
-    """Return where an image may be, in the order of the patterns that its name matches."""
+    """Return where an image may be, in the order of the patterns that its name matches.
+
+    None for a name that leads out of the folder of images.
+    """
     name = file_name(image)
+    if name in ("", ".", "..") or "\0" in name:
+        return []
     return [
         path.replace("{name}", name)
         for pattern, path in images.items()
@@ -330,8 +336,11 @@ def copied_files(context: Path, source: str, *, where: str = "COPY") -> list[Cop
     for path in paths:
         if not os.path.lexists(path):
             raise BuildFailed(f"{where}: the task has no file {context.name}/{source}")
-        if not path.parent.resolve().is_relative_to(context.resolve()) and path != context:
-            raise BuildFailed(f"{where}: {source} is outside of the task's folder {context.name}")
+        try:
+            below(context, "." if path == context else str(path.parent.relative_to(context)))
+        except ValueError as error:
+            text = f"{where}: {source} is outside of the task's folder {context.name}"
+            raise BuildFailed(text) from error
         if path.is_dir() and not path.is_symlink():
             files += files_below(path)
         else:
@@ -342,7 +351,14 @@ def copied_files(context: Path, source: str, *, where: str = "COPY") -> list[Cop
 
 
 def files_below(folder: Path) -> list[CopiedFile]:
-    """Return everything below a folder of this node; links are not followed."""
+    """Return everything below a folder of this node; links are not followed.
+
+    Raises BuildFailed for a special file, or a folder that is a link out of its parent.
+    """
+    try:
+        below(folder.parent, folder.name)
+    except OutsideFolder as error:
+        raise BuildFailed(str(error)) from error
     paths = sorted(folder.rglob("*"))
     return [_file(path, path.relative_to(folder).as_posix()) for path in paths]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.files import OutsideFolder, below, read_regular
+from rlpost.agents.environments.harbor.compose import ComposeUnsupported, read_compose
 from rlpost.errors import DataError
 
 DEFAULT_SECONDS = 600.0  # Harbor's default for the build and for the verifier
 AGENT_SECONDS = 3600.0  # of an agent whose task names no limit
 SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+FOLDERS = ("environment", "tests", "solution")
+TEXT_BYTES = 8 << 20
+"""Of task.toml, an instruction or a Dockerfile."""
+COMPOSE = tuple(
+    f"{folder}/{name}"
+    for folder in ("environment", "tests")
+    for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+)
 
 
 class TaskUnreadable(DataError):
@@ -41,6 +51,8 @@ class TaskFiles:
     instruction: str
     dockerfile: str | None = None
     verifier_dockerfile: str | None = None
+    compose: Mapping[str, str] = field(default_factory=dict)
+    """Texts of compose files, by their name relative to the folder."""
     names: frozenset[str] = frozenset()
     """Relative to the folder, such as ``environment/docker-compose.yaml``."""
 
@@ -95,47 +107,61 @@ class HarborTask:
 def task_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the tasks below a folder, at any depth; a task holds no other.
 
-    Raises DataError if there is none.
+    Links to folders are followed only where they stay below it. Raises DataError if there is none.
     """
-    names = sorted(
-        path.parent.relative_to(folder).as_posix()
-        for path in folder.rglob("task.toml")
-        if (path.parent / "instruction.md").is_file() or (path.parent / "steps").is_dir()
-    )
+    names, outside = list[str](), list[str]()
+    seen = set[str]()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        at, inside = Path(parent), list[str]()
+        for name in sorted(folders):
+            try:
+                real = os.path.realpath(below(folder, (at / name).relative_to(folder).as_posix()))
+            except OutsideFolder as error:
+                outside.append(str(error))
+                continue
+            if real not in seen:  # a link may lead to a folder above itself
+                seen.add(real)
+                inside.append(name)
+        folders[:] = inside
+        if "task.toml" in files and ("instruction.md" in files or "steps" in folders):
+            names.append(at.relative_to(folder).as_posix())
+            folders.clear()
     if not names:
+        hint = f"; links that lead outside are not followed: {outside[0]}" if outside else ""
         raise DataError(
             f"{folder} has no task of Harbor: no folder below it has task.toml and instruction.md"
+            + hint
         )
-    return tuple(names)
+    return tuple(sorted(names))
 
 
 def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTask:
     """Read a task. ``host_env``: values for variables that task.toml takes from the host.
 
-    Raises TaskUnreadable.
+    No path of a task leads out of its folder, links included. Raises TaskUnreadable.
     """
-    at = folder / name
-    if ".." in Path(name).parts or Path(name).is_absolute():
-        raise TaskUnreadable(f"task {name!r} is not below {folder}")
     try:
+        if ".." in Path(name).parts:
+            raise OutsideFolder(f"task {name!r} is not below {folder}")
+        at = below(folder, name)
+        paths = [path for each in FOLDERS for path in below(at, each).glob("*")]
         files = TaskFiles(
-            tomllib.loads((at / "task.toml").read_text()),
-            (at / "instruction.md").read_text() if (at / "instruction.md").is_file() else "",
-            _text(at / "environment" / "Dockerfile"),
-            _text(at / "tests" / "Dockerfile"),
-            frozenset(
-                f"{path.parent.name}/{path.name}"
-                for below in ("environment", "tests", "solution")
-                for path in (at / below).glob("*")
-            ),
+            tomllib.loads(read_regular(below(at, "task.toml"), TEXT_BYTES).decode()),
+            _text(at, "instruction.md") or "",
+            _text(at, "environment/Dockerfile"),
+            _text(at, "tests/Dockerfile"),
+            {name: text for name in COMPOSE if (text := _text(at, name)) is not None},
+            frozenset(f"{path.parent.name}/{path.name}" for path in paths),
         )
         return parse_task(name, at, files, host_env)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TaskUnreadable(f"task {name}: {type(error).__name__}: {error}") from error
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
+def _text(task: Path, name: str) -> str | None:
+    """Return a text of a task; None if it has none. Raises OSError, ValueError."""
+    path = below(task, name)
+    return read_regular(path, TEXT_BYTES).decode() if path.is_file() else None
 
 
 def parse_task(
@@ -152,12 +178,13 @@ def parse_task(
         resolved.append(variables)
         if unknown:
             lacking.append(
-                f"variables of the host ({', '.join(unknown)}): give values in the argument env"
+                f"variables of the host ({', '.join(unknown)}): give values in the argument env, "
+                'a key as "${NAME_ENGINES_KEY}"'
             )
     cores = environment.get("cpus")
     root = RootDefinition(
-        "environment",
-        environment.get("docker_image"),
+        build_folder(files)[0],
+        _image(environment),
         files.dockerfile,
         resolved[0],
         environment.get("workdir"),
@@ -189,10 +216,9 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
     agent, verifier = settings.get("agent", {}), settings.get("verifier", {})
     environment = settings.get("environment", {})
     has_steps = bool(settings.get("steps"))
-    compose = [f"environment/{name}" for name in COMPOSE if f"environment/{name}" in files.names]
-    compose += [f"tests/{name}" for name in COMPOSE if f"tests/{name}" in files.names]
+    compose = build_folder(files)[1]
     rules = [
-        (bool(compose), f"Docker Compose ({', '.join(compose)})"),
+        (bool(compose), f"Docker Compose ({compose})"),
         (bool(environment.get("gpus")), f"{environment.get('gpus')} GPUs"),
         (bool(environment.get("tpu")), "a TPU"),
         (str(environment.get("os", "linux")).lower() != "linux", "Windows"),
@@ -212,6 +238,19 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
     return [what for is_needed, what in rules if is_needed]
 
 
+def build_folder(files: TaskFiles) -> tuple[str, str]:
+    """Return the folder from which environment/Dockerfile copies, and why Compose is needed, or ''."""
+    folder = "environment"
+    for name, text in files.compose.items():
+        if not name.startswith("environment/") or files.dockerfile is None:
+            return folder, name
+        try:
+            folder = read_compose(text)
+        except ComposeUnsupported as why:
+            return folder, f"{name}: {why}"
+    return folder, ""
+
+
 def is_separate(verifier: Mapping[str, Any]) -> bool:
     """Return whether a verifier has its own root."""
     mode = verifier.get("environment_mode")
@@ -225,12 +264,20 @@ def _verifier_root(
 
     The first two bring their tests with them.
     """
-    image = environment.get("docker_image")
+    image = _image(environment)
     if image is None and files.verifier_dockerfile is None:
         return root
     variables = {str(name): str(value) for name, value in environment.get("env", {}).items()}
     dockerfile = files.verifier_dockerfile
     return RootDefinition("tests", image, dockerfile, variables, environment.get("workdir"))
+
+
+def _image(environment: Mapping[str, Any]) -> str | None:
+    """Return ``docker_image``. Raises ValueError unless it is a text."""
+    image = environment.get("docker_image")
+    if image is not None and not isinstance(image, str):
+        raise ValueError(f"docker_image = {image!r} is not a text")
+    return image
 
 
 def artifact_paths(entries: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
@@ -242,12 +289,13 @@ def artifact_paths(entries: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...
     for entry in entries:
         source = entry if isinstance(entry, str) else str(entry["source"])
         service = None if isinstance(entry, str) else entry.get("service")
-        parts = source.rstrip("/").split("/")
-        if service not in (None, "main") or parts[0] or len(parts) < 2 or ".." in parts:
+        parts = [part for part in source.split("/") if part not in ("", ".")]
+        if service not in (None, "main") or source[:1] != "/" or not parts or ".." in parts:
             raise ValueError(f"artifact {source!r} is not an absolute path of the agent's root")
-        if parts[1] in ("tests", "solution") or parts[1:] == ["logs"] or "verifier" in parts[2:3]:
+        is_log = parts == ["logs"] or parts[:2] in (["logs", "verifier"], ["logs", "home"])
+        if parts[0] in ("tests", "solution", "proc", "sys", "dev") or is_log:
             raise ValueError(f"artifact {source!r} would reach the verifier's own files")
-        paths.append("/".join(parts))
+        paths.append("/" + "/".join(parts))
     return tuple(dict.fromkeys(paths))
 
 
@@ -310,7 +358,7 @@ def reward_of(text: str, *, is_json: bool, key: str = "reward") -> float:
     """
     try:
         value = json.loads(text) if is_json else float(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RewardUnreadable(f"the reward {text[:80]!r} is not a number: {error}") from None
     if isinstance(value, dict):
         if key not in value and len(value) != 1:
@@ -319,6 +367,10 @@ def reward_of(text: str, *, is_json: bool, key: str = "reward") -> float:
                 "of them in the argument reward_key"
             )
         value = value[key] if key in value else next(iter(value.values()))
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardUnreadable(f"the reward {value!r:.80} is not a finite number")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardUnreadable(f"the reward {text[:80]!r} is not a finite number")
+    return number

@@ -15,11 +15,13 @@ import stat
 import struct
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.files import check_path
 from rlpost.agents.sandbox import archives as module
 from rlpost.agents.sandbox import content_store
 from rlpost.agents.sandbox.archives import (
@@ -27,7 +29,6 @@ from rlpost.agents.sandbox.archives import (
     ArchiveEntry,
     Archives,
     Scan,
-    check_path,
     decode_listing,
     decode_scan,
     encode_listing,
@@ -289,8 +290,8 @@ def test_restore_names_what_is_missing_damaged_or_of_another_format(tmp_path: Pa
     assert path.read_text() == "the content", "a content that was lost is written again"
     with pytest.raises(ArchiveDamaged, match="not a saved sandbox"):
         asyncio.run(archives.restore(sandbox, b"{}"))
-    newer = manifest.replace(b'"archive": 1', b'"archive": 2')
-    with pytest.raises(ArchiveDamaged, match="of format 2; this version reads 1"):
+    newer = manifest.replace(b'"archive": 2', b'"archive": 3')
+    with pytest.raises(ArchiveDamaged, match="of format 3; this version reads 2"):
         asyncio.run(archives.restore(sandbox, newer))
 
 
@@ -405,6 +406,58 @@ def test_what_no_unfinished_episode_needs_is_deleted_at_a_resume(tmp_path: Path)
     before = there(archives.store)
     assert asyncio.run(archives.keep_only([])) == 0, "all of it was used by this process"
     assert there(archives.store) == before
+
+
+def hostile_contents() -> dict[str, bytes]:
+    """Files that an agent may write, to be taken for a listing."""
+    forged = encode_listing({"/work": (ArchiveEntry("a", "file", 0o644, 1, 1, "0" * 64),)})
+    deep = [b"[" * 200_000, b'{"a":' * 200_000]
+    bomb = zlib.compressobj(9)
+    blank = bytes(module.MIB).replace(b"\0", b" ")
+    parts = [bomb.compress(blank) for _ in range(module.LISTING_BYTES // module.MIB + 1)]
+    shapes = [b"[1]", b'{"a": 1}', b'{"a": [[1]]}', b'{"a": [[[], [], [], []]]}', b"null", b"7"]
+    return {
+        "forged": forged,
+        "bomb": b"".join([*parts, bomb.flush()]),
+        **{f"deep {text[:1]!r}": zlib.compress(text) for text in deep},
+        **{repr(text): zlib.compress(text) for text in shapes},
+    }
+
+
+@pytest.mark.parametrize("name", hostile_contents())
+def test_no_content_of_an_agent_stops_a_resume_or_is_taken_for_a_listing(
+    tmp_path: Path, name: str
+) -> None:
+    """Whatever it holds, and wherever its digest is written."""
+    content = hostile_contents()[name]
+    sandbox, former = FolderSandbox(tmp_path / "a"), Archives(tmp_path / "store")
+    (sandbox.work / "x").write_bytes(content)
+    manifest = asyncio.run(former.save(sandbox, ("/work",)))
+    said = f"$ sha256sum x\n{digest_of(content)}  x"
+    state = json.dumps({"files": manifest.decode(), "said": said}).encode()
+    archives = Archives(tmp_path / "store")
+    assert asyncio.run(archives.keep_only([state, said.encode()])) == 0
+    assert asyncio.run(archives.is_complete(manifest))
+    claimed = json.dumps(json.loads(manifest) | {"listing": digest_of(content)}).encode()
+    assert not asyncio.run(archives.is_complete(claimed))
+    if name != "forged":
+        with pytest.raises(ArchiveDamaged, match="cannot be read"):
+            decode_listing(content)
+    # The decoders of what a sandbox sends are bounded in depth as well.
+    for text in (b"[" * 200_000, b'{"size": -9, "kind": "x"}', b"[]"):
+        with pytest.raises(ArchiveRefused, match="damaged list"):
+            decode_scan(struct.pack(">I", len(text)) + text + struct.pack(">I", 0), {})
+        with pytest.raises(ArchiveDamaged):
+            asyncio.run(archives.restore(sandbox, text))
+
+
+def test_names_that_exceed_the_bound_of_a_listing_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LISTING_BYTES", 1000)
+    entries = tuple(ArchiveEntry(f"{n}" * 9, "folder", 0o755, 5) for n in range(100))
+    with pytest.raises(ArchiveRefused, match="at most 1000"):
+        encode_listing({"/work": entries})
 
 
 def test_a_content_that_vanished_from_the_store_is_read_again(tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def test_a_file_that_is_not_safetensors_is_reported(single, content):
     assert problem.startswith(f"{single / SINGLE}: is not a safetensors file")
 
 
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 3}'])
+OUTSIDE = [json.dumps({"weight_map": {"a": name}}) for name in ("../x", "/etc/passwd", "a/../../x")]
+
+
+@pytest.mark.parametrize("index", [*("{", "[]", "{}", '{"weight_map": 3}', "[" * 9999), *OUTSIDE])
 def test_a_malformed_index_is_reported(sharded, index):
     (sharded / INDEX).write_text(index)
     with pytest.raises(WeightError, match="is not a weight index"):
