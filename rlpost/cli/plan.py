@@ -464,12 +464,12 @@ def _bar(phase: MemoryPhase, gpu_bytes: int, width: int) -> Text:
 
 
 def suggestions(choices: Sequence[FittingLayout]) -> Table:
-    """The best layouts and why."""
+    """The best layouts, and below each its time and memory."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("layout")
-    shown.add_column("why")
+    shown.add_column("layout, shortest step first")
     for choice in choices:
-        shown.add_row(choice.words, choice.reasons)
+        shown.add_row(choice.words)
+        shown.add_row(f"    {choice.reasons}")
     return shown
 
 

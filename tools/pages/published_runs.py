@@ -199,10 +199,10 @@ def grpo_runs() -> Iterator[PublishedRun]:
             "grpo": {"keep_old_actor": True, "use_kl_loss": True, "kl_loss_coef": 0.01},
         }
         config = load(files_of(None, {"model": run.model}), tables).config
-        made = estimate(config, model_of(config)[0], gpu_bytes=parse_size("H100"))
+        planned = estimate(config, model_of(config)[0], gpu_bytes=parse_size("H100"))
         share = run.mean / run.longest
         rates = replace(RATES, mean_share=share, attended_share=share + (1 - share) / 3)
-        predicted = step_time(made, CARDS["H100"], rates).total
+        predicted = step_time(planned, CARDS["H100"], rates).total
         source = "NeMo-RL, performance summary 0.6"
         assumed = "spread of lengths, two passes for log-probs"
         yield PublishedRun(run.title, run.seconds, predicted, "s a step", source, assumed)

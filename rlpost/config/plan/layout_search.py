@@ -66,12 +66,12 @@ class FittingLayout:
         return "; ".join(texts)
 
 
-def layout_words(made: Estimate) -> str:
+def layout_words(planned: Estimate) -> str:
     """The layout in a line."""
-    layout, config = made.layout, made.config
+    layout, config = planned.layout, planned.config
     sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context}"
     texts = [f"{sizes} x DP {layout.data}"]
-    if made.shape.num_experts:
+    if planned.shape.num_experts:
         texts.append(f"EP {layout.expert}")
     if layout.first is not None and layout.last is not None:
         texts.append(f"{layout.first} and {layout.last} layers at the ends")

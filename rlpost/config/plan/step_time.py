@@ -71,10 +71,10 @@ class StepTime:
         return [(name, seconds / whole) for name, seconds in longest[:3]]
 
 
-def step_time(made: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
+def step_time(planned: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
     """Return the time of a step of the estimated run on GPUs of a kind."""
-    config = made.config
-    job = training_of(made, card, rates)
+    config = planned.config
+    job = training_of(planned, card, rates)
     steps, passes = config.num_steps_per_rollout, num_forward_passes(config)
     parts = {name: seconds * steps for name, seconds in train_step(job).items()}
     forward = forward_pass_time(job) * steps
@@ -83,30 +83,30 @@ def step_time(made: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
         parts[CRITIC] = 4 * forward  # values, forward and backward
     training = sum(parts.values()) - parts.get(CRITIC, 0.0)
     share = mfu(job, training / steps) * (3 + passes) / 3
-    parts[GENERATION] = generation_time(made, card, rates)
-    parts[UPDATE] = update_time(made, card, rates)
-    parts[OFFLOAD] = offload_time(made, rates)
+    parts[GENERATION] = generation_time(planned, card, rates)
+    parts[UPDATE] = update_time(planned, card, rates)
+    parts[OFFLOAD] = offload_time(planned, rates)
     return StepTime(parts, share, is_parallel=not config.cluster.colocate)
 
 
-def training_of(made: Estimate, card: Card, rates: Rates = RATES) -> Training:
+def training_of(planned: Estimate, card: Card, rates: Rates = RATES) -> Training:
     """Return what a data-parallel rank computes in an optimizer step of the estimated run."""
-    config, layout = made.config, made.layout
+    config, layout = planned.config, planned.layout
     samples = config.samples_per_rollout / config.num_steps_per_rollout / layout.data
-    mean = made.longest * rates.mean_share
+    mean = planned.longest * rates.mean_share
     tokens = config.perf.micro_batch_size * mean
     if config.max_tokens is not None:
         tokens = max(mean, FULL * config.max_tokens)
     tokens = min(tokens, samples * mean)
     offload = config.optimizer.optimizer_offload_fraction
     return Training(
-        shape=made.shape,
+        shape=planned.shape,
         layout=layout,
         card=card,
         gpus_per_node=config.cluster.actor_num_gpus_per_node,
         tokens=tokens,
         batches=samples * mean / tokens,
-        attended=made.longest * rates.attended_share,
+        attended=planned.longest * rates.attended_share,
         recompute=config.perf.recompute_granularity == "full",
         deduplicates=config.model.moe_token_dispatcher_type == "flex",
         overlaps_reduce=bool(config.perf.overlap_grad_reduce),
@@ -124,26 +124,26 @@ def num_forward_passes(config: Config) -> int:
     return policy + bool(grpo.use_kl_loss or grpo.kl_coef)
 
 
-def generation_time(made: Estimate, card: Card, rates: Rates = RATES) -> float:
+def generation_time(planned: Estimate, card: Card, rates: Rates = RATES) -> float:
     """Return the seconds of a rollout on its engines, the last answer included; 0 without engines.
 
     Lengths spread evenly between twice ``mean_share`` - 1 and 1 of the longest answer. Each engine
     decodes all its answers at once, or as many as its KV cache holds.
     """
-    config, engine = made.config, made.engine
+    config, engine = planned.config, planned.engine
     if engine is None or not config.num_engines:
         return 0.0
     longest = float(config.rollout.rollout_max_response_len)
-    prompt = (made.longest - longest) / 4  # most prompts are far shorter than the longest
+    prompt = (planned.longest - longest) / 4  # most prompts are far shorter than the longest
     requests = config.samples_per_rollout / config.num_engines
     held = max(1.0, engine.kv_tokens / (prompt + longest * rates.mean_share))
     first = 2 * rates.mean_share - 1
-    seconds = _prefill(made, card, rates, requests * prompt)
+    seconds = _prefill(planned, card, rates, requests * prompt)
     for index in range(SLICES):
         position = (index + 0.5) / SLICES
         alive = requests if position < first else requests * (1 - position) / (1 - first)
         batch = max(1.0, min(alive, held))
-        step = _decode_step(made, card, rates, batch, prompt + position * longest)
+        step = _decode_step(planned, card, rates, batch, prompt + position * longest)
         seconds += longest / SLICES * step * max(1.0, alive / batch)
     return seconds
 
@@ -157,17 +157,19 @@ def _used_parameters(shape: Shape) -> tuple[float, float]:
     return used, held.expert / held.total
 
 
-def _prefill(made: Estimate, card: Card, rates: Rates, tokens: float) -> float:
+def _prefill(planned: Estimate, card: Card, rates: Rates, tokens: float) -> float:
     """Seconds of an engine for the prompts of its requests, each computed once."""
-    config = made.config
+    config = planned.config
     gpus = config.cluster.rollout_num_gpus_per_engine
-    flops = 2 * _used_parameters(made.shape)[0] * tokens / config.rollout.n_samples_per_prompt
+    flops = 2 * _used_parameters(planned.shape)[0] * tokens / config.rollout.n_samples_per_prompt
     return flops / gpus / (card.tflops * 1e12 * rates.decode_products)
 
 
-def _decode_step(made: Estimate, card: Card, rates: Rates, batch: float, context: float) -> float:
+def _decode_step(
+    planned: Estimate, card: Card, rates: Rates, batch: float, context: float
+) -> float:
     """Seconds in which an engine adds a token to each of ``batch`` answers."""
-    config, shape, engine = made.config, made.shape, made.engine
+    config, shape, engine = planned.config, planned.shape, planned.engine
     assert engine is not None
     gpus, memory = config.cluster.rollout_num_gpus_per_engine, card.memory_gbps * 1e9
     memory *= rates.decode_memory
@@ -191,26 +193,26 @@ def _decode_step(made: Estimate, card: Card, rates: Rates, batch: float, context
     return products + cache + layer * shape.num_layers
 
 
-def update_time(made: Estimate, card: Card, rates: Rates = RATES) -> float:
+def update_time(planned: Estimate, card: Card, rates: Rates = RATES) -> float:
     """Return the seconds of sending all weights to the engines; 0 without engines.
 
     Every GPU that sends receives all weights in gathers and broadcasts, over the network if the
     trainer has several nodes, while the bucket before is loaded.
     """
-    if made.update is None or not made.config.num_engines:
+    if planned.update is None or not planned.config.num_engines:
         return 0.0
-    trainer = made.layout.world > made.config.cluster.actor_num_gpus_per_node
-    over_network = (trainer or not made.config.cluster.colocate) and card.domain <= 8
+    trainer = planned.layout.world > planned.config.cluster.actor_num_gpus_per_node
+    over_network = (trainer or not planned.config.cluster.colocate) and card.domain <= 8
     link = card.network_gbps * rates.network if over_network else card.nvlink_gbps * rates.nvlink
-    return made.update.total_bytes / (link * 1e9) + made.update.num_buckets * rates.bucket_s
+    return planned.update.total_bytes / (link * 1e9) + planned.update.num_buckets * rates.bucket_s
 
 
-def offload_time(made: Estimate, rates: Rates = RATES) -> float:
+def offload_time(planned: Estimate, rates: Rates = RATES) -> float:
     """Return the seconds of copying the trainer's and the engines' memory to the host and back."""
-    config = made.config
+    config = planned.config
     size = 0
     if config.cluster.colocate and config.offload_train:
-        held = made.fullest.held
+        held = planned.fullest.held
         size += 2 * (held.weights + held.optimizer)
     return size / (rates.pcie_gbps * 1e9)
 
@@ -225,9 +227,9 @@ class Faster:
     """Share of the step's time."""
 
 
-def faster_settings(made: Estimate, card: Card, sizes: Sizes) -> list[Faster]:
+def faster_settings(planned: Estimate, card: Card, sizes: Sizes) -> list[Faster]:
     """Return single changes that save more than WORTH_NAMING of a step, the best first."""
-    before, config = step_time(made, card).total, made.config
+    before, config = step_time(planned, card).total, planned.config
     changes: list[dict[str, object]] = []
     if config.perf.recompute_granularity == "full":
         changes.append(dict.fromkeys(NO_RECOMPUTATION))
@@ -237,7 +239,7 @@ def faster_settings(made: Estimate, card: Card, sizes: Sizes) -> list[Faster]:
         changes.append({"overlap_grad_reduce": True})
     options = []
     for values in changes:
-        changed = estimate(with_values(config, **values), made.shape, **sizes)
+        changed = estimate(with_values(config, **values), planned.shape, **sizes)
         saved = 1 - step_time(changed, card).total / before
         if saved > WORTH_NAMING and not changed.problems:
             words = " ".join(f"{flag(key)} {_word(value)}" for key, value in values.items())
