@@ -25,6 +25,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 
 MAX_CONTEXT = 16
+HOST_MUST_SAVE = 0.02
 OF_OFFLOAD = (
     "optimizer_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
@@ -42,8 +43,12 @@ class FittingLayout:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Seconds of a step, then of its training, which generation may hide."""
-        return self.time.total, self.time.training
+        """Seconds of a step, then of its training, which generation may hide.
+
+        An optimizer on the host takes the memory of a node: it must save HOST_MUST_SAVE.
+        """
+        factor = 1 + HOST_MUST_SAVE * self.config.optimizer.optimizer_cpu_offload
+        return self.time.total * factor, self.time.training
 
     @property
     def config(self) -> Config:
