@@ -14,6 +14,7 @@ from pages.api import api_page as api
 from pages.layouts import layouts_page as layouts
 from pages.metrics import metrics_page as metrics
 from pages.models import models_pages
+from pages.published_runs import speed_page as speed
 from pages.recipes import recipes_page as recipes
 from pages.settings import settings_page as settings
 from pages.slime_flags import slime_flags_page as slime_flags
@@ -26,6 +27,7 @@ PAGES = {
     "api.md": api,
     "layouts.md": layouts,
     "slime-flags.md": slime_flags,
+    "speed.md": speed,
 }
 
 

@@ -22,14 +22,16 @@ from rich.text import Text
 from common.units import count_text, counted
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.plan_engines import PlannedGroup, gb, planned_groups, route_words, update_rows
+from rlpost.cli.plan_time import time_object, time_rows
 from rlpost.cli.teacher_folder import teacher_shape
 from rlpost.cli.terminal import console, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.flags import flag
+from rlpost.config.plan.cards import CARDS, nearest_card
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
-from rlpost.config.plan.layout_search import FittingLayout, nearest, suggest
+from rlpost.config.plan.layout_search import FittingLayout, layout_words, nearest, suggest
 from rlpost.config.plan.rank_groups import crossing_words, planned_crossings
 from rlpost.config.plan.rank_memory import notes_of
 from rlpost.config.plan.save_interval import (
@@ -40,6 +42,7 @@ from rlpost.config.plan.save_interval import (
     save_interval,
 )
 from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.plan.step_time import Faster, faster_settings
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_of, with_values
 from rlpost.engines.server_args import check_server_args
@@ -67,11 +70,8 @@ HF_SIZES = {
 }
 """Keys of config.json that parallel sizes divide, and the settings of [model] with their value."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "G": 10**9}
-CARDS = {"A100": 79.14, "H100": 79.11, "H200": 139.80, "B200": 178.35, "GB200": 184.31}
-"""GiB that CUDA reports of a GPU, the least of what torch's out-of-memory messages name in public:
-H100 vllm-project/vllm#27508, GB200 vllm-project/vllm#43951, B200 pytorch/ao#4002; A100 (80 GB) and
-H200 in logs. nvidia-smi names more, with what the driver keeps: 81559 MiB of an H100
-(modal-labs/modal-client#2797), 143771 MiB of an H200 (sgl-project/sglang#3196)."""
+NAMED_CARDS = [name for name, card in CARDS.items() if card.gib is not None]
+"""Values of --gpu-memory that name a GPU."""
 GLYPHS = {
     "weights": ("█", "blue"), "gradients": ("▓", "cyan"), "optimizer": ("▒", "magenta"), "activations": ("░", "green"),
     "logits": ("≡", "yellow"), "KV cache": ("○", "green"), "engine": ("●", "blue"), "buffers": ("=", "yellow"),
@@ -134,7 +134,7 @@ def add_gpus(made: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         default=GPU_MEMORY,
         metavar="SIZE",
-        help=f"of one GPU: a size such as 80GB, or {', '.join(CARDS)} (default: {GPU_MEMORY})",
+        help=f"of one GPU: a size such as 80GB, or {', '.join(NAMED_CARDS)} (default: {GPU_MEMORY})",
     )
 
 
@@ -200,7 +200,14 @@ def show(
         groups = planned_groups(config, shape, sizes["gpu_bytes"])
         problems = [*result.problems, *filter(None, (group.problem for group in groups))]
         fits = not problems
-        out.print(table(result, speed, groups))
+        out.print(
+            table(
+                result,
+                speed,
+                groups,
+                faster_settings(result, CARDS[nearest_card(result.gpu_bytes)], sizes),
+            )
+        )
         out.print(bars(result, out.width))
         out.print()
         for note in notes_of(config, shape):
@@ -244,6 +251,7 @@ def plan_object(
         content |= {"fits": not problems, "problems": problems, **estimate_object(result)}
         content["groups"] = [asdict(group) for group in groups]
         content["save_interval"] = asdict(speed.interval(result))
+        content["step_time"] = time_object(result, sizes)
     choices: list[FittingLayout] = []
     if wants_suggestions or not content["fits"]:
         choices = suggest(config, shape, **sizes)
@@ -327,8 +335,8 @@ def model_of(config: Config) -> tuple[Shape, int]:
 
 def parse_size(text: str) -> int:
     """Bytes of ``H100``, ``80GB`` or ``79.6GiB``. Raises ConfigError."""
-    if (card := text.upper()) in CARDS:
-        return int(CARDS[card] * UNITS["GiB"])
+    if (card := CARDS.get(text.upper())) is not None and card.gib is not None:
+        return int(card.gib * UNITS["GiB"])
     found = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|G)", text)
     try:
         size = int(float(found[1]) * UNITS[found[2]])  # type: ignore[index]
@@ -336,13 +344,25 @@ def parse_size(text: str) -> int:
         size = 0
     if size < 1:
         raise ConfigError(
-            f"--gpu-memory {text}: name a GPU ({', '.join(CARDS)}) or write a size with its unit, such as 80GB or 141GB"
+            f"--gpu-memory {text}: name a GPU ({', '.join(NAMED_CARDS)}) or write a size with its unit, such as 80GB or 141GB"
         )
     return size
 
 
-def table(result: Estimate, speed: Speed, groups: Sequence[PlannedGroup] = ()) -> Table:
-    """Return the estimate as a table; ``groups``: the engines beside the policy's."""
+def table(
+    result: Estimate,
+    speed: Speed,
+    groups: Sequence[PlannedGroup] = (),
+    faster: Sequence[Faster] = (),
+) -> Table:
+    """Return the estimate as a table.
+
+    Args:
+        result: the estimate.
+        speed: of disks and of an earlier run.
+        groups: the engines beside the policy's.
+        faster: settings that shorten a step.
+    """
     config, layout, rank = result.config, result.layout, result.fullest
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shown.add_column(style="bold", no_wrap=True)
@@ -354,7 +374,7 @@ def table(result: Estimate, speed: Speed, groups: Sequence[PlannedGroup] = ()) -
     crossed = planned_crossings(config, layout)
     rows = [
         ("model", f"{count_text(parameters.total)} parameters{experts}"),
-        ("trainer", f"{counted(layout.world, 'GPU')}: {FittingLayout(result, 0.0).words}"),
+        ("trainer", f"{counted(layout.world, 'GPU')}: {layout_words(result)}"),
         *([("blocks", crossing_words(crossed))] if crossed else []),
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{gb(rank.held.weights)}, gradients {gb(rank.held.gradients)}"),
@@ -393,6 +413,7 @@ def table(result: Estimate, speed: Speed, groups: Sequence[PlannedGroup] = ()) -
     ]
     if result.update is not None:
         rows += update_rows(config, result.update)
+    rows += time_rows(result, faster)
     for row in rows:
         shown.add_row(*row)
     return shown
@@ -443,12 +464,12 @@ def _bar(phase: MemoryPhase, gpu_bytes: int, width: int) -> Text:
 
 
 def suggestions(choices: Sequence[FittingLayout]) -> Table:
-    """The best layouts and why."""
+    """The best layouts, and below each its time and memory."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("layout", no_wrap=True)
-    shown.add_column("why")
+    shown.add_column("layout, shortest step first")
     for choice in choices:
-        shown.add_row(choice.words, choice.reasons)
+        shown.add_row(choice.words)
+        shown.add_row(f"    {choice.reasons}")
     return shown
 
 

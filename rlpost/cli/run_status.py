@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.attempt import DRIVER_LOG, LAUNCH_LOG, VERDICT_FILE, VERDICT_JSON
 from common.error_lines import error_line, with_remedy

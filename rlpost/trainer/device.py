@@ -17,6 +17,7 @@ import torch
 
 from common.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
 from common.local_gpus import find_gpu, hidden_gpu_problem, read_local_gpus, visible_names
+from rlpost.config.plan.cards import card_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.observe.memory import GB, machine, process_gb
@@ -25,25 +26,6 @@ from rlpost.trainer.attention_backends import Gpu
 logger = logging.getLogger(__name__)
 
 _ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
-
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "H800": 989.4,
-    "GH200": 989.4,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "A10G": 70.0,
-}
-"""Dense bfloat16 TFLOP/s, by a substring of the device name; the first match counts.
-
-From NVIDIA's data sheets.
-"""
 
 
 def current() -> torch.device:
@@ -202,9 +184,9 @@ def position() -> int | None:
 
 
 def peak_flops() -> float | None:
-    """Return the device's dense bfloat16 FLOP/s; None if PEAK_TFLOPS does not list it."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    """Return the device's dense bfloat16 FLOP/s; None if ``cards.CARDS`` does not list it."""
+    card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if card is None else card.tflops * 1e12
 
 
 def memory_use() -> dict[str, float]:

@@ -13,7 +13,7 @@ from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.config.flags import flag
 from rlpost.config.load import files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layout_search import FittingLayout, suggest
+from rlpost.config.plan.layout_search import layout_words, suggest
 from rlpost.config.tree import Config
 
 
@@ -172,9 +172,8 @@ distributed optimizer. "GPU, training" is the peak of the fullest GPU while it t
 
 ## Let the planner search
 
-`--suggest` tries every layout that divides GPUs, model and batch, and prints the best that fit, in seconds. Their order
-is a rule of thumb and no promise of speed: each kind of communication, and an optimizer on the host, costs a share of a
-step. The workload of these examples is that of the table.
+`--suggest` tries every layout that divides GPUs, model and batch, and prints those that fit, the shortest step first, by
+the arithmetic of [speed](speed.md#what-the-planner-predicts). The workload of these examples is that of the table.
 
 {examples}
 
@@ -186,7 +185,8 @@ Change one size at a time, in this order:
 1. **TP** until weights, gradients and logits fit, at most the GPUs of a node (NVLink), always with `--sequence-parallel`.
    It must divide the attention heads and the groups of keys and values.
 2. **EP** for a mixture of experts: experts are most of the weights, so this comes before more TP. Keep
-   `--expert-tensor-parallel-size 1`. It must divide the number of experts.
+   `--expert-tensor-parallel-size 1`, and EP within the GPUs of a node: every layer sends tokens to experts and back, and
+   between nodes that takes about eight times as long. It must divide the number of experts.
 3. **PP** when one node is not enough: it sends only activations between nodes. Layers have to divide, or set
    `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`. Its idle share shrinks with the number
    of micro-batches; `rlpost plan --suggest` prints it.
@@ -302,7 +302,7 @@ def _row(start: Start, made: Estimate) -> str:
         f"[{start.title}](../jobs/models/{start.model}.toml)",
         f"{made.shape.parameters.total / 1e9:.1f}B",
         str(made.layout.world),
-        FittingLayout(made, 0.0).words,
+        layout_words(made),
         f"{training / 1e9:.0f} GB",
         f"{made.host_bytes_per_node / 1e9:.0f} GB",
     )

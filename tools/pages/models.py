@@ -14,7 +14,7 @@ from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.cli.recipes import description
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layout_search import FittingLayout
+from rlpost.config.plan.layout_search import layout_words
 from rlpost.models.families import FAMILIES
 from rlpost.trainer.hf_config import architecture_of
 
@@ -300,7 +300,7 @@ def _recipe_lines(recipes: dict[str, Estimate]) -> Iterator[str]:
     for name, plan in recipes.items():
         peak = max(phase.total for phase in plan.phases) / 1e9
         host = plan.host_bytes_per_node / 1e9
-        layout = f"{plan.layout.world} GPUs: {FittingLayout(plan, 0.0).words}"
+        layout = f"{plan.layout.world} GPUs: {layout_words(plan)}"
         yield f"| [{name}](../recipes.md#{name}) | {layout} | {peak:.0f} GB | {host:.0f} GB |"
     first = min(recipes, key=lambda name: (len(name), name))  # variants have longer names
     yield ""
@@ -326,7 +326,7 @@ def _start_lines(series: Series) -> Iterator[str]:
             "|---|---|---|",
         )
     for start in starts:
-        layout = FittingLayout(planned(start), 0.0).words
+        layout = layout_words(planned(start))
         yield f"| {start.title} | {8 * start.nodes} | {layout} |"
     yield from ("", "The planner searches layouts for your GPUs:")
     model = models[0]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
-from rlpost.config.plan.layout_search import FittingLayout
+from rlpost.config.plan.layout_search import layout_words
 from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
@@ -115,7 +115,7 @@ later finds less free memory, and its KV cache is smaller by `mem_fraction_stati
 Not included: imbalance between experts, fragmentation beyond that reserve, and DeepEP. Linear attention and sliding
 windows are counted in the KV cache as full attention. For
 TransformerEngine's fused kernels the sums use their documented activations; they were checked without these kernels
-only. The order of `--suggest` is a heuristic, not a measurement.
+only. The time of a step, and with it the order of `--suggest`, is [arithmetic](speed.md#what-the-planner-predicts).
 
 ## All recipes on {memory} GPUs
 
@@ -149,7 +149,7 @@ def _planned(name: str) -> Estimate:
 
 def _row(name: str, made: Estimate) -> str:
     peak = max(made.phases, key=lambda phase: phase.total)
-    layout = FittingLayout(made, 0.0).words
+    layout = layout_words(made)
     cells = (
         f"[{name}](../jobs/recipes/{name}.toml)",
         f"{made.shape.parameters.total / 1e9:.2f}B",

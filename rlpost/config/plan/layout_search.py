@@ -2,11 +2,8 @@
 
 Input: settings and shape.
 Output: settings with other parallel sizes of the trainer, another placement of the optimizer and,
-if the KV cache is too small, larger engines. The estimate decides which of them fit. The order is a
-rule of thumb, after Narayanan et al. (arXiv 2104.04473, section 3: tensor parallelism inside a
-node, then pipelines, the rest data parallelism): each kind of communication and an optimizer on the
-host cost a share of a step, an idle pipeline its bubble (p - 1) / (m + p - 1). It does not predict
-speed.
+if the KV cache is too small, larger engines. The estimate decides which of them fit, and the
+arithmetic of ``step_time`` orders them: the shortest step comes first.
 """
 
 from __future__ import annotations
@@ -18,13 +15,17 @@ from dataclasses import dataclass
 from common.units import counted
 from rlpost.config.checks.batch import is_uneven
 from rlpost.config.checks.layout import layout_problems
+from rlpost.config.plan.cards import CARDS, Card, nearest_card
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
-from rlpost.config.plan.shape import Layout, Shape
+from rlpost.config.plan.rank_memory import fullest_held
+from rlpost.config.plan.shape import Layout, Shape, layout_of
+from rlpost.config.plan.step_time import StepTime, step_time
+from rlpost.config.plan.train_time import IDLE
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 
-TENSOR_COST, CONTEXT_COST, EXPERT_COST, OFFLOAD_COST = 0.06, 0.08, 0.03, 0.25
 MAX_CONTEXT = 16
+HOST_MUST_SAVE = 0.02
 OF_OFFLOAD = (
     "optimizer_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
@@ -38,7 +39,16 @@ class FittingLayout:
     """A layout that fits."""
 
     estimate: Estimate
-    cost: float
+    time: StepTime
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Seconds of a step, then of its training, which generation may hide.
+
+        An optimizer on the host takes the memory of a node: it must save HOST_MUST_SAVE.
+        """
+        factor = 1 + HOST_MUST_SAVE * self.config.optimizer.optimizer_cpu_offload
+        return self.time.total * factor, self.time.training
 
     @property
     def config(self) -> Config:
@@ -47,31 +57,36 @@ class FittingLayout:
     @property
     def words(self) -> str:
         """The layout in a line."""
-        layout = self.estimate.layout
-        sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context}"
-        said = [f"{sizes} x DP {layout.data}"]
-        if self.estimate.shape.num_experts:
-            said.append(f"EP {layout.expert}")
-        if layout.last is not None:
-            said.append(f"{counted(layout.last, 'layer')} in the last stage")
-        if self.config.optimizer.optimizer_cpu_offload:
-            said.append("optimizer on host")
-        if self.config.num_engines:
-            said.append(f"engines of {self.config.cluster.rollout_num_gpus_per_engine}")
-        return ", ".join(said)
+        return layout_words(self.estimate)
 
     @property
     def reasons(self) -> str:
-        """Peak memory, idle time and costs of the layout, for the user."""
-        made, layout = self.estimate, self.estimate.layout
+        """Time and peak memory of the layout, for the user."""
+        made, time = self.estimate, self.time
         peak = max(phase.total for phase in made.phases)
-        said = [f"{peak / 1e9:.0f} of {made.gpu_bytes * RESERVE / 1e9:.0f} GB at its peak"]
-        said.append(f"pipeline idle {bubble(made):.0%}" if layout.pipeline > 1 else "no pipeline")
-        if layout.tensor > 1:
-            said.append("TP inside a node")
-        if layout.context > 1:
-            said.append("sequences sharded")
-        return "; ".join(said)
+        texts = [f"{time.training:.0f} of {time.total:.0f} s train, MFU {time.mfu:.0%}"]
+        if made.layout.pipeline > 1:
+            texts.append(f"pipeline idle {time.parts[IDLE] / time.training:.0%}")
+        texts.append(f"{peak / 1e9:.0f} of {made.gpu_bytes * RESERVE / 1e9:.0f} GB at its peak")
+        return "; ".join(texts)
+
+
+def layout_words(planned: Estimate) -> str:
+    """The layout in a line."""
+    layout, config = planned.layout, planned.config
+    sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context}"
+    texts = [f"{sizes} x DP {layout.data}"]
+    if planned.shape.num_experts:
+        texts.append(f"EP {layout.expert}")
+    if layout.first is not None and layout.last is not None:
+        texts.append(f"{layout.first} and {layout.last} layers at the ends")
+    elif layout.last is not None:
+        texts.append(f"{counted(layout.last, 'layer')} in the last stage")
+    if config.optimizer.optimizer_cpu_offload:
+        texts.append("optimizer on host")
+    if config.num_engines:
+        texts.append(f"engines of {config.cluster.rollout_num_gpus_per_engine}")
+    return ", ".join(texts)
 
 
 def suggest(
@@ -81,18 +96,26 @@ def suggest(
     gpu_bytes: int,
     engine_width: int = 2,
     teacher: Shape | None = None,
+    card: Card | None = None,
 ) -> list[FittingLayout]:
-    """All layouts that fit, the best first; each with the smallest engines that do."""
+    """All layouts that fit, the fastest first; each with the smallest engines that do.
+
+    ``card``: of the GPUs; None: the one whose memory is nearest to ``gpu_bytes``.
+    """
+    card = card or CARDS[nearest_card(gpu_bytes)]
     fitting_layouts: dict[tuple[Layout, bool], FittingLayout] = {}
     for candidate in candidates(config, shape):
+        key = layout_of(candidate), candidate.optimizer.optimizer_cpu_offload
+        if key in fitting_layouts:
+            continue  # with smaller engines
+        if fullest_held(candidate, shape).total > gpu_bytes * RESERVE:
+            continue  # spares the rest of the estimate, for most candidates
         memory_estimate = estimate(
             candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
         )
         if not memory_estimate.problems:
-            fitting_layouts.setdefault(
-                (memory_estimate.layout, candidate.optimizer.optimizer_cpu_offload),
-                FittingLayout(memory_estimate, _cost(memory_estimate)),
-            )
+            time = step_time(memory_estimate, card)
+            fitting_layouts[key] = FittingLayout(memory_estimate, time)
     return sorted(fitting_layouts.values(), key=lambda choice: (choice.cost, choice.words))
 
 
@@ -114,29 +137,33 @@ def candidates(config: Config, shape: Shape) -> Iterator[Config]:
         if any(size % tensor for size in (shape.heads, shape.groups, shape.ffn)):
             continue
         for pipeline in _powers(world // tensor):
-            last = _last_stage(shape.num_layers, pipeline)
-            if last is not None and last < 1:
+            ends = end_stages(shape.num_layers, pipeline)
+            if ends is None:
                 continue
+            first, last = ends
             for context in _powers(min(MAX_CONTEXT, world // (tensor * pipeline))):
                 for expert in _powers(world // pipeline) if shape.num_experts else [1]:
                     if shape.num_experts % expert == 0:
-                        layout = Layout(world, tensor, pipeline, context, expert, last=last)
+                        layout = Layout(
+                            world, tensor, pipeline, context, expert, first=first, last=last
+                        )
                         yield from _possible(config, layout, has_experts=shape.num_experts > 0)
 
 
-def _last_stage(num_layers: int, pipeline: int) -> int | None:
-    """Return the number of layers of the last stage; None where all stages are equal.
+def end_stages(num_layers: int, pipeline: int) -> tuple[int | None, int | None] | None:
+    """Return the layers of the first and of the last stage where they are not the others' number.
 
-    Each of the other stages has the mean, rounded up. The number is less than 1 where no layers are
-    left.
-
-    Only a model with an odd number of layers gets unequal stages: no pipeline here divides it.
+    The others have the mean, rounded up, because embedding and logits are on the ends; these share
+    the rest, 20 of 92 layers with 8 stages. None where no layers are left for them.
     """
     if num_layers % pipeline == 0:
+        return None, None
+    each = -(-num_layers // pipeline)
+    rest = num_layers - each * (pipeline - 2)
+    if rest < 2:
         return None
-    if num_layers % 2 == 0:
-        return 0
-    return num_layers - (pipeline - 1) * -(-num_layers // pipeline)
+    first, last = -(-rest // 2), rest // 2
+    return (None if first == each else first), last
 
 
 def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[Config]:
@@ -149,7 +176,7 @@ def _possible(config: Config, layout: Layout, *, has_experts: bool) -> Iterator[
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1 if has_experts else None,
         num_layers_per_virtual_pipeline_stage=None,
-        decoder_first_pipeline_num_layers=None,
+        decoder_first_pipeline_num_layers=layout.first,
         decoder_last_pipeline_num_layers=layout.last,
     )
     if layout_problems(changed) or is_uneven(changed):
@@ -166,22 +193,6 @@ def _engine_sizes(config: Config) -> list[int]:
     size, generates = config.cluster.rollout_num_gpus_per_engine, config.rollout_num_gpus
     larger = [one for one in (2 * size, 4 * size) if generates and generates % one == 0]
     return [size, *larger]
-
-
-def bubble(made: Estimate) -> float:
-    """Idle share of a pipeline stage, with responses of half the maximum length."""
-    config, stages = made.config, made.layout.pipeline
-    a_rank = config.samples_per_rollout / config.num_steps_per_rollout / made.layout.data
-    batches = max(1.0, a_rank * made.longest / 2 / (made.tokens * made.layout.context))
-    return (stages - 1) / (batches + stages - 1)
-
-
-def _cost(made: Estimate) -> float:
-    layout, config = made.layout, made.config
-    cost = bubble(made) + TENSOR_COST * math.log2(layout.tensor)
-    cost += CONTEXT_COST * math.log2(layout.context) + EXPERT_COST * math.log2(layout.expert)
-    cost += OFFLOAD_COST if config.optimizer.optimizer_cpu_offload else 0.0
-    return cost + 0.01 * math.log2(config.cluster.rollout_num_gpus_per_engine)
 
 
 def _sizes(config: Config) -> dict[str, int]:

@@ -328,7 +328,7 @@ def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     layers = layers_of(layout, shape.num_layers, stage)
     kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
     found = [
-        _matrices(shape, layout, is_sparse, is_linear)
+        layer_elements(shape, layout, is_sparse, is_linear)
         for _, (is_sparse, is_linear) in zip(layers, kinds, strict=False)
     ]
     return Parameters(sum(one.dense for one in found), sum(one.expert for one in found))
@@ -366,7 +366,7 @@ def parameters_of_stage(
 
 def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
     """A layer on one rank."""
-    matrices = _matrices(shape, layout, is_sparse, is_linear)
+    matrices = layer_elements(shape, layout, is_sparse, is_linear)
     dense = (_linear_vectors if is_linear else _attention_vectors)(shape, layout.tensor)
     expert = 0
     if is_sparse and shape.linear_bias:
@@ -375,8 +375,8 @@ def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Pa
     return Parameters(matrices.dense + dense, matrices.expert + expert)
 
 
-def _matrices(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
-    """The matrices of a layer on one rank."""
+def layer_elements(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
+    """Elements of the matrices of a layer on one rank, router included."""
     dense = (_linear_matrices if is_linear else _attention_matrices)(shape, layout.tensor)
     if not is_sparse:
         return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))

@@ -22,7 +22,7 @@ from rlpost.config.plan.activations import (
 )
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import Sizes, estimate
-from rlpost.config.plan.layout_search import bubble, nearest, suggest
+from rlpost.config.plan.layout_search import nearest, suggest
 from rlpost.config.plan.nccl_memory import idle_context
 from rlpost.config.plan.rank_memory import RankMemory, forward_pass, held_memory
 from rlpost.config.plan.shape import (
@@ -374,7 +374,7 @@ def test_a_longer_answer_than_the_limit_is_computed_whole():
 
 def test_a_gpu_is_named_or_given_by_its_size():
     """CUDA reports less than nvidia-smi (81559 MiB of an H100, 143771 MiB of an H200)."""
-    sizes = {name: plan.parse_size(name) / 2**20 for name in plan.CARDS}
+    sizes = {name: plan.parse_size(name) / 2**20 for name in plan.NAMED_CARDS}
     assert 0.985 * 81559 < sizes["H100"] < 81559 and 0.985 * 143771 < sizes["H200"] < 143771
     assert plan.parse_size("h100") == plan.parse_size("79.11GiB") == plan.parse_size("H100")
 
@@ -457,7 +457,6 @@ def test_suggestions_fit_divide_and_come_best_first():
         for choice in choices
     )
     assert len({choice.words for choice in choices}) == len(choices)
-    assert all(0 <= bubble(choice.estimate) < 1 for choice in choices)
 
 
 @pytest.mark.parametrize(
