@@ -405,16 +405,16 @@ def _of_one_rule(
     if held.dim is None:
         if not is_needed:
             return None
-        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)
+        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), quantisation)
     if not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
         shards = all_gather(local, held.group)
         if not is_needed:
             return None
         full = layouts.join(shards, held.rule.layout, dim=held.dim)
-        return _quantised(layouts.split(full, held.rule.layout, inventory.dims), block)
+        return _quantised(layouts.split(full, held.rule.layout, inventory.dims), quantisation)
     size = held.group.size()
     dims = replace(inventory.dims, num_query_groups=groups // size)
-    own = pack(_quantised(layouts.split(local, held.rule.layout, dims), block))
+    own = pack(_quantised(layouts.split(local, held.rule.layout, dims), quantisation))
     flats = all_gather(own, held.group)
     if not is_needed:
         return None
@@ -423,8 +423,9 @@ def _of_one_rule(
     return [_joined(parts, held.dim) for parts in zip(*of_ranks, strict=True)]
 
 
-def _quantised(tensors: tuple[torch.Tensor, ...], block: tuple[int, int]) -> Parts:
-    pairs = [quantise(tensor, block) for tensor in tensors]
+def _quantised(tensors: tuple[torch.Tensor, ...], quantisation: BlockFp8) -> Parts:
+    block, powers = quantisation.block, quantisation.has_powers_of_two
+    pairs = [quantise(tensor, block, has_powers_of_two=powers) for tensor in tensors]
     return [scales for _, scales in pairs] + [values for values, _ in pairs]
 
 

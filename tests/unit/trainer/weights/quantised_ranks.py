@@ -167,9 +167,9 @@ def count_bytes() -> dict[str, int]:
     given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
     quantise = exporter.quantise
 
-    def counted_quantise(weight: torch.Tensor, block: tuple[int, int]) -> Any:
+    def counted_quantise(weight: torch.Tensor, block: tuple[int, int], **rule: Any) -> Any:
         given["quantised"] += weight.numel()
-        return quantise(weight, block)
+        return quantise(weight, block, **rule)
 
     exporter.quantise = counted_quantise
     all_gather, broadcast = dist.all_gather, dist.broadcast
