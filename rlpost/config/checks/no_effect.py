@@ -231,11 +231,6 @@ ROWS = (
         "add --truncated-answers punish or --repetitive-answers punish",
     ),
     Row(
-        ("loss_unit",),
-        _is_on("custom_generate_function_path"),
-        "without --custom-generate-function-path, whose responses may have several samples",
-    ),
-    Row(
         ("mtp_loss_scaling_factor",),
         _is_on("enable_mtp_training"),
         "without --enable-mtp-training",

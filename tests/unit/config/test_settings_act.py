@@ -37,7 +37,7 @@ from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_of, with_values
 from rlpost.driver.batches import deal, rollout_advantages, samples_with, shaping_of
-from rlpost.driver.training import guard_bounds, kl_penalties
+from rlpost.driver.training import guard_bounds, kl_penalties, masked_penalties
 from rlpost.errors import ConfigError, DataError, TrainingError
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.sampling import rollout_sampling
@@ -52,7 +52,7 @@ from rlpost.trainer import optimizer
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.muon import MuonSettings
 from rlpost.trainer.step import Weighting
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, TrainBatch, Unfinished
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.algorithm.test_objective import tokens_of
 from tests.unit.tasks.test_tokenizer import TEMPLATE
 
@@ -235,7 +235,7 @@ def groups_of(config: Config) -> list[SampleGroup]:
             sample = Sample(
                 prompt_id, max(index - 1, 0) if has_several else index, (1, 2), range(length),
                 [-0.5 - 0.1 * position for position in range(length)],
-                "loop " * 400 if index == 3 else "prose",
+                "loop " * 2000 if index == 3 else "prose",
                 "length" if index == 2 else "stop", 0,
             )  # fmt: skip
             samples.append(ScoredSample(sample, reward))
@@ -255,9 +255,7 @@ def advantages(config: Config) -> object:
             for number, each in enumerate(samples)]  # fmt: skip
     reference = [FloatColumn(len(own) * [2.0]) for own in ours]  # beyond the bound of low_var_kl
     if grpo.kl_coef:
-        batch = TrainBatch((tuple(samples),), len(samples), 1)
-        flat = kl_penalties(batch, ours, reference, grpo)
-        penalties = [flat[:4], flat[4:]]
+        penalties = masked_penalties(groups, kl_penalties(ours, reference, grpo))
     if config.use_critic:
         estimates = estimate_with_values(
             groups,
@@ -486,7 +484,6 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "lambd": {"advantage_estimator": "ppo"},
     "overlong_penalty": {"overlong_buffer_len": 6},
     "punished_reward": {"truncated_answers": "punish"},
-    "loss_unit": {"custom_generate_function_path": "write"},
     "mtp_loss_scaling_factor": {"enable_mtp_training": True},
     "custom_loss_function_path": {"loss_type": "custom_loss"},
     "prompt_data_weights": {"prompt_data": ("prompts.jsonl", "more.jsonl")},
