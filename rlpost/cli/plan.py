@@ -40,6 +40,7 @@ from rlpost.config.plan.save_interval import (
     save_interval,
 )
 from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.plan.time_notes import loading_note, recompute_note
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_of, with_values
 from rlpost.engines.server_args import check_server_args
@@ -203,7 +204,7 @@ def show(
         out.print(table(result, speed, groups))
         out.print(bars(result, out.width))
         out.print()
-        for note in notes_of(config, shape):
+        for note in [*notes_of(config, shape), *_time_notes(config, shape, sizes, groups)]:
             out.print(f"note: {note}", style="yellow")
     choices: list[FittingLayout] = []
     if wants_suggestions or not fits:
@@ -240,6 +241,8 @@ def plan_object(
     if not problems:
         result = estimate(config, shape, **sizes)
         groups = planned_groups(config, shape, sizes["gpu_bytes"])
+        notes = [*notes_of(config, shape), *_time_notes(config, shape, sizes, groups)]
+        content["note"] = "\n".join(notes) or None
         problems = [*result.problems, *filter(None, (group.problem for group in groups))]
         content |= {"fits": not problems, "problems": problems, **estimate_object(result)}
         content["groups"] = [asdict(group) for group in groups]
@@ -255,6 +258,20 @@ def plan_object(
         for choice in choices[:NUM_SUGGESTED]
     ]
     return content
+
+
+def _time_notes(
+    config: Config, shape: Shape, sizes: Sizes, groups: Sequence[PlannedGroup]
+) -> list[str]:
+    """Return the notes about time; ``groups`` are those of the plan."""
+    weights = [("policy", shape.parameters.total * sizes["engine_width"])] * config.generates
+    weights += [
+        (f"[engines.{group.name}]", group.engine.weights * group.gpus)
+        for group in groups
+        if group.engine is not None and not group.in_fleet
+    ]
+    notes = [loading_note(config, name, num_bytes) for name, num_bytes in weights]
+    return [note for note in (recompute_note(config, shape, sizes), *notes) if note]
 
 
 def estimate_object(result: Estimate) -> dict[str, object]:
