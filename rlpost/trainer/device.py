@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
 PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
     "B200": 2250.0,
     "H200": 989.4,
     "H100 PCIe": 756.0,
