@@ -111,6 +111,30 @@ def read_local_gpus(root: Path = Path("/")) -> tuple[LocalGpu, ...]:
         pynvml.nvmlShutdown()
 
 
+def read_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first GPU of this host; None if NVML does not say it.
+
+    Neither creates a CUDA context nor initialises CUDA, which would fix the visible devices.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(
+            pynvml.nvmlDeviceGetHandleByIndex(0)
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return int(major), int(minor)
+
+
 def _from_nvml(nvml: ModuleType, root: Path) -> Iterator[LocalGpu]:
     num_words = _last_cpu(root) // _MASK_BITS + 1
     for index in range(nvml.nvmlDeviceGetCount()):

@@ -19,7 +19,8 @@ from common.garbage import collect_between_steps_only, paused_for_imports
 from common.log_format import configure_logging
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.agents.sandbox.settings import check_node
-from rlpost.cli.check_settings import check, check_installed
+from rlpost.cli.check_installed import check_installed
+from rlpost.cli.check_settings import check
 from rlpost.cli.command_line import make_parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
 from rlpost.cli.secret_file import hide_keys, load_keys

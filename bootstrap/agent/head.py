@@ -293,7 +293,9 @@ class HeadAgent:
             facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row
         )
         # Test the address, because on a routed fabric the loopback interface holds a routable one.
-        return own, {} if ipaddress.ip_address(ip).is_loopback else detection.rdma_env
+        # A node alone needs no fabric, and NCCL would fail where it asks for an absent plug-in.
+        is_alone = not self._reception.links or ipaddress.ip_address(ip).is_loopback
+        return own, {} if is_alone else detection.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
         """Reports of the selected nodes, in order of topology, once enough have joined."""

@@ -137,6 +137,13 @@ def socket_settings(ifname: str | None, ip: str | None) -> dict[str, NetworkSett
     return settings
 
 
+_OFI_PLUGIN = "AWS Libfabric"
+"""The name of aws-ofi-nccl, which all its versions accept in NCCL_NET.
+
+Versions since 1.12 are called Libfabric, and take this name where NCCL_NET asks for it.
+"""
+
+
 def _rdma_settings(
     facts: NetworkFacts, rdma: RdmaChoice, ifname: str | None
 ) -> dict[str, NetworkSetting]:
@@ -144,7 +151,10 @@ def _rdma_settings(
         return {
             "FI_PROVIDER": NetworkSetting(
                 rdma.kind, "libfabric is to use this fabric or fail, not fall back to TCP"
-            )
+            ),
+            "NCCL_NET": NetworkSetting(
+                _OFI_PLUGIN, "NCCL is to use libfabric through aws-ofi-nccl or fail, not fall back"
+            ),
         }
     if rdma.kind == "gpudirect-tcpx":
         # Four data NICs mean GPUDirect-TCPX, eight its successor TCPXO (FasTrak).

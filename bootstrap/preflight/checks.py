@@ -51,6 +51,7 @@ def check_host(
         _gpu_mode(facts, requirements),
         _compiler(facts),
         _preload(facts, requirements),
+        _net_plugin(facts),
         _nvlink(facts),
         _hcas(facts),
         _gpu_direct(facts),
@@ -244,6 +245,19 @@ def _preload(facts: HostFacts, requirements: Requirements) -> Check:
     said = f"engines that release their memory end at their start: {facts.preload}; "
     said += "put the folder of libcudart into LD_LIBRARY_PATH, or load the CUDA toolkit of torch"
     return Check("preload", "FATAL_CONFIG" if requirements.share_gpus else "WARN", said)
+
+
+def _net_plugin(facts: HostFacts) -> Check:
+    """aws-ofi-nccl, without which NCCL does not reach EFA or Slingshot."""
+    if not facts.net_plugin:
+        known = "not needed, or not known" if facts.net_plugin is None else "loads"
+        return Check("net_plugin", "OK", known)
+    said = (
+        f"NCCL has no plug-in for libfabric: {facts.net_plugin}; with several nodes it ends, since "
+    )
+    said += "NCCL_NET asks for the plug-in. Use an image or a module with aws-ofi-nccl, or, at a "
+    said += "tenth of the speed, --environment NCCL_NET=Socket"
+    return Check("net_plugin", "WARN", said)
 
 
 def _major(version: str) -> int:

@@ -26,6 +26,7 @@ from bootstrap.check_result import UNLIMITED
 from bootstrap.links.link import plain_ip
 from bootstrap.network.host import read_rdma_devices
 from bootstrap.preflight.gpus import read_gpus
+from bootstrap.preflight.net_plugin import net_plugin_problem
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
 from common.cuda_runtime import preload_problem
@@ -90,6 +91,7 @@ def read_host(
         torch_cuda=torch_cuda,
         nvcc=read_nvcc(environ) if reading.gpus else None,
         preload=preload_problem(environ, torch_cuda) if reading.gpus and torch_cuda else None,
+        net_plugin=net_plugin_problem(environ) if reading.gpus and _needs_libfabric() else None,
         hcas=tuple(
             Hca(
                 row["name"],
@@ -117,6 +119,14 @@ def read_host(
         canary=canary,
         missing_paths=tuple(str(path) for path in needed_paths if not os.path.exists(path)),
         sandboxes=read_sandboxes(environ) if sandboxes else None,
+    )
+
+
+def _needs_libfabric() -> bool:
+    """Return whether this host has devices that NCCL reaches through libfabric alone."""
+    drivers = (str(row["driver"]) for row in read_rdma_devices())
+    return os.path.exists("/sys/class/cxi") or any(
+        driver.startswith(("efa", "cxi")) for driver in drivers
     )
 
 

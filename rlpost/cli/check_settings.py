@@ -1,22 +1,19 @@
 """Check a run's settings, and the files they name, before a job starts.
 
-Runs on the login node in well under a second, without torch or ray. ``check_installed`` runs on the
-nodes before training and checks what depends on them. All problems are reported together.
+Runs on the login node in well under a second, without torch or ray. ``check_installed`` checks what
+depends on the nodes. All problems are reported together.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rlpost.cli.engine_groups import group_args_problems, group_folder_problems
+from rlpost.cli.check_installed import lines_of, package_problems, pass_through_problems
+from rlpost.cli.engine_groups import group_folder_problems
 from rlpost.cli.teacher_folder import teacher_note, teacher_problems
 from rlpost.config.checks import engine_groups as group_checks
 from rlpost.config.checks.agents import agent_problems, sandbox_problems
@@ -31,7 +28,7 @@ from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
-from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
+from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.checks.export_folder import export_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
@@ -65,7 +62,7 @@ from rlpost.config.checks.routing import routing_model_problems, routing_problem
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.load import recipe_file
 from rlpost.config.masking import masking_problems
-from rlpost.config.megatron_options import option_names, option_problems
+from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.architecture import mtp_problem, sharding_problem
 from rlpost.config.plan.estimate import estimate
@@ -73,13 +70,11 @@ from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.rank_memory import forward_pass, frozen_note, reference_note
 from rlpost.config.plan.save_interval import interval_note, save_interval
 from rlpost.config.plan.shape import Shape
-from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_origins
 from rlpost.durable.commit import foreign
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.engines.cuda_graphs import graph_problems
-from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.models.families import family
 from rlpost.models.model_types import HfConfig
@@ -124,9 +119,9 @@ def check(
         problems += _prompt_problems(config)
         always = (*mounted, *(() if run is None else (str(run.absolute()),)))
         problems += [] if no_image else container_problems(config, always)
-    problems += _option_problems(config)
+    problems += pass_through_problems(config)
     if option_names() is not None and config.cluster.container == "none":
-        problems += _package_problems(config)
+        problems += package_problems(config)
     if problems:
         lines = list(dict.fromkeys(problems))
         if origins is not None:
@@ -163,7 +158,7 @@ def _settings_problems(config: Config) -> list[str]:
         *fleet_problems(config),
         *observe_problems(config),
         *masking_problems(config),
-        *_collect(lambda: check_reward(config.rollout)),
+        *lines_of(lambda: check_reward(config.rollout)),
         *environment_problems(config),
         *graph_problems(
             config.sglang.server_args, config.cluster.environment, offloads=config.offload_rollout
@@ -230,111 +225,6 @@ def _interval_note(config: Config, shape: Shape | None) -> str | None:
     )
 
 
-def check_installed(config: Config) -> None:
-    """Check what is known only on the nodes: installed packages, options of SGLang and
-    Megatron-core.
-
-    Raises ConfigError with one line for each problem.
-    """
-    problems = [
-        *_stack_problems(config),
-        *_option_problems(config),
-        *_package_problems(config),
-        *allocator_problems(config, os.environ),
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _stack_problems(config: Config) -> list[str]:
-    """Packages missing from this environment.
-
-    Without this check engines and actors would fail minutes later, and the job would be requeued.
-    """
-    trains = not config.debug.debug_rollout_only
-    parts = [
-        (True, "the cluster", ("ray",)),
-        (trains, "the trainer", ("torch", "megatron-core")),
-        (config.generates, "the engines", ("sglang",)),
-    ]
-    where = f"{sys.executable}: install the missing packages (make install)"
-    if config.cluster.container != "none":
-        image = config.cluster.container_image
-        where = (
-            f"{sys.executable} of container_image = {image}: name another interpreter of the image with "
-            "--python, or list its missing packages with rlpost doctor --image"
-        )
-    problems = []
-    for is_used, part, packages in parts:
-        missing = [package for package in packages if is_used and not _is_installed(package)]
-        problems += [
-            f"{package} is not installed, and {part} cannot start; this is {where}"
-            for package in missing
-        ]
-    return problems
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed. Does not import it; others share the name ``megatron``."""
-    if package == "megatron-core":
-        return option_names() is not None
-    return PathFinder.find_spec(package.replace("-", "_")) is not None
-
-
-def _option_problems(config: Config) -> list[str]:
-    """Pass-through options that SGLang or Megatron-core lacks or whose value it rejects."""
-    gpus, given = config.cluster.rollout_num_gpus_per_engine, config.sglang.given_server_args
-    return [
-        *_collect(lambda: check_server_args(given, gpus_per_engine=gpus)),
-        *group_args_problems(config),
-        *option_problems(config.megatron.options),
-    ]
-
-
-def _package_problems(config: Config) -> list[str]:
-    optional = [
-        (config.wandb.is_on, "--use-wandb", "wandb"),
-        (config.observe.use_tensorboard, "--use-tensorboard", "tensorboard"),
-        (config.observe.use_prometheus, "--use-prometheus", "prometheus-client"),
-    ]
-    problems = []
-    for is_used, setting, package in optional:
-        if is_used and importlib.util.find_spec(package.replace("-", "_")) is None:
-            problems.append(
-                f"{setting} true: the package {package} is not installed; pip install {package}, or use {setting} false"
-            )
-    return problems + _transformer_engine_problems(config)
-
-
-def _transformer_engine_problems(config: Config) -> list[str]:
-    """Settings that need TransformerEngine where GPUs are used and it is missing or disabled."""
-    if not _is_for_gpus():
-        return []
-    required = [need for need in needs_transformer_engine(config) if need.is_required]
-    if importlib.util.find_spec("transformer_engine") is None:
-        return [need.problem("which is not installed in this environment") for need in required]
-    if config.perf.transformer_impl == "local":
-        return [need.problem(RULED_OUT) for need in required if need.is_of_layers]
-    return []
-
-
-def _is_for_gpus() -> bool:
-    """Whether torch is installed with GPU support, judged by its version without importing it."""
-    try:
-        return not importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-def _collect(probe: Callable[[], object]) -> list[str]:
-    """Return the lines of the error that ``probe`` raises, if any."""
-    try:
-        probe()
-    except RlpostError as error:
-        return str(error).splitlines()
-    return []
-
-
 def _model_folder_problems(config: Config) -> list[str]:
     folder = config.checkpoint.hf_checkpoint
     if not folder:
@@ -352,7 +242,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += lora_model_problems(config, hf_config)
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)
-        problems += _of_file("--hf-checkpoint", _collect(lambda: _check_description(config, path)))
+        problems += _of_file("--hf-checkpoint", lines_of(lambda: _check_description(config, path)))
         problems += _engine_problems(config, hf_config)
     except FileNotFoundError:
         problems.append(f"{key}: has no config.json; give a Hugging Face folder of a model")
@@ -364,7 +254,7 @@ def _model_folder_problems(config: Config) -> list[str]:
         )
     broken = [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
     problems += broken or _mtp_problems(config)
-    return problems + _collect(lambda: check_tokenizer_folder(path))
+    return problems + lines_of(lambda: check_tokenizer_folder(path))
 
 
 def _check_description(config: Config, path: Path) -> None:
@@ -480,7 +370,7 @@ def _prompt_problems(config: Config) -> list[str]:
     problems, read = [], partial(check_prompts, has_environment=bool(config.env.env))
     if is_there(rollout.prompt_data):
         trains = config.grpo.is_supervised
-        new_problems = _collect(partial(read, rollout.prompt_data, rollout, trains_label=trains))
+        new_problems = lines_of(partial(read, rollout.prompt_data, rollout, trains_label=trains))
         problems += _of_file("--prompt-data", new_problems)
     try:
         sets = eval_sets(config.eval)
@@ -489,10 +379,10 @@ def _prompt_problems(config: Config) -> list[str]:
     for one in sets:
         settings = set_settings(one, config.eval, rollout)
         if is_there([one.path]):
-            new_problems = _collect(partial(read, [one.path], settings, flag_prefix="--eval-"))
+            new_problems = lines_of(partial(read, [one.path], settings, flag_prefix="--eval-"))
             problems += _of_file(f"--eval-prompt-data {one.name}", new_problems)
         if any(getattr(one, key) is not None for key in REWARD_KEYS):
-            new_problems = _collect(partial(check_reward, settings))
+            new_problems = lines_of(partial(check_reward, settings))
             problems += [f"{one.name}: {line}" for line in new_problems]
     return problems
 

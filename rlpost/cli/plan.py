@@ -32,6 +32,7 @@ from rlpost.config.plan.cards import CARDS, nearest_card
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
 from rlpost.config.plan.layout_search import FittingLayout, layout_words, nearest, suggest
+from rlpost.config.plan.loading_note import loading_note
 from rlpost.config.plan.rank_groups import crossing_words, planned_crossings
 from rlpost.config.plan.rank_memory import notes_of
 from rlpost.config.plan.save_interval import (
@@ -210,7 +211,7 @@ def show(
         )
         out.print(bars(result, out.width))
         out.print()
-        for note in notes_of(config, shape):
+        for note in [*notes_of(config, shape), *_loading_notes(config, shape, sizes, groups)]:
             out.print(f"note: {note}", style="yellow")
     choices: list[FittingLayout] = []
     if wants_suggestions or not fits:
@@ -247,6 +248,8 @@ def plan_object(
     if not problems:
         result = estimate(config, shape, **sizes)
         groups = planned_groups(config, shape, sizes["gpu_bytes"])
+        notes = [*notes_of(config, shape), *_loading_notes(config, shape, sizes, groups)]
+        content["note"] = "\n".join(notes) or None
         problems = [*result.problems, *filter(None, (group.problem for group in groups))]
         content |= {"fits": not problems, "problems": problems, **estimate_object(result)}
         content["groups"] = [asdict(group) for group in groups]
@@ -263,6 +266,20 @@ def plan_object(
         for choice in choices[:NUM_SUGGESTED]
     ]
     return content
+
+
+def _loading_notes(
+    config: Config, shape: Shape, sizes: Sizes, groups: Sequence[PlannedGroup]
+) -> list[str]:
+    """Return the notes about weights to read; ``groups`` are those of the plan."""
+    weights = [("policy", shape.parameters.total * sizes["engine_width"])] * config.generates
+    weights += [
+        (f"[engines.{group.name}]", group.engine.weights * group.gpus)
+        for group in groups
+        if group.engine is not None and not group.in_fleet
+    ]
+    notes = [loading_note(config, name, num_bytes) for name, num_bytes in weights]
+    return [note for note in notes if note]
 
 
 def estimate_object(result: Estimate) -> dict[str, object]:
@@ -344,7 +361,8 @@ def parse_size(text: str) -> int:
         size = 0
     if size < 1:
         raise ConfigError(
-            f"--gpu-memory {text}: name a GPU ({', '.join(NAMED_CARDS)}) or write a size with its unit, such as 80GB or 141GB"
+            f"--gpu-memory {text}: name a GPU ({', '.join(NAMED_CARDS)}) or write a size with its "
+            "unit, such as 80GB or 141GB"
         )
     return size
 

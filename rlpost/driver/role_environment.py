@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.tree import Config
 from rlpost.engines.cuda_graphs import REGISTER, VARIABLE, graph_settings
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CUMEM, MNNVL = "NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"
-DEEP_EP = "RLPOST_DEEP_EP"
+DEEP_EP, FP8_BLOCKS = "RLPOST_DEEP_EP", "RLPOST_FP8_BLOCKS"
 MNNVL_AUTO = "2"  # NCCL's default
 
 
@@ -46,6 +47,12 @@ def role_variables(config: Config, environment: Mapping[str, str]) -> tuple[Role
             "1" if config.model.moe_token_dispatcher_type == "flex" else None,
             None,
             "ranks import DeepEP only where they dispatch with it (rlpost/trainer/optional_packages.py)",
+        ),
+        RoleVariable(
+            FP8_BLOCKS,
+            "1" if trains_in_blocks(config.megatron.options) else None,
+            None,
+            "ranks set what TransformerEngine reads while it is imported (rlpost/trainer/fp8_grid.py)",
         ),
         RoleVariable(
             CUMEM,

@@ -52,6 +52,11 @@ def gpu() -> Gpu | None:
     return Gpu(torch.cuda.get_device_capability(), has_flash_attention())
 
 
+def capability() -> tuple[int, int] | None:
+    """Return the compute capability of the device; None on a CPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def has_flash_attention() -> bool:
     """Return whether TransformerEngine has found a flash-attn that it can use.
 

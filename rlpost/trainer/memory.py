@@ -82,7 +82,7 @@ class DeviceMemory:
         with self.lock:
             freed = {part: self._offload(part) for part in parts if part not in self._offloaded}
             if WEIGHTS in freed:
-                _drop_fp8_copies(self._chunks)
+                drop_fp8_copies(self._chunks)
         if self._communicators is not None and len(self._offloaded) == len(self._find):
             freed["buffers of NCCL"] = self._communicators.suspend()
         if torch.cuda.is_available():
@@ -231,7 +231,7 @@ def _weights(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
             yield parameter.data
 
 
-def _drop_fp8_copies(chunks: Sequence[torch.nn.Module]) -> None:
+def drop_fp8_copies(chunks: Sequence[torch.nn.Module]) -> None:
     """Free TransformerEngine's copies of weights in FP8; the next pass makes them again.
 
     A pass begins with ``set_is_first_microbatch`` (``schedules.py`` of megatron-core 0.16.1), and

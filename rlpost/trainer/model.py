@@ -29,7 +29,7 @@ from rlpost.models.rope import rope_type
 from rlpost.trainer import device, mtp, parallel
 from rlpost.trainer.attention_backends import FLASH, FUSED, UNFUSED, Choice
 from rlpost.trainer.frozen import freeze_by_name, keep_graph
-from rlpost.trainer.kernels import chosen_attention, kernel_fields
+from rlpost.trainer.kernels import accumulate_in_products, chosen_attention, kernel_fields
 from rlpost.trainer.layer_specs import (
     LOCAL,
     TRANSFORMER_ENGINE,
@@ -107,6 +107,7 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
         mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
+            accumulate_in_products(chunks[-1], config)
         if config.lora.lora_rank is not None:
             freeze_base(chunks[-1])
             keep_graph(chunks[-1])

@@ -19,7 +19,7 @@ from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.logprobs import TopTokens
-from rlpost.trainer.memory import HostCopy, bytes_of, storages
+from rlpost.trainer.memory import HostCopy, bytes_of, drop_fp8_copies, storages
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.packing import RowLayout
 from rlpost.trainer.passes import Logprobs, Passes
@@ -90,6 +90,7 @@ class OffloadedWeights:
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         """Copy all parameters and buffers to host memory and free their storage on the device."""
+        self._chunks = chunks
         tensors = [tensor.data for chunk in chunks for tensor in chunk.parameters()]
         tensors += [tensor for chunk in chunks for tensor in chunk.buffers()]
         self._copies = [
@@ -114,5 +115,6 @@ class OffloadedWeights:
     def _free(self) -> None:
         for storage, _, _ in self._copies:
             storage.resize_(0)
+        drop_fp8_copies(self._chunks)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -5,11 +5,14 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 
 from __future__ import annotations
 
+from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.models.families import family_of
 from rlpost.models.model_types import HfConfig
 
+BLOCK = 128
+"""Rows and columns of a block of TransformerEngine's weights in FP8."""
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
 """
@@ -82,12 +85,52 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
             f"scales of the cache with their weights, and no update sends them; leave {cache} out, "
             "or add --sglang-enable-weights-cpu-backup"
         )
+    problems += _grids(config, hf, key)
     if args.get("load_format") == "dummy":
         problems.append(
             "--sglang-load-format dummy with weights in FP8: scales of the cache, which no update "
             "sends, would be random; leave it out"
         )
     return problems
+
+
+def _grids(config: Config, hf: HfConfig, key: str) -> list[str]:
+    """Return how products in FP8 and weights of the engines are rounded differently."""
+    options = config.megatron.options
+    block = list((hf.get("quantization_config") or {}).get("weight_block_size") or [])
+    if not options.get("fp8"):
+        return []
+    if trains_in_blocks(options) and block == [BLOCK, BLOCK]:
+        return _parts_of_blocks(config, hf)
+    recipe = f"--fp8 {options['fp8']} with --fp8-recipe {options.get('fp8_recipe', 'delayed')}"
+    return [
+        f"{recipe}: the trainer's products would round weights to another grid than the engines, "
+        f"whose weights are in FP8 blocks of {' x '.join(map(str, block)) or 'another scheme'} "
+        f"({key}), so that their log-probs differ more than with a trainer in bfloat16; leave --fp8 out, "
+        f"or use --fp8-recipe blockwise with blocks of {BLOCK} x {BLOCK}"
+    ]
+
+
+def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
+    """Return lengths at which a rank's weight, as Megatron joins it, begins inside a block."""
+    text = {**hf, **(hf.get("text_config") or {})}
+    tensor = config.perf.tensor_model_parallel_size
+    of_experts = config.perf.expert_tensor_parallel_size or tensor
+    heads = text.get("num_attention_heads")
+    head = text.get("head_dim") or (text["hidden_size"] // heads if heads else 0)
+    lengths = [
+        ("head_dim", 0 if "kv_lora_rank" in text else head, 1),
+        ("intermediate_size", text.get("intermediate_size") or 0, tensor),
+        ("moe_intermediate_size", text.get("moe_intermediate_size") or 0, of_experts),
+    ]
+    return [
+        f"--fp8-recipe blockwise: {name} = {length}"
+        + (f" over {size} tensor-parallel ranks" if size > 1 else "")
+        + f" is not a multiple of {BLOCK} each, so that blocks of the trainer's products are not those "
+        "of the engines; leave --fp8 out" + (", or use fewer tensor-parallel ranks" * (size > 1))
+        for name, length, size in lengths
+        if length % (size * BLOCK)
+    ]
 
 
 def _dense_layers(hf: HfConfig) -> list[int]:

@@ -31,6 +31,11 @@ def fp8_rows(options: Mapping[str, object]) -> int:
     return FP8_ROWS.get(str(options.get("fp8_recipe")), 1) if options.get("fp8") else 1
 
 
+def trains_in_blocks(options: Mapping[str, object]) -> bool:
+    """Return whether ``options`` of Megatron-core compute in FP8 blocks of 128 x 128."""
+    return bool(options.get("fp8")) and options.get("fp8_recipe") == "blockwise"
+
+
 class PerfConfig(Group):
     """Parallelism, recomputation, precision and micro-batches of the trainer."""
 

@@ -256,9 +256,16 @@ class Agent:
 
 
 def server_args(config: Config, nccl_port: int) -> dict[str, object]:
-    """Return the arguments of a fleet engine's server, apart from model, address and key."""
+    """Return the arguments of a fleet engine's server, apart from model, address and key.
+
+    Engines beside --colocate share their GPUs with the trainer, and their fraction of the memory
+    leaves room for it. A fleet engine has its GPUs alone, and SGLang chooses.
+    """
     own = {"nccl_port": nccl_port, "weight_version": NOT_ADMITTED}
-    return {**own, **engine_args(config), **config.sglang.server_args}
+    given = dict(config.sglang.server_args)
+    if config.cluster.colocate:
+        given.pop("mem_fraction_static", None)
+    return {**own, **engine_args(config), **given}
 
 
 def driver_address(lease: Lease) -> str:

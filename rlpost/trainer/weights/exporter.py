@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from rlpost.trainer.weights.safetensors_files import INDEX, SINGLE
 from rlpost.types import Bucket
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 
@@ -197,15 +200,46 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
 
 
 def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
-    """SHA-256 over all Hugging Face tensors by name; the same at every layout. Collective."""
-    digests: dict[str, str] = {}
+    """SHA-256 over all Hugging Face tensors by name; the same at every layout. Collective.
+
+    Each stage gathers its own tensors, and its ranks divide them: each is copied to the host and
+    hashed by one rank. Every rank of the world must call it.
+    """
+    stage = exporter.inventory.groups.pipeline.rank()
+    stages = gather_objects(stage)
+    peers = [rank for rank, other in enumerate(stages) if other == stage]
+    position = peers.index(dist.get_rank() if dist.is_initialized() else 0)
+    count = 0
+    own: dict[str, str] = {}
     for bucket in exporter.plan(max_bytes):
-        for name, tensor in exporter.gather(bucket).items():
-            digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            # a NumPy view would keep the weight's memory alive
-            digest.update(as_bytes(tensor.to("cpu", copy=True)).numpy())
-            digests[name] = digest.hexdigest()
+        if bucket[0].owner != stage:
+            continue
+        tensors = exporter.gather(bucket, on_all_stages=False)
+        for name in list(tensors):
+            tensor = tensors.pop(name)
+            if count % len(peers) == position:
+                own[name] = _digest(name, tensor)
+            count += 1
+    digests: dict[str, str] = {}
+    for of_rank in gather_objects(own):
+        digests |= of_rank
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
+def gather_objects(value: T) -> list[T]:
+    """Gather one small object from each rank of the world. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _digest(name: str, tensor: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    # a NumPy view would keep the weight's memory alive
+    digest.update(as_bytes(tensor.to("cpu", copy=True)).numpy())
+    return digest.hexdigest()
 
 
 def export_folder(
@@ -405,16 +439,16 @@ def _of_one_rule(
     if held.dim is None:
         if not is_needed:
             return None
-        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), block)
+        return _quantised(layouts.split(local, held.rule.layout, inventory.dims), quantisation)
     if not shards_are_whole_blocks(held, shapes, block, num_query_groups=groups):
         shards = all_gather(local, held.group)
         if not is_needed:
             return None
         full = layouts.join(shards, held.rule.layout, dim=held.dim)
-        return _quantised(layouts.split(full, held.rule.layout, inventory.dims), block)
+        return _quantised(layouts.split(full, held.rule.layout, inventory.dims), quantisation)
     size = held.group.size()
     dims = replace(inventory.dims, num_query_groups=groups // size)
-    own = pack(_quantised(layouts.split(local, held.rule.layout, dims), block))
+    own = pack(_quantised(layouts.split(local, held.rule.layout, dims), quantisation))
     flats = all_gather(own, held.group)
     if not is_needed:
         return None
@@ -423,8 +457,9 @@ def _of_one_rule(
     return [_joined(parts, held.dim) for parts in zip(*of_ranks, strict=True)]
 
 
-def _quantised(tensors: tuple[torch.Tensor, ...], block: tuple[int, int]) -> Parts:
-    pairs = [quantise(tensor, block) for tensor in tensors]
+def _quantised(tensors: tuple[torch.Tensor, ...], quantisation: BlockFp8) -> Parts:
+    block, powers = quantisation.block, quantisation.has_powers_of_two
+    pairs = [quantise(tensor, block, has_powers_of_two=powers) for tensor in tensors]
     return [scales for _, scales in pairs] + [values for values, _ in pairs]
 
 

@@ -17,6 +17,8 @@ from safetensors import safe_open
 
 from rlpost.errors import WeightError
 from rlpost.models.names import Rule, expert_number
+from rlpost.trainer import device
+from rlpost.trainer.fp8_grid import has_powers_of_two
 from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import (
@@ -52,7 +54,11 @@ class HuggingFaceFolder:
                 self.file_of[name.removesuffix(BLOCKS)] = file
             elif not name.endswith(SCALES):
                 self.file_of[name] = file
-        self.quantisation = read_quantisation(self.folder, quantised)
+        self.quantisation = read_quantisation(
+            self.folder,
+            quantised,
+            has_powers_of_two=has_powers_of_two(device.capability()),
+        )
 
     def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
         """One full tensor on the CPU; FP8 and MXFP4 weights become float32.

@@ -27,6 +27,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
 _BIAS = 127
+_EXPONENT_BITS = -0x800000  # 0xFF800000: sign and exponent of a float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class BlockFp8:
 
     names: Set[str]
     block: tuple[int, int] = (128, 128)
+    has_powers_of_two: bool = False
+    """Scales are powers of two (``fp8_grid``)."""
 
     def shapes(
         self, name: str, shape: tuple[int, ...], dtype: str
@@ -54,11 +57,13 @@ class BlockFp8:
         """Quantise a weight; shapes and dtypes are those of ``shapes``."""
         if name not in self.names:
             return {name: tensor}
-        values, scales = quantise(tensor, self.block)
+        values, scales = quantise(tensor, self.block, has_powers_of_two=self.has_powers_of_two)
         return {name: values, name + SUFFIX: scales}
 
 
-def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
+def read_quantisation(
+    folder: Path, names: Set[str], *, has_powers_of_two: bool = False
+) -> BlockFp8 | None:
     """Quantisation of the weights ``names`` by ``config.json``.
 
     Returns:
@@ -77,7 +82,7 @@ def read_quantisation(folder: Path, names: Set[str]) -> BlockFp8 | None:
             f"{folder}/config.json: quantization_config {settings} is not block-wise FP8 (quant_method 'fp8' with a "
             "weight_block_size of two numbers); use a checkpoint in bfloat16 or in block-wise FP8"
         )
-    return BlockFp8(frozenset(names), (int(block[0]), int(block[1])))
+    return BlockFp8(frozenset(names), (int(block[0]), int(block[1])), has_powers_of_two)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
@@ -86,15 +91,25 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
     return -(-rows // block[0]), -(-columns // block[1])
 
 
-def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(
+    weight: torch.Tensor, block: tuple[int, int], *, has_powers_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[M, N] -> e4m3 [M, N] and float32 scales [ceil(M / rows), ceil(N / columns)].
 
-    The largest value of each block maps to 448.
+    The largest value of each block maps to 448, with ``has_powers_of_two`` to more than 224. The
+    bits are those of TransformerEngine 2.11 (``compute_scale_from_amax`` of recipe_common.cuh,
+    ``quantize_transpose_square_blockwise.cu``), so that the trainer's products in FP8 blocks have
+    the weights of the engines: a factor is 448 / amax, and a scale its inverse.
     """
-    scales = _largest_of_blocks(weight.float().abs(), block) / LARGEST
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    values = weight.float() / spread(scales, weight.shape, block)
-    return values.clamp_(-LARGEST, LARGEST).to(FP8), scales
+    largest = _largest_of_blocks(weight.float().abs(), block)
+    # A Python number as the dividend would be multiplied by a reciprocal, of other bits.
+    factors = torch.full_like(largest, LARGEST) / largest
+    factors[factors.isinf()] = torch.finfo(weight.dtype).max  # of a block with tiny values alone
+    if has_powers_of_two:
+        factors = (factors.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    factors[(largest == 0) | ~largest.isfinite()] = 1.0
+    values = weight.float() * spread(factors, weight.shape, block)
+    return values.clamp_(-LARGEST, LARGEST).to(FP8), torch.ones_like(factors) / factors
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

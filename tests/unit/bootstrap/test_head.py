@@ -85,7 +85,11 @@ async def test_the_head_keeps_its_fabric_where_its_address_is_on_loopback(
     agent._reception.links[1] = SimpleNamespace(local_ip="10.200.0.7", peer_ip="10.200.0.8")  # type: ignore[assignment]
     agent._gathering.record_node(NodeReport("n2", 1, 2))
     own, fabric = await agent._report_own_node()
-    assert (own.ip, own.ifname, fabric) == ("10.200.0.7", "lo", {"FI_PROVIDER": "efa"})
+    assert (own.ip, own.ifname) == ("10.200.0.7", "lo")
+    assert fabric == {"FI_PROVIDER": "efa", "NCCL_NET": "AWS Libfabric"}
+    agent._reception.links.clear()  # the others were spares
+    monkeypatch.setattr(agent, "_bind_ip", lambda: "10.200.0.7")
+    assert (await agent._report_own_node())[1] == {}
 
 
 async def test_a_file_system_that_gives_up_is_not_taken_for_the_deadline(

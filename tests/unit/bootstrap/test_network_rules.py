@@ -497,7 +497,9 @@ def test_fabrics_that_are_no_verbs_are_told_by_driver_or_provider(
     found = detect(facts)
     assert found.rdma.kind == kind
     assert not any(key.startswith(("NCCL_IB", "UCX")) for key in found.env)
-    assert found.env.get("FI_PROVIDER") == (kind if kind in ("efa", "cxi") else None)
+    is_libfabric = kind in ("efa", "cxi")
+    assert found.env.get("FI_PROVIDER") == (kind if is_libfabric else None)
+    assert found.env.get("NCCL_NET") == ("AWS Libfabric" if is_libfabric else None)
 
 
 def test_tcpx_keeps_control_and_data_apart() -> None:

@@ -348,7 +348,7 @@ def test_the_table_has_a_row_a_host_a_column_a_check_and_every_remark() -> None:
     bad = check_host(replace(FIT, temp_free=0, nofile=20_000), WANTED, SEEN)
     preflight = Preflight.of({"node-with-a-long-name": check_host(FIT, WANTED, SEEN), "n2": bad})
     head, *rows = preflight.table().splitlines()
-    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 21
+    assert rows[0].split() == ["node-with-a-long-name"] + ["ok"] * 22
     assert rows[1][head.index("temp-dir")] == "X" and rows[1][head.index("nofile")] == "-"
     assert [row.split(":")[0] for row in rows[2:]] == ["n2 WARN nofile", "n2 EXCLUDE_NODE temp-dir"]
 
@@ -447,6 +447,15 @@ def test_engines_compile_with_a_compiler_of_torch_s_cuda(
     facts = replace(FIT, **cuda("580.95.05", "13.0", torch), nvcc=nvcc)  # type: ignore[arg-type]
     (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "compiler"]
     assert check.level == level and words in check.found
+
+
+@pytest.mark.parametrize(
+    ("problem", "level"), [(None, "OK"), ("", "OK"), ("libnccl-net.so: cannot open", "WARN")]
+)
+def test_a_libfabric_that_nccl_does_not_reach_is_named(problem: str | None, level: str) -> None:
+    facts = replace(FIT, net_plugin=problem)
+    (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "net_plugin"]
+    assert check.level == level and (problem or "") in check.found
 
 
 @pytest.mark.parametrize(

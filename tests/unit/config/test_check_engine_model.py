@@ -74,6 +74,42 @@ def test_fp8_blocks_whose_scales_sglang_ignores_are_refused():
         assert not found or "does not load the scales" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "block", "is_equal"),
+    [
+        ("blockwise", [128, 128], True),
+        ("blockwise", [64, 64], False),
+        ("mxfp8", [128, 128], False),
+        ("tensorwise", [128, 128], False),
+    ],
+)
+def test_products_in_fp8_round_weights_as_the_engines_have_them(recipe, block, is_equal):
+    hf = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    trains = {"megatron": {"fp8": "e4m3", "fp8_recipe": recipe}}
+    lines = problems(model=hf, **trains)
+    assert (lines == []) is is_equal
+    assert is_equal or f"--fp8-recipe {recipe}: the trainer's products" in lines[0]
+    assert problems(model=hf) == problems(model=hf, **trains, grpo={"loss_type": "sft_loss"}) == []
+    assert problems(**trains) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [
+        ({"head_dim": 64}, "head_dim = 64 is"),
+        ({"intermediate_size": 1152}, "intermediate_size = 1152 over 2 tensor-parallel ranks"),
+        ({"moe_intermediate_size": 128}, "moe_intermediate_size = 128 over 2"),
+        ({"head_dim": 64, "kv_lora_rank": 512, "moe_intermediate_size": 256}, None),
+    ],
+)
+def test_a_rank_s_weights_begin_with_a_block(lengths, name):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    trains = {"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
+    ranks = {"perf": {"tensor_model_parallel_size": 2}}
+    lines = problems(model={"quantization_config": blocks, **lengths}, **trains, **ranks)
+    assert (lines == []) if name is None else (name in lines[0])
+
+
 def test_random_weights_are_no_start_for_engines_in_fp8():
     (problem,) = problems(method="fp8", sglang={"sglang_load_format": "dummy"})
     assert problem.startswith("--sglang-load-format dummy with weights in FP8")

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from rlpost.cli.check_settings import check_installed
+from rlpost.cli.check_installed import check_installed
 from rlpost.config.checks.environment_variables import allocator_problems, environment_problems
 from rlpost.config.load import JOBS, files_of, load, read_toml
 from rlpost.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from common.exit_codes import EXIT_CONFIG
 from common.run_folder import create_run_folder
 from rlpost import train
-from rlpost.cli import check_settings as check
+from rlpost.cli import check_installed as check
 from rlpost.config.load import dump, load
 from rlpost.errors import ConfigError
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlpost.cli.check_settings import check_installed
+from rlpost.cli.check_installed import check_installed
 from rlpost.config import flags, megatron_options, pass_through
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.errors import ConfigError

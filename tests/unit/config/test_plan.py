@@ -499,6 +499,13 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
     assert code == 0 and "at its peak" in text
 
 
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("groups", "phase", "part", "remedy"),
     [
@@ -509,7 +516,7 @@ def test_the_plan_says_what_fits_and_what_does_not(monkeypatch):
             "use --recompute-granularity full",
         ),
         (
-            {"perf": {"max_tokens_per_gpu": 400_000}},
+            {"perf": {"max_tokens_per_gpu": 400_000, **RECOMPUTED}},
             "train",
             "logits",
             "--max-tokens-per-gpu 400000",

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from rlpost.cli import check_settings as check
+from rlpost.cli import check_installed as check
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.megatron_options import option_names
 from rlpost.config.transformer_engine import MEGATRON_OPTIONS, needs_transformer_engine

@@ -76,6 +76,11 @@ DIFFERENT = {  # key: why a recipe differs from its source
     "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
     "no_save_optim": "a resume is exact: Adam's state is saved, through a bounded buffer",
     "use_wandb": "needs a key: --use-wandb",
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+        "all activations fit in memory, and recomputation takes a fourth of the training time",
+    ),
+    "use_kl_loss": "with coefficient 0 it only measures train/ref_kl, in a reference pass",
     "rotary_base": "a million in the published config.json; the source's number is an example of how to override it",
     "moe_token_drop_policy": "which tokens to drop; none are dropped",
 }

@@ -259,6 +259,13 @@ def test_without_a_driver_it_pauses_its_server_and_finally_leaves(world):
 
 def test_an_answer_of_a_server_that_was_not_admitted_is_an_error():
     assert server_args(Config(), 5)["weight_version"] == NOT_ADMITTED
+    fraction = {"sglang": {"sglang_mem_fraction_static": 0.7}}
+    beside, alone = (
+        server_args(load([], fraction | {"cluster": {"colocate": colocate}}).config, 5)
+        for colocate in (True, False)
+    )
+    assert "mem_fraction_static" not in beside, "that of engines which share GPUs with the trainer"
+    assert alone["mem_fraction_static"] == 0.7
     assert not NOT_ADMITTED.isdecimal()  # rollout.answer refuses it
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions, to_hugging_face
-from rlpost.trainer.weights import exporter, layouts
+from rlpost.trainer.weights import exporter as exporter_code
+from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -155,9 +157,29 @@ def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
                 name: (str(t.dtype), t.contiguous().view(torch.uint8).numpy())
                 for name, t in tensors.items()
             }
-        results.put((case.name, rank, found, dict(given)))
+        given_here: dict[str, Any] = dict(given)
+        with recorded_digests() as hashed:
+            given_here["hash"] = exporter_code.weights_hash(exporter, max_bytes=10**6)
+        results.put((case.name, rank, found, given_here | {"hashed": hashed}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def recorded_digests() -> Iterator[list[str]]:
+    """Record the tensors that this rank hashes."""
+    names: list[str] = []
+    digest = exporter_code._digest
+
+    def recorded(name: str, tensor: torch.Tensor) -> str:
+        names.append(name)
+        return digest(name, tensor)
+
+    exporter_code._digest = recorded
+    try:
+        yield names
+    finally:
+        exporter_code._digest = digest
 
 
 def count_bytes() -> dict[str, int]:
@@ -165,13 +187,13 @@ def count_bytes() -> dict[str, int]:
     quantises.
     """
     given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
-    quantise = exporter.quantise
+    quantise = exporter_code.quantise
 
-    def counted_quantise(weight: torch.Tensor, block: tuple[int, int]) -> Any:
+    def counted_quantise(weight: torch.Tensor, block: tuple[int, int], **rule: Any) -> Any:
         given["quantised"] += weight.numel()
-        return quantise(weight, block)
+        return quantise(weight, block, **rule)
 
-    exporter.quantise = counted_quantise
+    exporter_code.quantise = counted_quantise
     all_gather, broadcast = dist.all_gather, dist.broadcast
 
     def counted_gather(outputs: Any, tensor: torch.Tensor, **how: Any) -> Any:

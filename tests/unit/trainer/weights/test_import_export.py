@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import shutil
@@ -464,3 +465,18 @@ def test_a_rank_without_a_result_quantises_only_what_it_sends(gathered, wanted):
     own = elements("experts", *ALIGNED) // WORLD
     assert second[1]["quantised"] == own
     assert first[1]["quantised"] == own + elements(*ACROSS_BLOCKS)
+
+
+def test_ranks_divide_the_tensors_of_a_hash_that_is_the_same_at_every_layout(gathered):
+    """One digest a tensor, of its name, type, shape and bytes; the hash is that of all digests."""
+    digests = []
+    for name, tensor in sorted(hugging_face().items()):
+        head = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        digests.append(hashlib.sha256(head + content).hexdigest())
+    whole = hashlib.sha256("".join(digests).encode()).hexdigest()
+    for ranks in gathered.values():
+        hashed = [given["hashed"] for _, given in ranks]
+        assert sorted([*hashed[0], *hashed[1]]) == sorted(hugging_face())
+        assert all(hashed), "each rank hashes a part"
+        assert [given["hash"] for _, given in ranks] == [whole] * WORLD

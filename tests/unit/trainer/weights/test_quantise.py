@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,26 +15,45 @@ BLOCK = (128, 128)
 FILE = "model.safetensors"
 
 
-def block_by_block(weight, block):
-    """The formula in words: a block's largest magnitude over 448 is its scale, by which everything
-    is divided.
-    """
+def engine_factor(largest, *, has_powers_of_two, dtype):
+    """``compute_scale_from_amax`` of TransformerEngine 2.11 (recipe_common.cuh), for one block."""
+    if largest == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        factor = np.float32(448) / np.float32(largest)
+    if np.isinf(factor):
+        factor = np.float32(torch.finfo(dtype).max)
+    if has_powers_of_two:
+        factor = (factor.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    return factor
+
+
+def block_by_block(weight, block, *, has_powers_of_two=False):
+    """``block_scaled_cast_transpose_kernel`` of TransformerEngine 2.11: a plain loop over blocks."""
     rows, columns = scale_shape(tuple(weight.shape), block)
     values, scales = torch.empty(weight.shape, dtype=FP8), torch.empty(rows, columns)
     for i in range(rows):
         for j in range(columns):
             here = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
-            scales[i, j] = weight[here].abs().max().float() / 448 or 1.0
-            values[here] = (weight[here].float() / scales[i, j]).to(FP8)
+            factor = engine_factor(
+                weight[here].abs().max().float().item(),
+                has_powers_of_two=has_powers_of_two,
+                dtype=weight.dtype,
+            )
+            scales[i, j] = float(np.float32(1) / factor)
+            values[here] = (weight[here].float() * float(factor)).to(FP8)
     return values, scales
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 70), (1, 1), (64, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_scales_are_those_of_a_plain_loop_over_blocks(shape, dtype):
-    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype)
-    values, scales = quantise(weight, BLOCK)
-    wanted_values, wanted_scales = block_by_block(weight, BLOCK)
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("size", [0.02, 1e-38])
+def test_engines_get_the_bits_of_the_trainer_s_products(shape, dtype, powers, size):
+    draw = torch.Generator().manual_seed(3)
+    weight = (torch.randn(shape, generator=draw) * size).to(dtype)
+    values, scales = quantise(weight, BLOCK, has_powers_of_two=powers)
+    wanted_values, wanted_scales = block_by_block(weight, BLOCK, has_powers_of_two=powers)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(values.view(torch.uint8), wanted_values.view(torch.uint8))
 
