@@ -21,7 +21,14 @@ from rich.text import Text
 
 from common.units import count_text, counted
 from rlpost.cli.command_line import make_parser, no_recipe, settings
-from rlpost.cli.plan_engines import PlannedGroup, gb, planned_groups, route_words, update_rows
+from rlpost.cli.plan_engines import (
+    PlannedGroup,
+    gb,
+    loading_notes,
+    planned_groups,
+    route_words,
+    update_rows,
+)
 from rlpost.cli.plan_time import time_object, time_rows
 from rlpost.cli.teacher_folder import teacher_shape
 from rlpost.cli.terminal import console, terminal_width
@@ -32,7 +39,6 @@ from rlpost.config.plan.cards import CARDS, nearest_card
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
 from rlpost.config.plan.layout_search import FittingLayout, layout_words, nearest, suggest
-from rlpost.config.plan.loading_note import loading_note
 from rlpost.config.plan.rank_groups import crossing_words, planned_crossings
 from rlpost.config.plan.rank_memory import notes_of
 from rlpost.config.plan.save_interval import (
@@ -211,7 +217,7 @@ def show(
         )
         out.print(bars(result, out.width))
         out.print()
-        for note in [*notes_of(config, shape), *_loading_notes(config, shape, sizes, groups)]:
+        for note in [*notes_of(config, shape), *loading_notes(config, shape, sizes, groups)]:
             out.print(f"note: {note}", style="yellow")
     choices: list[FittingLayout] = []
     if wants_suggestions or not fits:
@@ -248,7 +254,7 @@ def plan_object(
     if not problems:
         result = estimate(config, shape, **sizes)
         groups = planned_groups(config, shape, sizes["gpu_bytes"])
-        notes = [*notes_of(config, shape), *_loading_notes(config, shape, sizes, groups)]
+        notes = [*notes_of(config, shape), *loading_notes(config, shape, sizes, groups)]
         content["note"] = "\n".join(notes) or None
         problems = [*result.problems, *filter(None, (group.problem for group in groups))]
         content |= {"fits": not problems, "problems": problems, **estimate_object(result)}
@@ -266,20 +272,6 @@ def plan_object(
         for choice in choices[:NUM_SUGGESTED]
     ]
     return content
-
-
-def _loading_notes(
-    config: Config, shape: Shape, sizes: Sizes, groups: Sequence[PlannedGroup]
-) -> list[str]:
-    """Return the notes about weights to read; ``groups`` are those of the plan."""
-    weights = [("policy", shape.parameters.total * sizes["engine_width"])] * config.generates
-    weights += [
-        (f"[engines.{group.name}]", group.engine.weights * group.gpus)
-        for group in groups
-        if group.engine is not None and not group.in_fleet
-    ]
-    notes = [loading_note(config, name, num_bytes) for name, num_bytes in weights]
-    return [note for note in notes if note]
 
 
 def estimate_object(result: Estimate) -> dict[str, object]:

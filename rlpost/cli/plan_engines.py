@@ -14,8 +14,9 @@ from common.units import counted
 from rlpost.config.engine_groups import group_config
 from rlpost.config.load import JOBS, load
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
-from rlpost.config.plan.estimate import Estimate
+from rlpost.config.plan.estimate import Estimate, Sizes
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
+from rlpost.config.plan.loading_note import loading_note
 from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import PlannedUpdate
 from rlpost.config.tree import Config
@@ -123,3 +124,17 @@ def update_rows(config: Config, update: PlannedUpdate) -> list[tuple[str, str]]:
 def gb(size: float) -> str:
     """A size in GB or TB."""
     return f"{size / 1e12:.2f} TB" if size >= 1e12 else f"{size / 1e9:.1f} GB"
+
+
+def loading_notes(
+    config: Config, shape: Shape, sizes: Sizes, groups: Sequence[PlannedGroup]
+) -> list[str]:
+    """Return the notes about the policy's engines and the groups of a plan."""
+    weights = [("policy", shape.parameters.total * sizes["engine_width"])] * config.generates
+    weights += [
+        (f"[engines.{group.name}]", group.engine.weights * group.gpus)
+        for group in groups
+        if group.engine is not None and not group.in_fleet
+    ]
+    notes = [loading_note(config, name, num_bytes) for name, num_bytes in weights]
+    return [note for note in notes if note]
