@@ -7,6 +7,7 @@ where the weights are not here yet. Output: rows of the plan's table, and what d
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -158,7 +158,7 @@ def test_a_conversion_that_fails_leaves_no_folder(tmp_path: Path, capfd: Any) ->
 MADE = Marker("0123", "run-0123", 10, source={"checkpoint": "c", "model": "m"})
 
 
-def converted(command: list[str]) -> SimpleNamespace:
+def converted(command: list[str], env: object) -> SimpleNamespace:
     folder = Path(command[command.index("--output-dir") + 1])
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -169,7 +169,10 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from rlpost.cli import evaluate
-evaluate.subprocess.run = lambda command: (Path(command[command.index("--output-dir") + 1]).mkdir(), time.sleep(60))
+def run(command, env):
+    Path(command[command.index("--output-dir") + 1]).mkdir()
+    time.sleep(60)
+evaluate.subprocess.run = run
 evaluate.convert(Path("x"), "m", Path(sys.argv[1]), evaluate.Marker("", "", 10))
 """
 
@@ -203,7 +206,7 @@ def test_the_folder_of_a_killed_conversion_is_removed_by_the_next_one(
 def test_an_interrupted_conversion_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(command: list[str]) -> None:
+    def interrupt(command: list[str], env: object) -> None:
         Path(command[command.index("--output-dir") + 1]).mkdir()
         raise KeyboardInterrupt
 

@@ -36,7 +36,7 @@ OTHER: dict[str, Any] = {
     "offload_train": True,
     "trainer_standby": True,
     "offload_rollout": True,
-    "ray_object_store_memory": 7,
+    "ray_object_store_memory": 1 << 30,
     "image_cache": "/other",
     "python": "/other",
     "runs_dir": "/other",

@@ -108,11 +108,17 @@ def test_a_recipe_s_parts_add_up_and_the_settings_named_save_what_they_say(name)
 
 def test_what_shortens_a_step_of_qwen3_4b_is_named():
     sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2, teacher=None)
-    words = [option.words for option in faster_settings(recipe("qwen3_4b"), H100, sizes)]
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    slow = recipe("qwen3_4b", perf=full, grpo={"use_kl_loss": True})
+    words = [option.words for option in faster_settings(slow, H100, sizes)]
     assert "--use-kl-loss no" in words
     assert any(word.startswith("--recompute-granularity none") for word in words)
-    full = {"max_tokens_per_gpu": 40_000}
-    words = [o.words for o in faster_settings(recipe("qwen3_4b", perf=full), H100, sizes)]
+    long = recipe("qwen3_4b", perf=full | {"max_tokens_per_gpu": 40_000})
+    words = [option.words for option in faster_settings(long, H100, sizes)]
     assert not any("recompute" in word for word in words)  # does not fit
 
 
