@@ -113,8 +113,9 @@ def whole(external: ExternalEngine) -> Path:
 
 
 def end_of(run: Path) -> dict[str, object]:
-    """Return the last entry of the ledger."""
-    return json.loads((run / "ledger.jsonl").read_text().splitlines()[-1])
+    """Return the entry of the ledger with which the run ended; the attempt's verdict follows it."""
+    entries = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if entry["event"] == "done"][-1]
 
 
 def test_an_external_engine_gets_requests_with_its_key_and_the_final_weights(
