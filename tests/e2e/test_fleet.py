@@ -82,7 +82,7 @@ def test_both_engines_serve_and_are_in_the_table(fleet):
 
 def test_the_preempted_engine_leaves_with_a_notice_is_requeued_and_serves_again(fleet):
     run, log = fleet.run, batch_log(fleet, fleet.preempted)
-    assert "USR2: preemption" in log and f"srun exit {EXIT_PREEMPTED}" in log
+    assert "USR2 to the batch script: preemption" in log and f"srun exit {EXIT_PREEMPTED}" in log
     first, second, *_ = run.starts_at(fleet.preempted)
     answers = run.answers_at(fleet.preempted)
     assert any(first <= at <= second for at in answers) and any(at > second for at in answers)
