@@ -216,7 +216,7 @@ def test_a_type_and_further_resources_are_one_request(values: dict[str, Any], li
             {"requeue": "chain", "sbatch": ("--dependency=afterok:7",)},
             "with --requeue chain the job states --dependency itself; submit it when",
         ),
-        ({"segment": 3}, "^segment: '3' does not divide the 1 nodes"),
+        ({"segment": 3}, "^segment: 3 does not divide the 1 nodes"),
     ],
 )
 def test_a_setting_that_cannot_act_is_refused(values: dict[str, Any], said: str) -> None:
