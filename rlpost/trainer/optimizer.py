@@ -111,7 +111,7 @@ def accumulate(
         _zero_grad(model, optimizer)
         random_state.restore(before)
         raise
-    with span("optimizer"), torch.no_grad():
+    with span("gradient norm"), torch.no_grad():
         optimizer.prepare_grads()
         metrics[norm] = float(optimizer.get_grad_norm())
         check_finite(metrics, where)

@@ -112,7 +112,11 @@ def test_a_save_in_a_ray_worker_starts_no_process_and_is_resumed_outside(
     assert inside["children"] == []
     assert inside["modules"] == {"torch", "megatron.core"}, "a rank does not load wandb"
     _is_profile_of_two_steps(inside["profiles"])
-    assert [one[0] for one in inside["spans"]] == ["forward, backward", "optimizer"] * 2
+    assert [one[0] for one in inside["spans"]] == [
+        "forward, backward",
+        "gradient norm",
+        "optimizer",
+    ] * 2
     assert inside["memory"]["memory/actor_gb"] > 0.1
     (resumed,) = run_ranks(train, 1, one, steps=STEPS, files=Files(load=folder), max_tokens=200)
     (whole,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=200)

@@ -298,7 +298,7 @@ def test_workers_that_outlive_a_killed_driver_are_adopted_and_end_with_the_attem
 def test_a_stop_during_the_start_of_ray_ends_the_attempt(beside: dict[str, Attempt]) -> None:
     attempt = beside["stopped during the start"]
     word, cause = attempt.wait()
-    assert word == "requeue" and "stop was requested" in cause
+    assert word == "requeue" and "stopped before the run had started" in cause
     assert not (attempt.folder / "cluster").exists(), "the driver got no cluster"
 
 
