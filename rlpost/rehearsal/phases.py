@@ -297,8 +297,8 @@ def _replaced_at_first_step(
 
     with ExitStack() as stack:
         for optimizer, own in placeholders.items():
-            replaced = partial(first_step, own, optimizer.step)
-            stack.enter_context(patch.object(optimizer, "step", replaced))
+            replaced = partial(first_step, own, optimizer.step_with_ready_grads)
+            stack.enter_context(patch.object(optimizer, "step_with_ready_grads", replaced))
         yield
 
 

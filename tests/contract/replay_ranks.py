@@ -24,13 +24,13 @@ def replay(
 
     actor.import_weights()
     gradients: dict[str, Any] = {}
-    real_step = actor.optimizer.step
+    real_norm = actor.optimizer.get_grad_norm
 
-    def step() -> Any:
+    def norm() -> Any:  # before the gradients are clipped
         gradients.update(whole_tensors(actor, gradients=True))
-        return real_step()
+        return real_norm()
 
-    actor.optimizer.step = step
+    actor.optimizer.get_grad_norm = norm
     batch = my_batch(actor, samples, max_tokens=64)
     mine = [sample for micro_batch in batch.micro_batches for sample in micro_batch]
     num_groups = max(len(batch.micro_batches) // 2, micro_batch_multiple(actor.config))

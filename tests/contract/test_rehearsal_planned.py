@@ -27,13 +27,18 @@ NOTHING_AGAIN = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-INTERLEAVED = {
+AGAIN = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+INTERLEAVED = AGAIN | {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4,
     "num_layers_per_virtual_pipeline_stage": 1,
 }  # fmt: skip
-WHOLE_STATE = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+WHOLE_STATE = AGAIN | {"use_distributed_optimizer": False, "overlap_param_gather": False}
 DENSE, EXPERTS, LARGE = "qwen3_4b", "qwen3_30b_a3b", "glm45_355b"
-FOUR_LAYERS = {"model": {"num_layers": 4}}
+FOUR_LAYERS = {"model": {"num_layers": 4}, "perf": AGAIN}
 FOUR_OF_EXPERTS = {"model": {"num_layers": 4, "moe_layer_freq": (1, 1, 1, 1)}}
 ALL_SIZES = {
     "model": {"num_layers": 8, "moe_layer_freq": (0, 0, 0, *(1,) * 5), "num_experts": 40},
