@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from rlpost.algorithm.answers import Answer, answers_of
 from rlpost.algorithm.evaluation_statistics import mean
-from rlpost.rollout.episode_results import ENV, NUM_TURNS
+from rlpost.rollout.episode_results import ENV, NUM_TURNS, SIDE_TOKENS
 from rlpost.types import SampleGroup
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return ``env/LABEL/...`` of all episodes, as means over prompts.
+    """Return ``env/LABEL/...`` of all episodes, as means over prompts, and their tokens by kind.
 
     An episode of several samples counts once.
     """
@@ -28,7 +28,11 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
                 of_group[str(answer.samples[0].sample.extra[ENV])].append(answer)
         for label, episodes in of_group.items():
             by_label[label].append(episodes)
+    every = [answer for prompts in by_label.values() for each in prompts for answer in each]
     metrics: dict[str, float] = {}
+    if every:
+        metrics["env/task_tokens"] = float(sum(map(_trained_tokens, every)))
+        metrics["env/side_tokens"] = float(sum(map(_side_tokens, every)))
     for label, prompts in sorted(by_label.items()):
         metrics[f"env/{label}/episodes"] = float(sum(map(len, prompts)))
         for name, figure in FIGURES.items():
@@ -39,6 +43,14 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 def _num_turns(episode: Answer) -> float:
     return float(episode.samples[0].sample.extra.get(NUM_TURNS, 0))
+
+
+def _trained_tokens(episode: Answer) -> int:
+    return sum(scored.mask.total() for scored in episode.samples)
+
+
+def _side_tokens(episode: Answer) -> int:
+    return int(str(episode.samples[0].sample.extra.get(SIDE_TOKENS, 0)))
 
 
 FIGURES: dict[str, Callable[[Answer], float]] = {

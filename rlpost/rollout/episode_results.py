@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlpost.algorithm.turns import TurnReward, turn_record
 from rlpost.types import Sample
 
-REWARD, ENV, NUM_TURNS = "reward", "env", "num_turns"
+REWARD, ENV, NUM_TURNS, SIDE_TOKENS = "reward", "env", "num_turns", "side_tokens"
 """Keys of ``Sample.extra``; a grader uses ``reward`` as it is."""
 
 
@@ -98,7 +98,13 @@ def rewarded(result: EpisodeResult, label: str, *, by_turn: bool) -> tuple[Sampl
     All samples of an episode have the reward of the episode. ``by_turn``: they also have the
     rewards of their turns; that of the whole episode counts for the last turn.
     """
-    extra = {ENV: label, REWARD: result.reward, NUM_TURNS: len(result.turns)}
+    extra: dict[str, object] = {
+        ENV: label,
+        REWARD: result.reward,
+        NUM_TURNS: len(result.turns),
+    }
+    if result.side_requests:
+        extra[SIDE_TOKENS] = sum(each.tokens for each in result.side_requests)
     samples = []
     for position, sample in enumerate(result.samples):
         own: dict[str, object] = dict(extra)

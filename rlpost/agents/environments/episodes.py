@@ -33,12 +33,10 @@ from rlpost.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-FAILED, MASKED, TIMED_OUT, TASK_TOKENS, SIDE_TOKENS = COUNTED = (
+FAILED, MASKED, TIMED_OUT = COUNTED = (
     "env/episodes_failed",
     "env/episodes_masked",
     "env/episodes_timed_out",
-    "env/task_tokens",
-    "env/side_tokens",
 )
 PAUSE_S = 1.0  # before an episode is started again; doubles
 
@@ -200,8 +198,6 @@ class Episodes:
                 pause = asyncio.sleep(self._pause_s * 2**attempt)
                 await unless_halted(builder.connection, pause)
                 continue
-            self._counts[TASK_TOKENS] += sum(each.mask.total() for each in result.samples)
-            self._counts[SIDE_TOKENS] += sum(each.tokens for each in result.side_requests)
             record = record_of(result)
             self._write(label, prompt, record, began=began, index=builder.index)
             return rewarded(result, label, by_turn=settings.env_reward == "turn")

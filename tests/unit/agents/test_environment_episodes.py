@@ -189,8 +189,6 @@ def test_a_failure_outside_the_answer_restarts_the_episode(failure: Exception) -
         "env/episodes_failed": 2.0,
         "env/episodes_masked": 0.0,
         "env/episodes_timed_out": 0.0,
-        "env/task_tokens": float(made.mask.total()),
-        "env/side_tokens": 0.0,
     }
     assert [record["outcome"] for record in records] == ["failed", "failed", "scored"]
     assert len(closed) == 3
