@@ -236,6 +236,8 @@ def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
         == [pytest.approx(expected_advantages(group.rewards))]
     )
     assert episode_metrics([group]) == {
+        "env/task_tokens": 10.0,
+        "env/side_tokens": 0.0,
         "env/Game/episodes": 3.0,
         "env/Game/reward_mean": pytest.approx(7 / 3),
         "env/Game/turns_mean": 1.0,

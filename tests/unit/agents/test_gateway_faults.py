@@ -367,7 +367,7 @@ async def test_a_body_far_beyond_the_context_is_not_parsed(
 ) -> None:
     """Also where the long text is in a field that has no effect."""
     monkeypatch.setattr(policy, "SMALLEST_BOUND", 1000)
-    monkeypatch.setattr(http_server, "_body", lambda _: pytest.fail("it was parsed"))
+    monkeypatch.setattr(http_server, "_parse", lambda _: pytest.fail("it was parsed"))
     async with setup(folder) as made:
         made.gateway.policy.context_length = 100
         async with await made.open() as episode:

@@ -17,8 +17,9 @@ from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
 from tools.pages.slime_flags import slime_flags
 
-ONLY_CHECKED = {"rollout_function_path", "eval_function_path"}
-"""Flags whose values are settings here if slime provides the function; checks refuse all others."""
+ONLY_CHECKED = {"rollout_function_path", "eval_function_path", "wandb_mode"}
+"""Flags whose values are settings here if slime provides the function; checks refuse all others. The
+mode of W&B acts through ``WandbConfig.mode_in``."""
 NO_USE = (
     "config/groups/",
     "config/checks/",

@@ -104,7 +104,7 @@ def run_of(tmp_path, monkeypatch):
         stages: {"FleetSync": SimpleNamespace(of=lambda *_, **__: FleetOfJobs([]))},
         generation: {
             "PromptTokenizer": lambda *_, **__: None,
-            "PromptSet": lambda *_, **__: SimpleNamespace(all=list),
+            "prompt_set": lambda *_, **__: SimpleNamespace(all=list),
             "make_grader": lambda config, engines: Workers("grader", []),
         },
         startup: {
