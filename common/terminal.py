@@ -1,4 +1,4 @@
-"""Show control characters as text on a terminal, whoever wrote them.
+"""Show control characters as text on a terminal.
 
 Input: standard output and standard error of a command. Output: the same streams; on a terminal,
 what is printed cannot move the cursor, set the title or hide a line. Pipes and files get the text

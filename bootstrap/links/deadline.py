@@ -22,7 +22,7 @@ ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 600.0
 """Interval between queries of the end of the job, which an operator may change."""
 READ_AGAIN_S = 30.0
-"""Interval between looks at the batch host's file."""
+"""Interval between reads of the batch host's file."""
 LEAVE_S = 10.0
 """Seconds before the deadline for the agent's verdict, so that the batch script can requeue."""
 

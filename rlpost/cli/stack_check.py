@@ -40,7 +40,7 @@ PROJECT = Path(__file__).parents[2]
 OVERRIDES = "--sglang-json-model-override-args"
 DEADLINE_S = 120.0
 CPU_S, DATA_BYTES = 100, 8 << 30
-"""Limits of the process: a chat template is a program of whoever made the model folder."""
+"""Limits of the process: a chat template is a program from the model folder."""
 TOO_MUCH = "its chat template or tokenizer"
 NOT_INSTALLED = (
     "transformers is not installed here: the model's configuration and its chat template are checked "

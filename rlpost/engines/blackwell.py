@@ -1,7 +1,7 @@
 """Kernels of engines on Blackwell whose weights can be updated. Pure.
 
 SGLang 0.5.21 resolves some settings by the GPU's architecture when a server starts. On sm100 and
-newer it lays weights out anew after loading, and has no way back for an update: experts in
+newer it changes the layout of weights after loading, and cannot restore it for an update: experts in
 bfloat16 in blocks of flashinfer_trtllm (sgl-project/sglang#27787), scales of FP8 blocks in the
 packed exponents of DeepGEMM (sgl-project/sglang#14947). The first update then ends the engine.
 flashinfer_trtllm also chooses experts inside its kernel, so no routes are returned.
