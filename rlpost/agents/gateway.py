@@ -16,7 +16,6 @@ capacity, retries and halts, belongs to the driver.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import threading
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from rlpost.agents.http_server import make_app
 from rlpost.agents.listener import start_listener
 from rlpost.agents.policy import EpisodeLimits, Policy
 from rlpost.engines.connection import Connection
+from rlpost.models.config_file import read_config
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
@@ -164,6 +164,5 @@ def model_context_length(model_folder: str) -> int | None:
     file = Path(model_folder) / "config.json"
     if not file.is_file():
         return None
-    config = json.loads(file.read_text())
-    found = config.get("text_config", config).get("max_position_embeddings")
+    found = read_config(model_folder).get("max_position_embeddings")
     return found if isinstance(found, int) else None

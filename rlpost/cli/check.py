@@ -34,6 +34,7 @@ from rlpost.config.plan.rank_memory import fullest_held
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins, with_values
 from rlpost.errors import ConfigError, WeightError
+from rlpost.models.config_file import read_config
 from slurm.errors import SpecError
 from slurm.variables import unknown_variables
 
@@ -219,7 +220,7 @@ def _layout(config: Config) -> str:
 
 
 def _model_lines(config: Config) -> list[tuple[str, str]]:
-    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    hf = read_config(config.checkpoint.hf_checkpoint)
     name = ", ".join(hf.get("architectures") or ["model"])
     try:
         shape = hf_shape(hf)

@@ -32,6 +32,7 @@ from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.checks.export_folder import export_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
+from rlpost.config.checks.images import image_model_problems
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.checks.lora import (
     adapter_engine_model_problems,
@@ -76,6 +77,7 @@ from rlpost.durable.commit import foreign
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.engines.cuda_graphs import graph_problems
 from rlpost.errors import ConfigError, RlpostError, WeightError
+from rlpost.models.config_file import read_config
 from rlpost.models.families import family
 from rlpost.models.model_types import HfConfig
 from rlpost.observe.earlier_runs import earlier_step_times
@@ -191,7 +193,7 @@ def notes(config: Config) -> list[str]:
     of_data = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
     if not path.is_file():
         return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
-    hf = json.loads(path.read_text())
+    hf = read_config(path.parent)
     try:
         shape = hf_shape(hf)
     except WeightError:
@@ -234,12 +236,13 @@ def _model_folder_problems(config: Config) -> list[str]:
         return []  # ``missing_problems`` reports it
     problems = []
     try:
-        hf_config = json.loads((path / "config.json").read_text())
+        hf_config = read_config(path)
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
         problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
+        problems += image_model_problems(config, hf_config)
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", lines_of(lambda: _check_description(config, path)))
@@ -313,7 +316,7 @@ def _mtp_problems(config: Config) -> list[str]:
     path = Path(config.checkpoint.hf_checkpoint)
     if not config.grpo.enable_mtp_training or not (path / "config.json").is_file():
         return []
-    hf = json.loads((path / "config.json").read_text())
+    hf = read_config(path)
     try:
         problem = mtp_problem(family((hf.get("architectures") or ["none given"])[0]), hf)
         name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"

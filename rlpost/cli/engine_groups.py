@@ -5,7 +5,6 @@ Input: the settings, and the folders that they name. Output: one line for each p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rlpost.config.tree import Config
 from rlpost.engines.cuda_graphs import graph_problems
 from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError
+from rlpost.models.config_file import read_config
 from rlpost.models.model_types import HfConfig
 from rlpost.trainer.weights.safetensors_files import file_problems, tensor_files
 
@@ -64,7 +64,7 @@ def group_folder_problems(config: Config) -> Iterator[str]:
             continue  # ``missing_problems`` reports it
         key = f"model {folder} of [engines.{name}]"
         try:
-            theirs = json.loads((folder / "config.json").read_text())
+            theirs = read_config(folder)
         except (OSError, ValueError) as error:
             yield f"{key}: config.json cannot be read: {error}; give a Hugging Face folder of a model"
             continue
@@ -74,7 +74,7 @@ def group_folder_problems(config: Config) -> Iterator[str]:
             yield f"{key}: {problem}"
         if not (policy / "config.json").is_file():
             continue
-        own = json.loads((policy / "config.json").read_text())
+        own = read_config(policy)
         yield from group_model_problems(config, name, theirs, own)
         if name == teacher_group(config) and (problem := vocabulary_problem(policy, folder)):
             yield f"{key}: {problem}; distillation needs a teacher with the same tokenizer"

@@ -6,7 +6,6 @@ Input: the settings of a run, a group of engines. Output: the array of its engin
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError, suggestion
+from rlpost.models.config_file import read_config
 from slurm.arrays import FleetSpec, task_name
 from slurm.client import cancel
 from slurm.errors import UnknownJobError
@@ -102,9 +102,8 @@ def check_model(config: Config, group: str, asked: str) -> None:
     """Raise ConfigError if a fleet cannot serve the model; ``asked``: the flag that asks for it."""
     if group != POLICY and not config.engines.groups[group].follows_policy:
         return
-    path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     try:
-        problem = quantised_problem(json.loads(path.read_text()))
+        problem = quantised_problem(read_config(config.checkpoint.hf_checkpoint))
     except (OSError, ValueError):  # the run's nodes have config.json, this host may not
         return
     if problem is not None:

@@ -54,6 +54,8 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import value_of, with_values
 from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, WeightError
+from rlpost.models.config_file import read_config
+from rlpost.models.model_types import HfConfig
 from rlpost.observe.earlier_runs import earlier_step_times
 
 if TYPE_CHECKING:
@@ -316,12 +318,11 @@ def size_problems(config: Config) -> list[str]:
     return layout_problems(config) or model_problems(config, _hf_sizes(config))
 
 
-def _hf_sizes(config: Config) -> dict[str, Any]:
+def _hf_sizes(config: Config) -> HfConfig:
     """The model's config.json, or the sizes of [model] under its keys."""
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     if path.is_file():
-        hf: dict[str, Any] = json.loads(path.read_text())
-        return hf
+        return read_config(path.parent)
     sizes = {key: value_of(config, name) for key, name in HF_SIZES.items()}
     return {key: value for key, value in sizes.items() if value is not None}
 
@@ -332,7 +333,7 @@ def model_of(config: Config) -> tuple[Shape, int]:
     path = folder / "config.json"
     if path.is_file():
         try:
-            hf = json.loads(path.read_text())
+            hf = read_config(folder)
             shape, width = hf_shape(hf), weight_bytes(hf)
         except (ValueError, WeightError) as error:
             raise ConfigError(f"{path}: {error}") from None

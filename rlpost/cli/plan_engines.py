@@ -6,7 +6,6 @@ where the weights are not here yet. Output: rows of the plan's table, and what d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlpost.config.plan.shape import Shape, shape_of
 from rlpost.config.plan.weight_update import PlannedUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
+from rlpost.models.config_file import read_config
 
 SGLANG_BYTES_PER_EXPERT = 4
 """Bytes per expert of a token in an engine's table of routes, which covers dense layers too."""
@@ -83,7 +83,7 @@ def _model(folder: str) -> tuple[Shape, int] | None:
     """Return the shape of a model and the bytes of a weight; None if neither file is here."""
     path = Path(folder)
     try:
-        hf = json.loads((path / "config.json").read_text())
+        hf = read_config(path)
         return hf_shape(hf), weight_bytes(hf)
     except (OSError, ValueError, WeightError):
         pass

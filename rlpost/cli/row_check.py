@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.units import counted
 from rlpost.config.checks.context_length import engine_context
@@ -19,6 +18,7 @@ from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
+from rlpost.models.config_file import read_config
 from rlpost.tasks.prompt_settings import prompt_set
 from rlpost.tasks.prompts import value_of
 from rlpost.tasks.rows import Rows
@@ -153,7 +153,7 @@ def _length_note(
     sample: _Sample, config: Config, settings: RolloutConfig, *, is_trained: bool
 ) -> str | None:
     """Compare the longest row with the model's context; None if there is nothing to say."""
-    hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    hf = read_config(config.checkpoint.hf_checkpoint)
     context = engine_context(config, hf)
     position = max(sample.lengths, key=lambda one: sample.lengths[one])
     length, where = sample.lengths[position], sample.rows.where(position)

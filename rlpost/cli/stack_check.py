@@ -30,7 +30,9 @@ from rlpost.config.load import dump, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, RlpostError
+from rlpost.models.config_file import TIED, language_model, read_config
 from rlpost.models.families import FAMILIES
+from rlpost.models.model_types import HfConfig
 from rlpost.tasks.passed_checks import PassedCheck, model_files
 from rlpost.tasks.rows import split_source
 from rlpost.tasks.tokenizer import eos_token_ids
@@ -115,9 +117,9 @@ def _has_model(config: Config) -> bool:
 def _has_listed_family(config: Config) -> bool:
     """Whether the model's family is part of rlpost, and so of the digest of a passed check."""
     try:
-        hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+        hf = read_config(config.checkpoint.hf_checkpoint)
         return (hf.get("architectures") or [""])[0] in FAMILIES
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RlpostError):
         return False
 
 
@@ -149,9 +151,10 @@ def model_problems(config: Config) -> tuple[list[str], list[str]]:
     if (kind := hf.get("model_type")) not in CONFIG_MAPPING_NAMES:
         return [], [f"{path}: model_type {kind!r} is not known to transformers here; not compared"]
     try:
-        resolved = _resolved(config, path.parent)
+        whole = _resolved(config, path.parent)
     except ConfigError as error:
         return [str(error)], []
+    resolved = text_model(whole, hf)
     context = config.sglang.server_args.get("context_length")
     problems = []
     if context is not None and context > model_context(resolved):
@@ -159,11 +162,25 @@ def model_problems(config: Config) -> tuple[list[str], list[str]]:
             f"--sglang-context-length {context}: more than the {model_context(resolved)} tokens of {path}, "
             f"with which SGLang does not start; use {model_context(resolved)} or less"
         )
-    trainer = trainer_model(description, context=engine_context(config, hf), end_tokens=ends)
+    context_of_run = engine_context(config, language_model(hf))
+    trainer = trainer_model(description, context=context_of_run, end_tokens=ends)
     engines = engine_model(resolved, generation_eos=_generation_eos(path.parent), context=context)
     remedy = _remedy(config)
     problems += [f"{path}: {line}; {remedy}" for line in differences(trainer, engines)]
     return problems, []
+
+
+def text_model(whole: Any, config: HfConfig) -> Any:
+    """Return the language model's part of transformers' configuration, as engines use it.
+
+    ``config`` is config.json: where it says nothing of the whole, the default of the whole's class
+    may be another one than that of the weights.
+    """
+    text = whole.get_text_config()
+    text.eos_token_id = getattr(whole, "eos_token_id", None)
+    if config.get(TIED) is not None:
+        text.tie_word_embeddings = config[TIED]
+    return text
 
 
 def _resolved(config: Config, folder: Path) -> Any:

@@ -18,6 +18,7 @@ from rlpost.config.plan.shape import Shape, layout_of, rank_parameters, teacher_
 from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.errors import RlpostError, WeightError
+from rlpost.models.config_file import read_config
 from rlpost.tasks.tokenizer import VOCABULARIES
 from rlpost.trainer.teacher_description import teacher_description, teacher_folder
 from rlpost.trainer.weights.safetensors_files import file_problems
@@ -36,8 +37,8 @@ def teacher_problems(config: Config) -> list[str]:
     if distillation.opd_teacher_hf_checkpoint is not None:
         key = f"--opd-teacher-hf-checkpoint {folder}"
     try:
-        theirs = json.loads((folder / "config.json").read_text())
-        own = json.loads((policy / "config.json").read_text())
+        theirs = read_config(folder)
+        own = read_config(policy)
         teacher_description(config)
     except (OSError, ValueError) as error:
         return [f"{key}: config.json cannot be read: {error}; give a Hugging Face folder"]
@@ -68,7 +69,7 @@ def teacher_shape(config: Config) -> Shape | None:
     policy, own = config.checkpoint.hf_checkpoint, given.opd_teacher_hf_checkpoint
     folder = teacher_folder(given.opd_teacher_load, own, policy)
     try:
-        return hf_shape(json.loads((folder / "config.json").read_text()))
+        return hf_shape(read_config(folder))
     except (OSError, ValueError, WeightError):
         return None
 

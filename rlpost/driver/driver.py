@@ -7,7 +7,6 @@ exit codes of ``common.exit_codes``; metrics, checkpoints and a reward curve in 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for
@@ -48,6 +47,7 @@ from rlpost.errors import (
     Preempted,
     RlpostError,
 )
+from rlpost.models.config_file import read_config
 from rlpost.observe.mirrors import mirrors
 from rlpost.observe.report.write import Reporter, try_to_write_report
 from rlpost.observe.samples import SampleWriter
@@ -350,7 +350,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _provenance(config: Config, run: RunFolder, weights: Mapping[str, str | None]) -> Provenance:
     """Return the provenance that every checkpoint records."""
-    model = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+    model = read_config(config.checkpoint.hf_checkpoint)
     label = settle_identity(run.root).label if config.wandb.is_on else None
     inputs = input_digests(config)
     return Provenance.of(config, model, weights=weights, inputs=inputs, wandb_run_id=label)

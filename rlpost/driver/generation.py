@@ -7,7 +7,6 @@ engines serve the evaluation alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.engines.group_client import EngineClients
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import Preempted
+from rlpost.models.config_file import read_config
 from rlpost.observe.samples import FIXED_PROMPTS
 from rlpost.observe.traces import EpisodeFile
 from rlpost.rollout.buffer import RolloutBuffer, Rules
@@ -388,9 +388,7 @@ def route_format(config: Config) -> RouteFormat | None:
     """Return the format of the engines' routes; None without --use-rollout-routing-replay."""
     if not config.grpo.use_rollout_routing_replay:
         return None
-    shape = hf_shape(
-        json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
-    )
+    shape = hf_shape(read_config(config.checkpoint.hf_checkpoint))
     layers = tuple(number for number, is_sparse in enumerate(shape.sparse) if is_sparse)
     return RouteFormat(
         layers, num_layers=len(shape.sparse), num_experts=shape.num_experts, topk=shape.topk

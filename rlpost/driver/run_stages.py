@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +33,7 @@ from rlpost.driver.worker_groups import TrainingRanks
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, Fenced
+from rlpost.models.config_file import read_config
 from rlpost.observe.traces import FILE_NAME
 from rlpost.rollout.policy_versions import PolicyVersions
 
@@ -65,7 +65,7 @@ class RunStages(Stages):
         self.checkpoints = checkpoints
         self.stop = stop
         self.record = record
-        hf = json.loads((Path(config.checkpoint.hf_checkpoint) / "config.json").read_text())
+        hf = read_config(config.checkpoint.hf_checkpoint)
         self.hf = hf
         config, reason = with_prefix_sharing(config, hf, has_gpus=bool(read_local_gpus()))
         if reason is not None:

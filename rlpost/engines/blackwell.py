@@ -31,16 +31,15 @@ def updatable_kernels(
 
     Args:
         server_args: the given fields of ServerArgs.
-        hf_config: config.json, with the text's part in ``text_config`` or not.
+        hf_config: config.json, as ``read_config`` returns it.
         capability: of the engine's GPU.
     """
     if capability < OLDEST:
         return {}
-    text = {**hf_config, **(hf_config.get("text_config") or {})}
-    quantised = text.get("quantization_config") or {}
+    quantised = hf_config.get("quantization_config") or {}
     is_fp8 = quantised.get("quant_method") == "fp8"
     kernels = {}
-    if any(text.get(key) for key in EXPERT_KEYS) and (is_fp8 or not quantised):
+    if any(hf_config.get(key) for key in EXPERT_KEYS) and (is_fp8 or not quantised):
         kernels[EXPERTS] = TRITON
     if is_fp8:
         kernels[DENSE] = TRITON

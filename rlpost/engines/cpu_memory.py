@@ -9,12 +9,12 @@ share of the rest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlpost.config.plan.hf_shape import weight_bytes
 from rlpost.errors import ConfigError
+from rlpost.models.config_file import read_config
 from rlpost.models.model_types import HfConfig
 from rlpost.observe.memory import GB
 
@@ -36,8 +36,7 @@ def memory_fraction(folder: Path, arguments: Mapping[str, object], free: int) ->
     Raises:
         ConfigError: weights and KV cache need more than that.
     """
-    hf = json.loads((folder / "config.json").read_text())
-    hf = hf.get("text_config", hf)  # of a model with images
+    hf = read_config(folder)
     files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     weights = files * FLOAT32 // weight_bytes(hf)
     tokens = int(str(arguments["max_total_tokens"]))

@@ -44,6 +44,8 @@ from rlpost.engines.engine_activity import EngineActivity
 from rlpost.engines.narrow_routes import NarrowRoutes
 from rlpost.engines.server_proof import ServerProof
 from rlpost.errors import ConfigError
+from rlpost.models.config_file import read_config
+from rlpost.models.model_types import HfConfig
 from rlpost.observe.spans import SPANS, clock_and_spans
 
 LISTEN_POLL_S = 0.02
@@ -75,8 +77,13 @@ ON_CUDA: Mapping[str, object] = {"dtype": "bfloat16"}
 """That of the trainer; SGLang's own default is float16 for a checkpoint whose dtype is float32 or
 missing."""
 
-LOGGING: Mapping[str, object] = {"log_level_http": "warning"}
-"""Without it the log on the shared file system gets a line for each request: gigabytes in a run."""
+DEFAULTS: Mapping[str, object] = {
+    # With more, the log on the shared file system gets a line for each request: gigabytes in a run.
+    "log_level_http": "warning",
+    # Requests are token ids of text. Otherwise the processor of images is loaded first.
+    "enable_multimodal": False,
+}
+"""Those of every engine."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
 ONLY_ON_CUDA: Mapping[str, object] = {
@@ -96,8 +103,8 @@ def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str
     The given values override the defaults; without CUDA, settings that need it are reset.
     """
     if has_cuda:
-        return {**LOGGING, **ON_CUDA, **given}
-    return {**LOGGING, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
+        return {**DEFAULTS, **ON_CUDA, **given}
+    return {**DEFAULTS, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
 
 
 def not_in_children(fd: int) -> None:
@@ -312,10 +319,10 @@ def run_engine(
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _hf_config(folder: object) -> dict[str, Any]:
+def _hf_config(folder: object) -> HfConfig:
     """Return config.json of a folder; empty for a name on the hub, which SGLang looks up itself."""
-    file = Path(str(folder)) / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    is_here = (Path(str(folder)) / "config.json").is_file()
+    return read_config(str(folder)) if is_here else {}
 
 
 def prepared_processes(secret: str) -> dict[str, Any]:

@@ -6,12 +6,19 @@ attention and a gated SiLU MLP without biases. A family describes its difference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpost.models.model_types import HfConfig, MegatronFields, ModelArguments
 from rlpost.models.names import MTP_LAYER, Rule
+
+STACKED = ".mlp.experts.gate_up_proj"
+"""End of the name of a tensor with a weight of all experts of a layer."""
+
+
+def _is_stacked(rule: Rule) -> bool:
+    return rule.is_stacked
 
 
 def _no_fields(hf: HfConfig) -> MegatronFields:
@@ -27,6 +34,10 @@ class Family:
     """One architecture."""
 
     rules: tuple[Rule, ...]
+    other_rules: tuple[Rule, ...] = ()
+    """Those of folders that store experts in the other way: all of a layer in one tensor, or each
+    in its own.
+    """
     fields: Callable[[HfConfig], MegatronFields] = _no_fields
     """Fields of Megatron's TransformerConfig, from a config.json that is ``resolved``."""
     hf_config: Callable[[ModelArguments, HfConfig], HfConfig] = _same
@@ -73,6 +84,10 @@ class Family:
 
     ``models/llama.py`` (0.5.21) renames ``weight_scale_inv`` to ``weight_scale``, which no module has.
     """
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of a language model's weights: alone, and in a folder with an encoder of images."""
+    carried: tuple[str, ...] = ()
+    """Prefixes of weights that are exported unchanged: those of the encoder of images."""
     writes_channels: bool = False
     """Whether answers are messages of Harmony, in channels that special tokens mark."""
     carries_extra_layers: bool = False
@@ -85,6 +100,13 @@ class Family:
     def trains_extra_layer(self) -> bool:
         """Whether ``--enable-mtp-training`` can train the layer for multi-token prediction."""
         return set(MTP_LAYER) <= set(self.rules)
+
+    def stored_in(self, tensors: Collection[str]) -> Family:
+        """Return the family with the rules for a folder with these tensors."""
+        stacks = any(name.endswith(STACKED) for name in tensors)
+        if not self.other_rules or not tensors or stacks == any(map(_is_stacked, self.rules)):
+            return self
+        return replace(self, rules=self.other_rules, other_rules=self.rules)
 
     def resolved(self, hf: HfConfig) -> dict[str, Any]:
         """Return config.json with the values of keys that it leaves out or sets to null.

@@ -9,7 +9,7 @@ families; ``rlpost.models.families`` has the rules of each family.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -18,14 +18,15 @@ from rlpost.errors import WeightError
 
 Layout = Literal[
     "plain", "vocabulary", "qkv", "gated", "fused_gated", "transposed", "interleaved_gated",
-    "gated_qkv", "linear_qkv", "linear_qkvz", "linear_ba",
+    "transposed_gated", "gated_qkv", "linear_qkv", "linear_qkvz", "linear_ba",
 ]  # fmt: skip
 """How Hugging Face tensors become one parameter.
 
 plain: unchanged. vocabulary: rows are tokens, padded at the end. qkv: query, key and value by
 group. gated: gate, then up, in each tensor-parallel shard. fused_gated: the same, but also one
 tensor in the Hugging Face folder. transposed: input before output. interleaved_gated: one tensor,
-in which gate and up alternate along the last axis; a matrix is also transposed. gated_qkv: by group
+in which gate and up alternate along the last axis; a matrix is also transposed. transposed_gated:
+one transposed tensor with gate, then up. gated_qkv: by group
 its queries, their gates, key and value; in the tensor of the queries each head is followed by its
 gate. linear_qkv, linear_qkvz, linear_ba: weights of linear attention by key head; in the tensors by
 their kind.
@@ -66,6 +67,24 @@ def in_layer(
         tuple("model.layers.{layer}." + name for name in hugging_face),
         layout,
         is_stacked,
+    )
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with another prefix, by the first of ``prefixes`` that it has."""
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
+    return name
+
+
+def of_all_experts(megatron: str, hugging_face: str, layout: Layout) -> Rule:
+    """Return the rule of an expert's parameter; one tensor holds those of all experts."""
+    return in_layer(
+        "mlp.experts.local_experts.{expert}." + megatron,
+        "mlp.experts." + hugging_face,
+        layout=layout,
+        is_stacked=True,
     )
 
 

@@ -31,6 +31,11 @@ sequence: the same token would have another embedding in the engine, while its s
 """
 TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
 """Options that may be at the top level of config.json."""
+IGNORED = ("max_position_embeddings", "mrope_interleaved", "mrope_section")
+"""Options beside those of ``RopeOptions`` that change nothing for text.
+
+Sections are of positions in images; those of a text are equal in all three.
+"""
 WITH_CONTEXT = ("llama3", "yarn")
 """Types that depend on the context before the scaling, ``original_max_position_embeddings``."""
 
@@ -98,8 +103,12 @@ def local_rope(hf: HfConfig) -> RopeOptions | None:
 
 
 def rope_type(options: RopeOptions) -> str:
-    """Return the type of the rotary embedding; older configurations call the key "type"."""
-    return options.get("rope_type") or options.get("type") or "default"
+    """Return the type of the rotary embedding; older configurations call the key "type".
+
+    ``mrope`` has positions of images, and for text the frequencies of ``default``.
+    """
+    kind = options.get("rope_type") or options.get("type") or "default"
+    return "default" if kind == "mrope" else kind
 
 
 def attention_factor(options: RopeOptions) -> float:
@@ -122,6 +131,8 @@ def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
 
     ``latent`` is the type that Megatron computes in latent attention; None in other attention.
     """
+    if unknown := _unknown_options(hf):
+        return unknown
     options, local = rope(hf), local_rope(hf)
     kind = rope_type(options)
     if latent is not None:
@@ -139,6 +150,19 @@ def refused_options(hf: HfConfig, *, latent: str | None) -> dict[str, object]:
     if local is not None and (kind == "yarn" or rope_type(local) != "default"):
         return {"rope_type": kind if kind == "yarn" else rope_type(local)}
     return {}
+
+
+def _unknown_options(hf: HfConfig) -> dict[str, object]:
+    """Return the options with a value that are neither read nor known to change nothing."""
+    nested, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    groups = [nested[FULL], nested.get(SLIDING) or {}] if FULL in nested else [nested]
+    known = {*RopeOptions.__annotations__, *IGNORED}
+    return {
+        key: value
+        for group in (scaling, *groups)
+        for key, value in group.items()
+        if key not in known and value
+    }
 
 
 def missing_options(hf: HfConfig) -> list[str]:

@@ -23,6 +23,8 @@ from rlpost.config.plan.shape import (
 )
 from rlpost.config.plan.shape import Shape as ModelShape
 from rlpost.config.tree import Config
+from rlpost.models.config_file import language_model
+from rlpost.models.family import Family
 from rlpost.rehearsal import coverage
 from rlpost.rehearsal.published import Published, published
 from rlpost.rehearsal.rank_coordinates import KINDS, members, place
@@ -48,11 +50,11 @@ class Expected:
         return layout_of(self.config)
 
 
-def expected_of(config: Config, hf: Mapping[str, object]) -> Expected:
-    """Return the expected values for a configuration, by the config.json of its model."""
+def expected_of(config: Config, hf: Mapping[str, object], known: Family | None = None) -> Expected:
+    """Return the expected values for a configuration, by the config.json of its model, the whole file."""
     has_mtp = config.grpo.enable_mtp_training
-    shape = replace(hf_shape(hf), mtp=has_mtp)
-    return Expected(config, shape, published(hf, with_mtp=has_mtp))
+    shape = replace(hf_shape(language_model(hf)), mtp=has_mtp)
+    return Expected(config, shape, published(hf, known, with_mtp=has_mtp))
 
 
 def group_problems(ranks: Mapping[int, RankFacts], layout: Layout) -> Iterator[str]:

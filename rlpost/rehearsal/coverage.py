@@ -19,18 +19,19 @@ from rlpost.rehearsal.published import Published
 from rlpost.rehearsal.rank_coordinates import RankCoordinates, place
 from rlpost.rehearsal.rank_facts import CheckpointPart, RankFacts, Shape, Weight
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
+"""Ends of names; a model with images has other prefixes."""
 OPTIMIZER_PREFIX = "optimizer.state."
 UNTRAINED, UNTRAINED_HF = "expert_bias", "e_score_correction_bias"
 """A buffer of the router, as Megatron and as Hugging Face names it.
 
 It has no optimizer state.
 """
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.|.*\[(\d+)\]$)")
 _STACKED = re.compile(r"\.mlp\.experts\.\D")
-TRANSPOSED = ("transposed", "interleaved_gated")
+TRANSPOSED = ("transposed", "transposed_gated", "interleaved_gated")
 """Layouts of weights whose tensor has inputs before outputs."""
 
 Piece = tuple[int, int, int]
@@ -39,9 +40,9 @@ Piece = tuple[int, int, int]
 
 def stage_of(name: str, layout: Layout, num_layers: int) -> int:
     """Return the pipeline stage that must hold a Hugging Face tensor."""
-    found = _LAYER.match(name)
+    found = _LAYER.search(name)
     if found is None:
-        return 0 if name == EMBEDDING else layout.pipeline - 1
+        return 0 if name.endswith(EMBEDDING) else layout.pipeline - 1
     layer = int(found[1])
     if layer >= num_layers:  # multi-token prediction
         return layout.pipeline - 1
@@ -237,10 +238,11 @@ def checkpoint_problems(
             totals[kind] += math.prod(tensor_parts[0].global_shape)
         if problem := _part_problem(tensor_parts):
             yield f"checkpoint: {key}: {problem}"
-    padding = -next(iter(published.tensors[EMBEDDING])) % layout.tensor
+    rows = next(shape[0] for name, shape in published.tensors.items() if name.endswith(EMBEDDING))
+    padding = -rows % layout.tensor
     num_elements = 0
     for name, shape in published.tensors.items():
-        rows = shape[0] + (padding if name in VOCABULARY else 0)
+        rows = shape[0] + (padding if name.endswith(VOCABULARY) else 0)
         num_elements += 0 if name.endswith(UNTRAINED_HF) else math.prod((rows, *shape[1:]))
     whose = "the model has {} with its padded vocabulary"
     if num_adapted is not None:

@@ -21,6 +21,7 @@ from rlpost.config.critic_ranks import of_critic
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.models import names
+from rlpost.rehearsal.coverage import EMBEDDING
 from rlpost.rehearsal.meta import as_rank, building
 from rlpost.rehearsal.rank_facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.trainer import muon, optimizer, parallel
@@ -163,7 +164,7 @@ def _weight(held: Held, ranges: Ranges) -> Weight:
         is_parameter=is_parameter,
         is_trained=is_parameter and held.tensor.requires_grad,
         is_tied_copy=held.rule.megatron == OUTPUT_LAYER
-        and held.rule.hugging_face == ("model.embed_tokens.weight",),
+        and held.rule.hugging_face[0].endswith(EMBEDDING),
         optimizer=ranges.get(held.tensor) if is_parameter else None,
     )
 

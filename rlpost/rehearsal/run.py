@@ -69,8 +69,13 @@ def rehearse_run(
     """
     started = time.monotonic()
     description, world = description_of(config), config.actor_world_size
-    expected = expected_of(config, description.hf_config)
-    policy = published(description.hf_config) if config.critic_shares_ranks else expected.published
+    file_config = description.file_config or description.hf_config
+    expected = expected_of(config, file_config, description.family)
+    policy = (
+        published(file_config, description.family)
+        if config.critic_shares_ranks
+        else expected.published
+    )
     step = planned_step(config, expected.shape, limit=options.micro_batches)
     say(f"building {counted(world, 'rank')}")
     facts = {

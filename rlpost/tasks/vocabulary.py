@@ -7,18 +7,18 @@ and over several ranks of tensor parallelism it silently reads zeros.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.columns import IntColumn
+from rlpost.models.config_file import read_config
 
 
 def vocabulary_size(folder: str | Path) -> int | None:
     """Return vocab_size of config.json; None if it has none or cannot be read."""
     try:
-        hf = json.loads((Path(folder) / "config.json").read_text())
-        size = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
+        hf = read_config(folder)
+        size = hf.get("vocab_size")
     except (OSError, ValueError, AttributeError):  # ``check_settings`` reports it
         return None
     return size if isinstance(size, int) else None

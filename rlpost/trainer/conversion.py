@@ -93,7 +93,7 @@ class Converter:
             Exporter(self.inventory),
             folder,
             template=self.description.path.parent,
-            config=self.description.hf_config,
+            config=self.description.file_config,
             writes=dist.get_rank() == 0,
         )
         dist.barrier()

@@ -9,19 +9,22 @@ differences between families.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.models import families
+from rlpost.models.config_file import language_model, tied_problem, with_language_model
 from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import Dimensions
 from rlpost.models.rope import RopeOptions, local_rope, missing_options, refused_options, rope
 from rlpost.trainer.attention_backends import Attention, attention_of
+from rlpost.trainer.weights.safetensors_files import tensor_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,15 @@ class ModelDescription:
     path: Path
     architecture: str
     hf_config: HfConfig
+    """Keys of the language model."""
+    file_config: HfConfig = field(default_factory=dict)
+    """config.json for an export: the file's content, with the values that [model] overrides."""
+    tensors: Collection[str] = ()
+    """Names in the folder's weights; empty without weights."""
 
     @property
     def family(self) -> Family:
-        return families.family(self.architecture)
+        return families.family(self.architecture).stored_in(self.tensors)
 
     @property
     def fields(self) -> MegatronFields:
@@ -195,10 +203,19 @@ def read_description(
             f"--hf-checkpoint {hf_checkpoint} has no config.json; use a Hugging Face folder"
         )
     try:
-        hf = json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        hf = language_model(content)
         known = (hf.get("architectures") or ["none given"])[0]
         hf = families.family(known).resolved(hf)
-        description = ModelDescription(path, known, architecture.overridden(model_values or {}, hf))
+        description = ModelDescription(
+            path,
+            known,
+            architecture.overridden(model_values or {}, hf),
+            with_language_model(content, partial(architecture.overridden, model_values or {})),
+            _tensors(path.parent),
+        )
+        if problem := tied_problem(content):
+            raise WeightError(problem)
         refused = {key: hf.get(key) for key in description.family.refused}
         if problem := architecture.routing_problem(description.fields):
             raise WeightError(problem)
@@ -227,6 +244,14 @@ def read_description(
     if problems:
         raise ConfigError("\n".join(problems))
     return description
+
+
+def _tensors(folder: Path) -> Collection[str]:
+    """The names of a folder's tensors; empty if it has no weights, or broken ones."""
+    try:
+        return tensor_files(folder).keys()
+    except WeightError:  # ``file_problems`` reports it
+        return ()
 
 
 def _refused_of_all(description: ModelDescription) -> dict[str, object]:

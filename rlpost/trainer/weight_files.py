@@ -71,7 +71,7 @@ def export_merged(
         exporter,
         folder,
         template=config.checkpoint.hf_checkpoint,
-        config=description.hf_config,
+        config=description.file_config,
         writes=dist.get_rank() == 0,
     )
     write_everywhere(write, folder)

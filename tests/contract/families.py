@@ -144,6 +144,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "mlp_only_layers": [1]}),
     "qwen2-moe": ("Qwen2Moe", EXPERTS | GATED_EXPERTS | {"norm_topk_prob": False}),
     "llama3": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "gemma3": ("Gemma3", GEMMA3),
     "glm4-0414": ("Glm4", {"attention_bias": True}),
@@ -207,7 +208,65 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Variants of some families: other options, weights of the same kinds."""
-FROM_OUTSIDE = {"mistral": ("Mistral", {"sliding_window": None})}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}
+QWEN_TOWER = dict(
+    depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64,
+    num_position_embeddings=64,
+)  # fmt: skip
+GLM_TOWER = dict(
+    depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, image_size=56
+)
+SMALL_TOWER = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=56,
+    patch_size=14,
+)  # fmt: skip
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"rope_parameters": MROPE | {"mrope_interleaved": True}, "tie_word_embeddings": True},
+        QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        EXPERTS
+        | {
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "rope_parameters": MROPE | {"mrope_interleaved": True},
+        },
+        QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3.5-moe-saved": ("Qwen3_5Moe", EVEN_HYBRID | EXPERTS | GATED_EXPERTS, QWEN_TOWER),
+    "qwen3.5-published": ("Qwen3_5", EVEN_HYBRID, QWEN_TOWER),
+    "qwen3.5-moe-published": ("Qwen3_5Moe", EVEN_HYBRID | EXPERTS | GATED_EXPERTS, QWEN_TOWER),
+    "glm4.1v": (
+        "Glm4v",
+        {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+        GLM_TOWER,
+    ),
+    "glm4.5v-moe": (
+        "Glm4vMoe",
+        GLM_EXPERTS
+        | {
+            "attention_bias": True,
+            "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+        GLM_TOWER,
+    ),
+    "gemma3-published": ("Gemma3", GEMMA3, SMALL_TOWER),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        SMALL_TOWER | {"model_type": "pixtral", "head_dim": 16},
+    ),
+}
+"""Models with an encoder of images, in the form of the published folders.
+
+Name: (prefix of the classes of transformers, options of the text and of the encoder of images).
+"""
+STACKED_EXPERTS = {"qwen3-vl-moe": True, "qwen3.5-moe-published": False}
+"""Those with all experts of a layer in one tensor, and whether it has the input before the output."""
+FROM_OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"ernie4.5": ("Ernie4_5", {})}
 """Families that an external package adds in docs/extending.md."""
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-wide": ("Qwen3", {"intermediate_size": 128, "max_position_embeddings": 4096}),
@@ -225,18 +284,63 @@ def make_family(folder: Path, name: str) -> None:
 
     kind, config = _config(name)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, f"{kind}{_task(name)}")(config)
     set_weights(model, kind)
     model.save_pretrained(folder)
     if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
+    if name in STACKED_EXPERTS:
+        _stack_experts(folder, is_transposed=STACKED_EXPERTS[name])
+
+
+def _stack_experts(folder: Path, *, is_transposed: bool) -> None:
+    """Store the experts of each layer as in the published folders: gate and up of all in one tensor.
+
+    transformers stores each expert in its own tensors, or the others without the transposition.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    stacked = {name: one for name, one in tensors.items() if ".mlp.experts." not in name}
+    experts = range(8)
+    for layer in range(COMMON["num_hidden_layers"]):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        if prefix + "gate_up_proj" in tensors:
+            pair = [tensors[prefix + end] for end in ("gate_up_proj", "down_proj")]
+        else:
+            gate, up, down = (
+                [tensors[f"{prefix}{one}.{part}_proj.weight"] for one in experts]
+                for part in ("gate", "up", "down")
+            )
+            pair = [
+                torch.stack(list(map(torch.cat, zip(gate, up, strict=True)))),
+                torch.stack(down),
+            ]
+        for end, one in zip(("gate_up_proj", "down_proj"), pair, strict=True):
+            stacked[prefix + end] = (one.mT if is_transposed else one).contiguous()
+    save_file(stacked, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    """Return transformers' model of a folder, in float32 and with plain attention."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_images = "text_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model: torch.nn.Module = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def _task(name: str) -> str:
+    return "ForConditionalGeneration" if name in WITH_IMAGES else "ForCausalLM"
 
 
 def set_weights(model: torch.nn.Module, kind: str) -> None:
     """Fill all weights of a model of transformers with random values; ``kind`` names its class."""
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "inv_freq" not in key and "embed_scale" not in key:
+            is_weight = tensor.is_floating_point() and "inv_freq" not in key
+            if is_weight and "embed_scale" not in key:
                 tensor.copy_(torch.randn_like(tensor) * 0.2 + _center(kind, key))
 
 
@@ -282,7 +386,7 @@ def _name_mtp_layer(folder: Path) -> None:
 def make_family_config(folder: Path, name: str) -> None:
     """Save the configuration of a family's tiny model, without weights."""
     kind, config = _config(name)
-    config.architectures = [f"{kind}ForCausalLM"]
+    config.architectures = [f"{kind}{_task(name)}"]
     config.save_pretrained(folder)
     if name.endswith(WITH_MTP):
         _name_mtp_layer(folder)
@@ -291,6 +395,8 @@ def make_family_config(folder: Path, name: str) -> None:
 def _config(name: str) -> tuple[str, Any]:
     import transformers
 
+    if name in WITH_IMAGES:
+        return _config_with_images(name)
     kind, options = (FAMILIES | VARIANTS | FROM_OUTSIDE | SERVED)[name.removesuffix(WITH_MTP)]
     of_text = getattr(transformers, f"{kind}TextConfig", None)  # multimodal models have one
     kind_of_config = of_text or getattr(transformers, f"{kind}Config")
@@ -298,6 +404,20 @@ def _config(name: str) -> tuple[str, Any]:
     if kind == "Qwen3_5Moe":
         del options["intermediate_size"]  # absent in published files: no layer is dense
     return kind, kind_of_config(**options)
+
+
+def _config_with_images(name: str) -> tuple[str, Any]:
+    import transformers
+
+    kind, text, images = WITH_IMAGES[name]
+    options = COMMON | text
+    if kind == "Qwen3_5Moe":
+        del options["intermediate_size"]
+    tied = options["tie_word_embeddings"]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=options, vision_config=images, tie_word_embeddings=tied
+    )
+    return kind, config
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

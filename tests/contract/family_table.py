@@ -19,7 +19,13 @@ import torch
 
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
-from tests.contract.families import FAMILIES, WITH_TENSOR_PARALLEL, load_folder, make_family
+from tests.contract.families import (
+    FAMILIES,
+    WITH_TENSOR_PARALLEL,
+    load_folder,
+    load_model,
+    make_family,
+)
 from tests.contract.samples import STEPS
 from tests.settings import rank_config
 
@@ -31,11 +37,7 @@ LIMIT = 1e-5
 
 def expected_logits(folder: Path) -> torch.Tensor:
     """Return transformers' logits of the samples, computed one sequence at a time."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = load_model(folder)
     with torch.no_grad():
         return torch.cat([model(torch.tensor([sample.token_ids])).logits[0] for sample in STEPS[0]])
 

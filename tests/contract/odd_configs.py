@@ -116,6 +116,10 @@ def _no_options(choose: Chooser, hf: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _mistral(choose: Chooser, hf: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": choose.one_of([None, 1, 3, 5])}
+
+
 def _llama(choose: Chooser, hf: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": choose.rarely(0.1), "mlp_bias": choose.rarely(0.1)}
 
@@ -281,6 +285,7 @@ OPTIONS = {
     "Qwen3Moe": _qwen3_moe,
     "Qwen2Moe": _qwen2_moe,
     "Llama": _llama,
+    "Mistral": _mistral,
     "Gemma3": _gemma3,
     "Glm4": _glm4,
     "MiniMaxM2": _minimax,

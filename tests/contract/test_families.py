@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.families import (
     FAMILIES,
     FROM_OUTSIDE,
     VARIANTS,
+    WITH_IMAGES,
     WITH_TENSOR_PARALLEL,
+    load_folder,
+    load_model,
     make_family,
 )
 from tests.contract.samples import STEPS
@@ -31,7 +33,8 @@ LAYOUTS = {
 EXPERT_PARALLEL = (2, {"expert_model_parallel_size": 2})
 CASES = [
     *((name, "tp2-sp") for name in (*FAMILIES, *FROM_OUTSIDE)),
-    *((name, "alone") for name in VARIANTS),
+    *((name, "alone") for name in (*VARIANTS, *WITH_IMAGES)),
+    ("qwen3-vl-moe", "ep2"),
     ("qwen3-moe", "ep2"),
     ("glm4.5-moe", "ep2"),
     ("minimax-m2-moe", "ep2"),
@@ -48,21 +51,17 @@ def model(
 
     The logits are computed one sequence at a time.
     """
-    from transformers import AutoModelForCausalLM
-
     monkeypatch = pytest.MonkeyPatch()  # module scope; ranks inherit sys.path
     packages = tmp_path_factory.mktemp("packages")
     monkeypatch.syspath_prepend(
-        str(install(write_examples(packages / "from") / "mistral", packages / "to"))
+        str(install(write_examples(packages / "from") / "ernie", packages / "to"))
     )
 
     @cache
     def made(name: str) -> tuple[Path, torch.Tensor]:
         folder = tmp_path_factory.mktemp("families") / name
         make_family(folder, name)
-        theirs = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        theirs = load_model(folder)
         with torch.no_grad():
             logits = [theirs(torch.tensor([s.token_ids])).logits[0] for s in SAMPLES]
         return folder, torch.cat(logits)
@@ -83,6 +82,9 @@ def test_packed_logits_equal_those_of_transformers_and_an_export_equals_its_impo
     for seen in run_ranks(look, num_ranks, settings, samples=SAMPLES, export=str(tmp_path)):
         ours = torch.from_numpy(seen["logits"])[: expected.size(0)]
         assert (ours - expected).abs().max().item() < 1e-5 * max(1.0, expected.abs().max().item())
-    exported, original = (load_file(each / "model.safetensors") for each in (tmp_path, folder))
+    exported, original = load_folder(tmp_path), load_folder(folder)
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[key], original[key]) for key in original)
+    if name in WITH_IMAGES:
+        files = [(each / "config.json").read_bytes() for each in (tmp_path, folder)]
+        assert files[0] == files[1]

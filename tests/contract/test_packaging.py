@@ -178,10 +178,10 @@ def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):
 
     It is known to a process that has the package, without further settings, and to no other.
     """
-    packages = install(write_examples(tmp_path / "user") / "mistral", tmp_path / "packages")
+    packages = install(write_examples(tmp_path / "user") / "ernie", tmp_path / "packages")
     project = make_project(tmp_path / "project")
     (project / "model/config.json").write_text(
-        json.dumps(MODEL | {"architectures": ["MistralForCausalLM"]})
+        json.dumps(MODEL | {"architectures": ["Ernie4_5ForCausalLM"]})
     )
 
     def check(*path: Path) -> subprocess.CompletedProcess[str]:
@@ -189,7 +189,7 @@ def test_a_family_of_an_installed_package_is_known_on_the_login_node(tmp_path):
         environ = {**os.environ, "PYTHONPATH": ":".join(map(str, (*path, ROOT)))}
         return subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True)
 
-    assert "MistralForCausalLM, 22." in check(packages).stdout
+    assert "Ernie4_5ForCausalLM, 22." in check(packages).stdout
     without = check()
     assert without.returncode == 2
-    assert "'MistralForCausalLM' is not known" in without.stderr
+    assert "'Ernie4_5ForCausalLM' is not known" in without.stderr

@@ -45,8 +45,15 @@ GLM-4.7-Flash, far below the noise of bfloat16. The fused rotary kernel is off; 
 Megatron's for models with YaRN.
 
 **Checkpoints.** DeepSeek's are in FP8 blocks and are read as they are; engines get their weights in FP8 blocks if
-their checkpoint has them. Kimi-K2-Thinking and K2.5 are in INT4: use a checkpoint in bfloat16. Sparse attention
-(DeepSeek-V3.2, GLM-5) is another architecture and not supported.
+their checkpoint has them. Kimi-K2-Thinking and K2.5 are published in INT4: use a checkpoint in
+bfloat16 or FP8 blocks. Sparse attention (DeepSeek-V3.2, GLM-5) is another architecture and not supported.
+"""
+
+_IMAGES = """\
+**With images.** A folder as it is published (`...ForConditionalGeneration`) is trained as text. Trainer, planner and
+checks read the language model's keys in `text_config`. The encoder of images is neither trained nor sent to engines; an
+export has its weights and `config.json` byte by byte. A test compares a small model with transformers' logits, and the
+engine's log-probs after an update, on CPUs. Prompts with images, adapters and a critic are refused.
 """
 
 _LINEAR = """\
@@ -62,7 +69,7 @@ The layer for multi-token prediction (`mtp.*`) is not trained; an export copies 
 SERIES = (
     Series(
         "llama",
-        "Llama 3",
+        "Llama 3 and Mistral",
         "SmolLM2 is the smallest pretrained model with a recipe: [it learns on two cores]"
         "(../one-box.md#a-pretrained-model).\n",
     ),
@@ -88,31 +95,16 @@ For the mixtures use [routing replay](../moe.md) (`--use-rollout-routing-replay`
     ),
     Series(
         "qwen3.5",
-        "Qwen3.5 and Qwen3.6",
-        _LINEAR
-        + """
-**Text model.** Published checkpoints include images (`Qwen3_5ForConditionalGeneration`,
-`Qwen3_5MoeForConditionalGeneration`) and are refused. transformers 5 reads their text model and saves it with the
-names of weights that trainer and engines need, in host memory for one copy, without the layer for multi-token
-prediction. Weights read with a prefix would be saved with it, hence the second model:
-
-```python
-read = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-35B-A3B", dtype="auto")
-with torch.device("meta"):
-    text = type(read)(read.config)
-text.load_state_dict(read.state_dict(), assign=True)
-text.save_pretrained("Qwen3.5-35B-A3B-text")  # and the tokenizer's files
-```
-""",
+        "Qwen3.5, Qwen3.6 and Qwen3.8",
+        _LINEAR,
         trains_context_parallel=False,
     ),
     Series(
         "gemma3",
         "Gemma-3",
         """\
-Checkpoints with images (`Gemma3ForConditionalGeneration`), `attn_logit_softcapping`, which transformers ignores in
-Gemma-3, and bidirectional attention are refused. Windows with context parallelism:
-[attention kernels](../actor.md#attention-kernels).
+`attn_logit_softcapping`, which transformers ignores in Gemma-3, and bidirectional attention are refused. Windows with
+context parallelism: [attention kernels](../actor.md#attention-kernels).
 """,
     ),
     Series(
@@ -209,7 +201,9 @@ def models_pages() -> dict[str, str]:
 def _page(series: Series) -> str:
     rows = (f"| `{architecture}` | {models} |" for architecture, models in series.models.items())
     recipes = _recipes(series)
-    notes = f"\n## What to know\n\n{series.notes}" if series.notes else ""
+    has_images = any(FAMILIES[name].carried for name in series.models)
+    texts = [text for text in (series.notes, _IMAGES if has_images else "") if text]
+    notes = "\n## What to know\n\n" + "\n".join(texts) if texts else ""
     return _PAGE.format(
         title=series.title,
         architectures="\n".join(rows),

@@ -37,14 +37,13 @@ def engine_context(config: Config, hf: HfConfig) -> int | None:
     context_length = config.sglang.server_args.get("context_length")
     if isinstance(context_length, int):
         return context_length
-    text = hf.get("text_config") or hf
-    positions = text.get("max_position_embeddings")
+    positions = hf.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     is_included = "original_max_position_embeddings" in scaling
     is_included |= (scaling.get("rope_type") or scaling.get("type")) in ("llama3", "yarn")
-    is_included |= "rope_local_base_freq" in text or "full_attention" in scaling
+    is_included |= "rope_local_base_freq" in hf or "full_attention" in scaling
     return positions if is_included else int(scaling.get("factor", 1) * positions)
 
 

@@ -113,15 +113,14 @@ def _grids(config: Config, hf: HfConfig, key: str) -> list[str]:
 
 def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
     """Return lengths at which a rank's weight, as Megatron joins it, begins inside a block."""
-    text = {**hf, **(hf.get("text_config") or {})}
     tensor = config.perf.tensor_model_parallel_size
     of_experts = config.perf.expert_tensor_parallel_size or tensor
-    heads = text.get("num_attention_heads")
-    head = text.get("head_dim") or (text["hidden_size"] // heads if heads else 0)
+    heads = hf.get("num_attention_heads")
+    head = hf.get("head_dim") or (hf["hidden_size"] // heads if heads else 0)
     lengths = [
-        ("head_dim", 0 if "kv_lora_rank" in text else head, 1),
-        ("intermediate_size", text.get("intermediate_size") or 0, tensor),
-        ("moe_intermediate_size", text.get("moe_intermediate_size") or 0, of_experts),
+        ("head_dim", 0 if "kv_lora_rank" in hf else head, 1),
+        ("intermediate_size", hf.get("intermediate_size") or 0, tensor),
+        ("moe_intermediate_size", hf.get("moe_intermediate_size") or 0, of_experts),
     ]
     return [
         f"--fp8-recipe blockwise: {name} = {length}"

@@ -20,6 +20,7 @@ from rlpost.models.families import (
     gpt_oss,
     llama,
     minimax,
+    multimodal,
     qwen,
     qwen_hybrid,
 )
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
     **gpt_oss.FAMILIES,
     **deepseek.FAMILIES,
     **gemma.FAMILIES,
+    **multimodal.FAMILIES,
 }
 """By the first entry of ``architectures`` in config.json; those with more features follow."""
 ENTRY_POINTS = "rlpost.families"

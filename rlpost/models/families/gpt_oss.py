@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlpost.models import names
 from rlpost.models.family import Family, expert_fields, window_fields, window_keys
 from rlpost.models.model_types import HfConfig, ModelArguments
-from rlpost.models.names import Layout, Rule, in_layer
+from rlpost.models.names import in_layer
 
 SWIGLU_LIMIT = 7.0
 """Bound of the gate from above, and of the other half on both sides.
@@ -73,16 +73,6 @@ def _layer_types(hf: HfConfig) -> list[str]:
     return [pattern[number % 2] for number in range(hf["num_hidden_layers"])]
 
 
-def _stacked(megatron: str, hugging_face: str, layout: Layout) -> Rule:
-    """Return the rule of an expert's parameter; one tensor holds those of all experts."""
-    return in_layer(
-        "mlp.experts.local_experts.{expert}." + megatron,
-        "mlp.experts." + hugging_face,
-        layout=layout,
-        is_stacked=True,
-    )
-
-
 FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         rules=(
@@ -94,10 +84,10 @@ FAMILIES: dict[str, Family] = {
             in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
             in_layer("mlp.router.weight", "mlp.router.weight"),
             in_layer("mlp.router.bias", "mlp.router.bias"),
-            _stacked("linear_fc1.weight", "gate_up_proj", "interleaved_gated"),
-            _stacked("linear_fc1.bias", "gate_up_proj_bias", "interleaved_gated"),
-            _stacked("linear_fc2.weight", "down_proj", "transposed"),
-            _stacked("linear_fc2.bias", "down_proj_bias", "plain"),
+            names.of_all_experts("linear_fc1.weight", "gate_up_proj", "interleaved_gated"),
+            names.of_all_experts("linear_fc1.bias", "gate_up_proj_bias", "interleaved_gated"),
+            names.of_all_experts("linear_fc2.weight", "down_proj", "transposed"),
+            names.of_all_experts("linear_fc2.bias", "down_proj_bias", "plain"),
         ),
         fields=_fields,
         hf_config=_hf_config,

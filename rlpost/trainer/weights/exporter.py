@@ -25,7 +25,7 @@ from rlpost.config.plan.weight_update import Travelling, deal
 from rlpost.models.names import LOADED_TOGETHER
 from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
-from rlpost.trainer.weights.importer import HuggingFaceFolder, extra_layers, shared_tensors
+from rlpost.trainer.weights.importer import HuggingFaceFolder, carried_tensors, shared_tensors
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory, all_gather
 from rlpost.trainer.weights.layouts import as_bytes, num_bytes, pack, unpack
 from rlpost.trainer.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
@@ -331,7 +331,7 @@ def _not_gathered(
         for copy, name in copies.items()
         if torch.equal(source.read(copy), source.read(name))
     }
-    return sorted({*extra_layers(source, inventory), *copies} - repeated.keys()), repeated
+    return sorted({*carried_tensors(source, inventory), *copies} - repeated.keys()), repeated
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
@@ -355,9 +355,10 @@ def _write_configuration(
 ) -> None:
     if template.resolve() != folder.resolve():
         copy_files(exported_files(template), template, folder)
-    origin = json.loads((template / "config.json").read_text()) if config is None else config
-    cleaned = clean_config(origin, str(dtype).removeprefix("torch."))
-    (folder / "config.json").write_text(json.dumps(cleaned, indent=2, sort_keys=True) + "\n")
+    origin = json.loads((template / "config.json").read_text())
+    cleaned = clean_config(origin if config is None else config, str(dtype).removeprefix("torch."))
+    if cleaned != origin:  # else the file itself is carried
+        (folder / "config.json").write_text(json.dumps(cleaned, indent=2) + "\n")
 
 
 Shape = tuple[int, ...]

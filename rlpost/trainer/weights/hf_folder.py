@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.models.config_file import language_model
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.*.json",  # variants for versions of transformers
@@ -66,7 +68,8 @@ def clean_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     {'torch_dtype': 'float32', 'text_config': {'dtype': 'float32'}}
     """
     cleaned = _clean(config, dtype)
-    return cleaned if any(key in cleaned for key in DTYPES) else cleaned | {"dtype": dtype}
+    says_dtype = any(key in {**language_model(cleaned), **cleaned} for key in DTYPES)
+    return cleaned if says_dtype else cleaned | {"dtype": dtype}
 
 
 def _clean(value: Any, dtype: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from rlpost.errors import WeightError
-from rlpost.models.names import Rule, expert_number
+from rlpost.models.names import Rule, expert_number, renamed
 from rlpost.trainer import device
 from rlpost.trainer.fp8_grid import has_powers_of_two
 from rlpost.trainer.weights import layouts
@@ -114,17 +114,21 @@ def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str,
     return found
 
 
-def extra_layers(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
-    """Return the tensors of layers after the model's last, which are kept but not trained."""
-    if not inventory.carries_extra_layers:
-        return []
-    num_layers = inventory.num_layers
+def carried_tensors(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
+    """Return the tensors that are kept but not trained.
 
-    def is_extra(name: str) -> bool:
-        match = _OF_LAYER.match(name)
-        return name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+    They are those of the encoder of images, and of layers after the model's last.
+    """
+    num_layers, family = inventory.num_layers, inventory.family
 
-    return sorted(filter(is_extra, source.file_of))
+    def is_carried(name: str) -> bool:
+        if name.startswith(family.carried):
+            return True
+        match = _OF_LAYER.search(name)
+        is_extra = name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+        return family.carries_extra_layers and is_extra
+
+    return sorted(filter(is_carried, source.file_of))
 
 
 @torch.no_grad()
@@ -153,10 +157,10 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
         if number == total or time.monotonic() - logged_at > PROGRESS_S:
             logged_at = time.monotonic()
             logger.info("%s: loaded %d of %d parameters of this rank", folder, number, total)
-    unused = set(source.file_of) - inventory.hugging_face - set(extra_layers(source, inventory))
+    unused = set(source.file_of) - inventory.hugging_face - set(carried_tensors(source, inventory))
     unused -= shared_tensors(source, inventory).keys()
     if inventory.tied:  # some folders contain the tied copy
-        unused.discard("lm_head.weight")
+        unused.discard(renamed("lm_head.weight", inventory.family.renamed))
     unused = {name for name in unused if not name.endswith(UNUSED_SUFFIXES)}
     if unused:
         raise WeightError(

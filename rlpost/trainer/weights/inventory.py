@@ -135,7 +135,7 @@ class Inventory:
         self.dims = dims
         self.groups = groups
         self.tied = tied
-        self.carries_extra_layers = family.carries_extra_layers
+        self.family = family
         self.held: dict[str, Held] = {}
         mine: list[Entry] = []
         for name, tensor in named_tensors(chunks):

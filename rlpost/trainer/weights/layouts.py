@@ -20,7 +20,8 @@ from rlpost.errors import WeightError
 from rlpost.models.names import Dimensions, Layout
 from rlpost.types import Bucket
 
-GATED = ("gated", "fused_gated")
+GATED = ("gated", "fused_gated", "transposed_gated")
+TRANSPOSED = ("transposed", "transposed_gated")
 LINEAR = ("linear_qkv", "linear_qkvz", "linear_ba")
 
 
@@ -36,7 +37,7 @@ def merge(tensors: Sequence[torch.Tensor], layout: Layout, dims: Dimensions) -> 
         return merge([query, gate, *tensors[1:]], "qkv", dims)
     if layout in LINEAR:
         return _merge_by_key_head(tensors, layout, dims)
-    if layout == "transposed":
+    if layout in TRANSPOSED:
         return tensors[0].mT
     if layout == "interleaved_gated":
         gate, up = tensors[0][..., ::2], tensors[0][..., 1::2]
@@ -61,7 +62,7 @@ def split(tensor: torch.Tensor, layout: Layout, dims: Dimensions) -> tuple[torch
         return _split_gated_qkv(tensor, dims)
     if layout in LINEAR:
         return _split_by_key_head(tensor, layout, dims)
-    if layout == "transposed":
+    if layout in TRANSPOSED:
         return (tensor.mT.contiguous(),)
     if layout == "interleaved_gated":
         gate, up = tensor.t().chunk(2, dim=-1)

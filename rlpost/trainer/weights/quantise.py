@@ -11,7 +11,6 @@ of its block.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from rlpost.errors import WeightError
+from rlpost.models.config_file import read_config
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
@@ -73,7 +73,7 @@ def read_quantisation(
     Raises:
         WeightError: the quantisation is neither of the two.
     """
-    settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    settings = read_config(folder).get("quantization_config")
     if settings is None or settings.get("quant_method") == "mxfp4":
         return None
     block = settings.get("weight_block_size")

@@ -23,7 +23,7 @@ from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
 from tests.contract.engines.test_sglang import Sender, buckets_of
-from tests.contract.families import load_folder, make_family
+from tests.contract.families import load_folder, load_model, make_family
 from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.contract.samples import STEPS
 from tests.settings import rank_config
@@ -44,6 +44,10 @@ SERVED = (
     pytest.param("qwen3-next-even-moe", marks=pytest.mark.slow),
     pytest.param("qwen3.5-even", marks=pytest.mark.slow),
     pytest.param("qwen3.5-even-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3-vl-moe", marks=pytest.mark.slow),
+    pytest.param("qwen3.5-moe-published", marks=pytest.mark.slow),
+    pytest.param("gemma3-published", marks=pytest.mark.slow),
+    pytest.param("mistral3", marks=pytest.mark.slow),
 )
 
 
@@ -96,11 +100,7 @@ def difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
 
 @torch.no_grad()
 def transformers_logprobs(folder: Path, prompt: list[int], response: list[int]) -> list[float]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = load_model(folder)
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
 

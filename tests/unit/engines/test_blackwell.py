@@ -3,6 +3,7 @@
 import pytest
 
 from rlpost.engines.blackwell import DENSE, EXPERTS, TRITON, updatable_kernels
+from rlpost.models.config_file import language_model
 
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
@@ -14,7 +15,7 @@ MIXTURE, DENSE_MODEL = {"num_experts": 8}, {"num_experts": None}
     [
         (DENSE_MODEL, {}),
         (MIXTURE, {EXPERTS: TRITON}),
-        ({"text_config": MIXTURE}, {EXPERTS: TRITON}),
+        (language_model({"text_config": MIXTURE}), {EXPERTS: TRITON}),
         (DENSE_MODEL | FP8, {DENSE: TRITON}),
         (MIXTURE | FP8, {EXPERTS: TRITON, DENSE: TRITON}),
         (MIXTURE | MXFP4, {}),

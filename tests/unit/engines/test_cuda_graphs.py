@@ -73,7 +73,7 @@ def started_with(
     monkeypatch.setattr(server, "prepared_processes", lambda secret: {})
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
-    always = {**server.LOGGING, **server.ON_CUDA}
+    always = {**server.DEFAULTS, **server.ON_CUDA}
     assert {name: seen["server_args"].pop(name) for name in always} == always
     is_paused = bool(arguments.get("enable_memory_saver"))
     assert seen.get("niceness") == (server.PAUSED_NICENESS if is_paused else None)

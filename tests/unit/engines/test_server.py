@@ -33,9 +33,9 @@ def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
     without = server.engine_arguments(given, has_cuda=False)
     assert without["device"] == "cpu"
     assert without["max_running_requests"] == 3
-    always = {"log_level_http": "warning", "dtype": "bfloat16"}
+    always = {**server.DEFAULTS, "dtype": "bfloat16"}
     assert server.engine_arguments(given, has_cuda=True) == {**given, **always}
-    own = {"log_level_http": "info", "dtype": "float32"}
+    own = {"log_level_http": "info", "enable_multimodal": True, "dtype": "float32"}
     assert server.engine_arguments(own, has_cuda=True) == own
 
 

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from rlpost.engines.server import LOGGING, ON_CUDA, ONLY_ON_CUDA, engine_arguments
+from rlpost.engines.server import DEFAULTS, ON_CUDA, ONLY_ON_CUDA, engine_arguments
 from rlpost.trainer.weights.quantise import dequantise, quantise
 from tests.unit.rollout.plugins import load_plugin
 
@@ -54,7 +54,7 @@ def test_without_cuda_an_engine_uses_tensor_parallelism_alone():
         "ep_size": 2,
         "moe_dense_tp_size": 1,
     }
-    assert engine_arguments(given, has_cuda=True) == {**given, **LOGGING, **ON_CUDA}
+    assert engine_arguments(given, has_cuda=True) == {**given, **DEFAULTS, **ON_CUDA}
     made = engine_arguments(given, has_cuda=False)
     assert made["tp_size"] == 2 and {name: made[name] for name in ONLY_ON_CUDA} == dict(
         ONLY_ON_CUDA

@@ -33,7 +33,7 @@ def test_a_published_config_is_rebuilt_from_its_arguments(name):
 
 
 def test_every_family_has_the_name_of_its_configuration():
-    names = [family.model_type for family in FAMILIES.values()]
+    names = [family.model_type for family in FAMILIES.values() if not family.carried]
     assert all(names) and len(set(names)) == len(names)
 
 

@@ -1,0 +1,65 @@
+"""Read config.json of a Hugging Face folder: the keys of its language model, in one table.
+
+Models with images are published with the keys of their language model nested in ``text_config``,
+and a few of the whole model beside it. Everything in this project that reads the keys of a model
+reads them through ``read_config``; an export carries the file itself. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rlpost.models.model_types import HfConfig
+
+NESTED, TIED = "text_config", "tie_word_embeddings"
+OF_THE_WHOLE = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    TIED,
+    "torch_dtype",
+)
+"""Keys that describe the weights of the folder; those beside ``text_config`` are valid."""
+
+
+def read_config(folder: str | Path) -> HfConfig:
+    """Return the keys of the language model in ``folder``.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: it is not JSON.
+    """
+    return language_model(json.loads((Path(folder) / "config.json").read_text()))
+
+
+def language_model(config: HfConfig) -> HfConfig:
+    """Return the keys of the language model of a parsed config.json; unchanged if none is nested."""
+    text = config.get(NESTED) if isinstance(config, Mapping) else None
+    if not isinstance(text, Mapping):
+        return config
+    return {**text, **{key: config[key] for key in OF_THE_WHOLE if config.get(key) is not None}}
+
+
+def tied_problem(config: HfConfig) -> str | None:
+    """Return why it is not known whether the output layer is the embedding; None if it is.
+
+    transformers reads the key of the whole, some engines that of the language model.
+    """
+    text = config.get(NESTED) or {}
+    whole, of_text = config.get(TIED), text.get(TIED)
+    if None in (whole, of_text) or whole == of_text:
+        return None
+    return (
+        f"{TIED} is {whole} in config.json and {of_text} in its {NESTED}; give both the value of the "
+        "weights: true where they have no lm_head.weight"
+    )
+
+
+def with_language_model(config: HfConfig, change: Callable[[HfConfig], HfConfig]) -> HfConfig:
+    """Return a parsed config.json with its language model's keys changed, where they stand."""
+    if isinstance(config.get(NESTED), Mapping):
+        return {**config, NESTED: change(config[NESTED])}
+    return change(config)

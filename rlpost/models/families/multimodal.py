@@ -1,0 +1,145 @@
+"""Models that are published with images, trained as text.
+
+The language model is one of the other families. In the folder its keys are nested
+(``rlpost.models.config_file``), the names of its weights have another prefix, and the weights of
+the encoder of images and of what joins both are carried: an export has them unchanged, and an
+engine keeps those that it has loaded. Names: ``conversion_mapping.py`` and the models of
+transformers 5.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlpost.models.families import deepseek, gemma, glm, llama, qwen, qwen_hybrid
+from rlpost.models.family import Family
+from rlpost.models.names import Layout, Rule, of_all_experts, renamed
+
+LANGUAGE = "model.language_model."
+"""Prefix of the language model's weights since transformers 4.52."""
+OLDER = ("vision_tower.", "multi_modal_projector.")
+"""Prefixes of the weights beside ``language_model.model.``, the older names."""
+
+
+def _published(
+    text: Family,
+    models: str,
+    *,
+    language: str = LANGUAGE,
+    head: str = "lm_head.",
+    carried: tuple[str, ...] = ("model.visual.",),
+    rules: tuple[Rule, ...] | None = None,
+    defaults: Mapping[str, object] | None = None,
+    tied_by_default: bool = False,
+    refused: tuple[str, ...] = (),
+) -> Family:
+    """Return the family of a model with images.
+
+    Args:
+        text: the family of its language model.
+        models: for the page of ``text``.
+        language: prefix of the language model's weights, ``model.`` in ``text``.
+        head: the same of its output layer, ``lm_head.`` in ``text``.
+        carried: prefixes of the weights that are not trained.
+        rules: those of published folders, which store experts in another way than ``text``.
+        defaults: keys that ``text_config`` may leave out, sizes included.
+        tied_by_default: whether the output layer is the embedding where the file does not say.
+        refused: more keys that must be absent or false.
+    """
+
+    prefixes = {"model.": language, "lm_head.": head}
+
+    def prefixed(each: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return tuple(
+            replace(rule, hugging_face=tuple(renamed(name, prefixes) for name in rule.hugging_face))
+            for rule in each
+        )
+
+    return replace(
+        text,
+        rules=prefixed(rules or text.rules),
+        other_rules=prefixed(text.rules) if rules else (),
+        renamed=prefixes,
+        models=models,
+        describes=lambda arguments: False,  # [model] describes the language model
+        carried=carried,
+        defaults={**text.defaults, **(defaults or {})},
+        tied_by_default=tied_by_default,
+        refused=(*text.refused, *refused),
+        adapters=False,
+    )
+
+
+def _stacked(rules: tuple[Rule, ...], first: Layout, second: Layout) -> tuple[Rule, ...]:
+    """Return the rules of a folder with all experts of a layer in one tensor."""
+    return (
+        *(rule for rule in rules if "{expert}" not in rule.megatron),
+        of_all_experts("linear_fc1.weight", "gate_up_proj", first),
+        of_all_experts("linear_fc2.weight", "down_proj", second),
+    )
+
+
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+"""transformers' defaults of ``Gemma3TextConfig``, which the published files leave out."""
+
+_MOE_3 = qwen.FAMILIES["Qwen3MoeForCausalLM"]
+_MOE_3_5 = qwen_hybrid.FAMILIES["Qwen3_5MoeForCausalLM"]
+
+FAMILIES: dict[str, Family] = {
+    "Qwen3_5ForConditionalGeneration": _published(
+        qwen_hybrid.FAMILIES["Qwen3_5ForCausalLM"], "dense models as published"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": _published(
+        _MOE_3_5,
+        "35B-A3B and larger ones as published",
+        rules=_stacked(_MOE_3_5.rules, "fused_gated", "plain"),
+    ),
+    "Qwen3VLForConditionalGeneration": _published(
+        qwen.FAMILIES["Qwen3ForCausalLM"], "Qwen3-VL 2B to 32B"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": _published(
+        _MOE_3,
+        "Qwen3-VL 30B-A3B, 235B-A22B",
+        rules=_stacked(_MOE_3.rules, "transposed_gated", "transposed"),
+    ),
+    "Glm4vForConditionalGeneration": _published(
+        glm.FAMILIES["Glm4ForCausalLM"], "GLM-4.1V-9B, GLM-4.6V-Flash"
+    ),
+    "Glm4vMoeForConditionalGeneration": _published(
+        glm.FAMILIES["Glm4MoeForCausalLM"], "GLM-4.5V, GLM-4.6V"
+    ),
+    "Gemma3ForConditionalGeneration": _published(
+        gemma.FAMILIES["Gemma3ForCausalLM"],
+        "Gemma-3 4B, 12B, 27B",
+        language="language_model.model.",
+        head="language_model.lm_head.",
+        carried=OLDER,
+        defaults=_GEMMA3,
+        tied_by_default=True,
+        # transformers applies it in the language model alone, engines also in the whole
+        refused=("final_logit_softcapping",),
+    ),
+    "Mistral3ForConditionalGeneration": _published(
+        llama.FAMILIES["MistralForCausalLM"],
+        "Mistral-Small-3.1 and 3.2",
+        language="language_model.model.",
+        head="language_model.lm_head.",
+        carried=OLDER,
+    ),
+    "KimiK25ForConditionalGeneration": _published(
+        deepseek.FAMILIES["DeepseekV3ForCausalLM"],
+        "Kimi-K2.5, K2.6 in bfloat16 or FP8 blocks",
+        language="language_model.model.",
+        head="language_model.lm_head.",
+        carried=("vision_tower.", "mm_projector."),
+    ),
+}

@@ -1,0 +1,168 @@
+"""Models with images in their published form: their config.json, as the trainer and engines read it.
+
+The values are those of the config.json of each model on the Hugging Face hub; keys of the encoder of
+images that no text depends on are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlpost.cli.resolved_model import differences, engine_model, trainer_model
+from rlpost.cli.stack_check import text_model
+from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.errors import WeightError
+from rlpost.rehearsal.published import published
+from rlpost.trainer.model_description import read_description
+from tests.contract.actor_ranks import look, run_ranks
+from tests.contract.families import load_folder, load_model, make_family
+from tests.contract.samples import STEPS
+from tests.settings import rank_config
+from tests.unit.config.test_models import PUBLISHED
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+
+def whole(architecture: str, kind: str, text: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A config.json with the keys of its language model nested."""
+    return {"architectures": [architecture], "model_type": kind, "text_config": text, **more}
+
+
+def nested(name: str, kind: str, **more: Any) -> dict[str, Any]:
+    """The keys of a model that is also published alone."""
+    alone = ("architectures", "tie_word_embeddings")
+    text = {key: value for key, value in PUBLISHED[name].items() if key not in alone}
+    return {**text, "model_type": kind, **more}
+
+
+MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+MROPE_3_5 = {
+    "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3_text",
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+GLM_4_5V = {
+    "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 65536,
+    "model_type": "glm4v_moe_text", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}, "rope_theta": 10000.0,
+    "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 32768, "max_position_embeddings": 131072, "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
+    "sliding_window": None, "vocab_size": 131072,
+}  # fmt: skip
+QWEN = "Qwen3VLForConditionalGeneration"
+MODELS = {
+    "Qwen3-VL-4B": whole(
+        QWEN, "qwen3_vl",
+        nested("qwen3_4b", "qwen3_vl_text", rope_scaling=MROPE, rope_theta=5e6,
+               max_position_embeddings=262144, tie_word_embeddings=True),
+        tie_word_embeddings=True,
+    ),
+    "Qwen3-VL-30B-A3B": whole(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+        nested("qwen3_30b_a3b", "qwen3_vl_moe_text", rope_scaling=MROPE, rope_theta=5e6,
+               max_position_embeddings=262144),
+        tie_word_embeddings=False,
+    ),
+    "Qwen3.5-35B-A3B": whole(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
+        nested("qwen3_5_35b_a3b", "qwen3_5_moe_text", rope_parameters=MROPE_3_5, mtp_num_hidden_layers=1),
+        tie_word_embeddings=False,
+    ),
+    "GLM-4.5V": whole(
+        "Glm4vMoeForConditionalGeneration", "glm4v_moe", GLM_4_5V, tie_word_embeddings=False
+    ),
+    "gemma-3-4b": whole(
+        "Gemma3ForConditionalGeneration", "gemma3",
+        GEMMA | {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    ),
+    "Mistral-Small-3.1-24B": whole("Mistral3ForConditionalGeneration", "mistral3", MISTRAL),
+    "Kimi-K2.5": whole(
+        "KimiK25ForConditionalGeneration", "kimi_k25", nested("kimi_k2", "kimi_k2"), tie_word_embeddings=False
+    ),
+}  # fmt: skip
+
+
+def folder_of(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_config_has_the_values_and_the_size_of_transformers(tmp_path, name):
+    from transformers import AutoConfig
+
+    description = read_description(folder_of(tmp_path, MODELS[name]))
+    total = hf_shape(description.hf_config).parameters.total
+    assert published(description.file_config).num_parameters == total
+    if name == "Kimi-K2.5":  # transformers 5.12 has no such model
+        return
+    engines = text_model(AutoConfig.from_pretrained(tmp_path), description.file_config)
+    ours = trainer_model(description, context=None, end_tokens=())
+    assert differences(ours, engine_model(engines, generation_eos=None, context=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            whole(
+                "Mistral3ForConditionalGeneration", "mistral3",
+                MISTRAL | {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            ),
+            "llama_4_scaling_beta=0.1 is not supported",
+        ),
+        (
+            whole(QWEN, "qwen3_vl", nested("qwen3_4b", "qwen3_vl_text", tie_word_embeddings=True),
+                  tie_word_embeddings=False),
+            "tie_word_embeddings is False in config.json and True in its text_config; give both",
+        ),
+        (
+            whole("Gemma3ForConditionalGeneration", "gemma3",
+                  MODELS["gemma-3-4b"]["text_config"] | {"final_logit_softcapping": 30.0}),
+            "final_logit_softcapping=30.0 is not supported",
+        ),
+        (whole("Gemma4ForConditionalGeneration", "gemma4", {}), "'Gemma4ForConditionalGeneration' is not known"),
+    ],
+)  # fmt: skip
+def test_what_the_decoder_lacks_is_refused_by_name(tmp_path, config, reason):
+    with pytest.raises(WeightError, match=reason):
+        read_description(folder_of(tmp_path, config))
+
+
+def test_kimi_k2_5_is_deepseek_v3_with_other_names(tmp_path):
+    """The published names; transformers has the decoder alone."""
+    alone, folder, exported = (tmp_path / name for name in ("alone", "kimi", "exported"))
+    make_family(alone, "deepseek-v3-moe")
+    tensors = {f"language_model.{key}": one for key, one in load_folder(alone).items()}
+    tensors["vision_tower.encoder.blocks.0.wqkv.weight"] = torch.randn(4, 4)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((alone / "config.json").read_text())
+    folder_of(folder, whole("KimiK25ForConditionalGeneration", "kimi_k25", text))
+    model = load_model(alone)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([s.token_ids])).logits[0] for s in STEPS[0]])
+    settings = rank_config(str(folder), distributed_timeout_minutes=2)
+    (seen,) = run_ranks(look, 1, settings, samples=STEPS[0], export=str(exported))
+    ours = torch.from_numpy(seen["logits"])[: expected.size(0)]
+    assert (ours - expected).abs().max() < 1e-5 * max(1.0, expected.abs().max().item())
+    saved = load_folder(exported)
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[key], tensors[key]) for key in tensors)
