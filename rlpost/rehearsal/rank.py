@@ -160,7 +160,7 @@ def _weight(held: Held, ranges: Ranges) -> Weight:
         dim=held.dim,
         shard=0 if held.dim is None else held.group.rank(),
         num_shards=1 if held.dim is None else held.group.size(),
-        is_expert=not getattr(held.tensor, "allreduce", True),
+        is_expert=names.expert_number(held.rule.megatron) is not None,
         is_parameter=is_parameter,
         is_trained=is_parameter and held.tensor.requires_grad,
         is_tied_copy=held.rule.megatron == OUTPUT_LAYER
@@ -187,7 +187,7 @@ def _adapters(
                 dim=dim,
                 shard=0 if dim is None else linear.tp_group.rank(),
                 num_shards=1 if dim is None else linear.tp_group.size(),
-                is_expert=not getattr(factor, "allreduce", True),
+                is_expert=names.expert_number(prefix) is not None,
                 is_parameter=True,
                 is_trained=factor.requires_grad,
                 is_tied_copy=False,

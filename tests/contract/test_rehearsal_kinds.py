@@ -17,6 +17,7 @@ import torch
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.models.config_file import language_model
 from rlpost.rehearsal import contradictions, coverage, critic
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank_facts import RankFacts
@@ -50,7 +51,7 @@ NUM_MICRO_BATCHES = 2
 """Enough for each part of the schedule of two pipeline stages: warm-up, steady state, cool-down."""
 DENSE, MOE = "qwen3", "glm4.5-moe"
 NEWER = ("deepseek-v3-moe", "glm4.7-flash-moe", "qwen3-next-moe", "qwen3.5", "gpt-oss-moe", "minimax-m2-moe",
-         "qwen2-moe")  # fmt: skip
+         "qwen2-moe", "qwen3-vl-moe", "qwen3.5-moe-published", "gemma3-published")  # fmt: skip
 LORA = {"lora": {"lora_rank": 4}}
 LORA_EXPERTS = {
     "lora": {"lora_rank": 4, "lora_targets": ("linear_qkv", "linear_fc1", "linear_fc2", "experts")}
@@ -77,6 +78,9 @@ TRAININGS = {
     "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
     "frozen weights": (MOE, FROZEN), "only attention trained": (DENSE, ONLY_ATTENTION),
     "Muon": (DENSE, MUON), "Muon with experts": (MOE, MUON),
+    "experts without expert parallelism": (
+        MOE, {"perf": {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}}
+    ),
 }  # fmt: skip
 
 
@@ -87,8 +91,8 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
     """
     make_family_config(folder / "model", model)
     hf = json.loads((folder / "model" / "config.json").read_text())
-    experts = {"perf": {"expert_model_parallel_size": 2 if model.endswith("moe") else 1}}
-    merged: dict[str, dict[str, Any]] = {"model": words_of(hf)}
+    experts = {"perf": {"expert_model_parallel_size": 2 if "moe" in model else 1}}
+    merged: dict[str, dict[str, Any]] = {"model": words_of(language_model(hf))}
     for given in (EIGHT, experts, changed):
         for group, values in given.items():
             merged[group] = merged.get(group, {}) | values
