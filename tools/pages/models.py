@@ -149,7 +149,8 @@ channel after it ([rewards](rewards.md#what-a-reward-sees)).
         """\
 The bias of the router is not trained. The extra layer is trained with `--enable-mtp-training`
 ([multi-token prediction](actor.md#multi-token-prediction)) and drafts for the engines
-([drafting](engines.md#drafting)); otherwise an export copies it unchanged. Use [routing replay](actor.md#mixtures-of-experts-routing-replay). A step
+([drafting](engines.md#drafting)); otherwise an export copies it unchanged.
+Use [routing replay](actor.md#mixtures-of-experts-routing-replay). A step
 on every rank without GPUs, in minutes: `rlpost rehearse glm45_355b` ([rehearsal](rehearsal.md)).
 """,
     ),
