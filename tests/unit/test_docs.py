@@ -468,14 +468,14 @@ MOST_WORDS, MOST_PAGES, LONGEST_SENTENCE = 55_000, 40, 34
 
 
 def sentences(page: str) -> list[str]:
-    """The sentences of a page's prose, without code, tables and headings; code and links are words."""
-    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    """The sentences of a page's prose; a list of code is one word, and a colon ends a sentence."""
+    text = re.sub(r"^```.*?^```|^    [^\n]*$|<!--.*?-->", "", page, flags=re.MULTILINE | re.DOTALL)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "#"))]
     found = []
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
-        plain = re.sub(r"`[^`]*`", "CODE", re.sub(r"\]\([^)]*\)", "]", part))
-        plain = re.sub(r"\s+", " ", plain)
-        found += re.split(r"(?<=[.:!?;])\s+", plain)
+        plain = re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", part))
+        plain = re.sub(r"`[^`]*`((, | and | or |, and )`[^`]*`)*", "CODE", plain)
+        found += re.split(r"(?<=[.:!?])\)? +", plain)
     return found
 
 

@@ -55,9 +55,9 @@ Face hub into `$RLPOST_ASSETS`, each repository to the folder of its last name (
 `aime-2024`). It needs `huggingface_hub` and `filelock`. First it prints the present files, the remaining downloads and
 the free space, and rejects a download that does not fit (quotas are not visible to it).
 
-- A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256 of
-  large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
-  commit and digests; `--compare` checks all files against them and fetches damaged ones again.
+- A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256
+  of large files, git's of small ones). Until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it
+  keeps commit and digests; `--compare` checks all files against them and fetches damaged ones again.
 - After an interruption, the next call checks the present files and continues within a partial file.
 - If two processes fetch one repository, on any nodes, one downloads. The other waits (`--wait-s`) and prints the
   process that it waits for. The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies,
