@@ -443,7 +443,7 @@ def test_figures_that_the_repository_can_show_are_those_of_its_pages():
     refused = source("tests/unit/config/test_published_flags.py").split("REASONS = {")[1]
     num_refused = len(re.findall(r'^    "run-', refused.split("\n}")[0], re.MULTILINE))
     passing = f"{len(scripts) - num_refused} of the {len(scripts)}"
-    assert passing in readme and passing in source("docs/migrating.md")
+    assert passing in readme
     layouts = source("docs/benchmarks.md").split("## Parallel layouts")[1].split("\n## ")[0]
     counts = map(int, re.findall(r"^\|[^|]+\| (\d+) \|", layouts, re.MULTILINE))
     assert f"{sum(counts)} parallel layouts" in readme and "58 layouts" in layouts

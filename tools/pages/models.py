@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from common.units import counted
-from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
+from rlpost.cli.plan import GPU_MEMORY
 from rlpost.cli.recipes import description
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.plan.layout_search import layout_words
 from rlpost.models.families import FAMILIES
 from rlpost.trainer.hf_config import architecture_of
@@ -171,9 +169,8 @@ Written by `make docs` from `rlpost/models/families`, `jobs/models` and `jobs/re
 option of `config.json` that is not supported, is an error on the login node that names it. What holds for all of them:
 [the trainer](actor.md#models). To add one: [extending](extending.md#a-model). All have tensor, sequence, pipeline
 (interleaved) and data parallelism, and mixtures expert parallelism. *CP*: context parallelism. *MTP*: the layer for
-[multi-token prediction](actor.md#multi-token-prediction) is trained with `--enable-mtp-training`. Recipes name their
-plan for {memory} GPUs; where a series has none, copy the nearest in size from `jobs/recipes`, and change its `model`,
-`hf_checkpoint`, `[assets]` and layout.
+[multi-token prediction](actor.md#multi-token-prediction) is trained with `--enable-mtp-training`. Where a series has no
+recipe, copy the nearest in size from `jobs/recipes`, and change its `model`, `hf_checkpoint`, `[assets]` and layout.
 
 | series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP |
 |---|---|---|---|---|---|
@@ -188,7 +185,7 @@ def models_page() -> str:
     assert sorted(listed) == sorted(FAMILIES), "each family has one section"
     rows = [row for series in SERIES for row in _rows(series)]
     sections = map(_section, SERIES)
-    return _PAGE.format(memory=GPU_MEMORY, rows="\n".join(rows), sections="\n".join(sections))
+    return _PAGE.format(rows="\n".join(rows), sections="\n".join(sections))
 
 
 def _rows(series: Series) -> Iterator[str]:
@@ -235,36 +232,18 @@ def _file_lines(series: Series) -> Iterator[str]:
         yield f"- [`{name}`](../jobs/models/{name}.toml): {text}"
 
 
-def _recipes(series: Series) -> dict[str, Estimate]:
-    """The plans of the recipes of these models, by name."""
-    return {
-        path.stem: plan
-        for path in sorted((JOBS / "recipes").glob("*.toml"))
-        if (plan := _plan(path.stem, tuple(_files(series)))) is not None
-    }
+def _recipes(series: Series) -> list[str]:
+    """The names of the recipes of these models; the shortest first, because variants have longer ones."""
+    files = {JOBS / "models" / f"{model}.toml" for model in _files(series)}
+    recipes = (JOBS / "recipes").glob("*.toml")
+    names = (path.stem for path in recipes if files & set(files_of(path, {})))
+    return sorted(names, key=lambda name: (len(name), name))
 
 
-@cache
-def _plan(recipe: str, models: tuple[str, ...]) -> Estimate | None:
-    path = JOBS / "recipes" / f"{recipe}.toml"
-    files = files_of(path, {})
-    if not any(JOBS / "models" / f"{model}.toml" in files for model in models):
-        return None
-    config = load(files, {}).config
-    shape, width = model_of(config)
-    return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
-
-
-def _recipe_lines(recipes: dict[str, Estimate]) -> Iterator[str]:
-    yield "| recipe | trainer | peak of a GPU | host a node |"
-    yield "|---|---|---|---|"
-    for name, plan in recipes.items():
-        peak = max(phase.total for phase in plan.phases) / 1e9
-        host = plan.host_bytes_per_node / 1e9
-        layout = f"{counted(plan.layout.world, 'GPU')}: {layout_words(plan)}"
-        yield f"| [{name}](recipes.md#{name}) | {layout} | {peak:.0f} GB | {host:.0f} GB |"
-    first = min(recipes, key=lambda name: (len(name), name))  # variants have longer names
-    yield from _block(f"rlpost fetch {first}", f"rlpost submit {first} --dry-run")
+def _recipe_lines(recipes: list[str]) -> Iterator[str]:
+    links = ", ".join(f"[{name}](recipes.md#{name})" for name in recipes)
+    yield f"Recipes: {links}."
+    yield from _block(f"rlpost fetch {recipes[0]}", f"rlpost submit {recipes[0]} --dry-run")
 
 
 def _start_lines(series: Series) -> Iterator[str]:
