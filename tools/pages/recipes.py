@@ -21,7 +21,7 @@ from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 
 SHOWN = "glm45_355b"
-"""The recipe whose whole plan is on the page; ``rlpost plan NAME`` prints those of the others."""
+"""The recipe whose whole plan is on the page; ``rlpost plan RECIPE`` prints those of the others."""
 
 _HEAD = """\
 # Recipes
@@ -124,7 +124,7 @@ only. The time of a step, and with it the order of `--suggest`, is [arithmetic](
 
 ## All recipes on {memory} GPUs
 
-`rlpost plan NAME` prints the whole plan, as [below](#{shown}).
+`rlpost plan RECIPE` prints the whole plan, as [below](#{shown}).
 
 | recipe | parameters | trainer | peak of a GPU | host a node | checkpoint |
 |---|---|---|---|---|---|
