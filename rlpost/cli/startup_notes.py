@@ -19,7 +19,7 @@ QUEUE_S = 600.0
 """Longest time between two notes of a job in the queue, which may wait for days."""
 CHECKS = "the checks of settings, files and prompts (usually 1 to 20 s)"
 _STEP = re.compile(r"\bstep \d+/\d+\b")
-_LOADING = re.compile(r"\bstarting .*\branks?\b")
+_LOADING = re.compile(r"\bstarting\b")
 
 
 def awaited(has_attempt: bool, record: str, *, is_local: bool = True) -> str:
