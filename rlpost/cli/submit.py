@@ -127,6 +127,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             print(f"sandbox servers {submit_servers(run, config, job_id)}")
     except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
+    if local and not read_local_gpus():
+        print_notes([NO_GPU])
     print(f"submitted {job_id}\nrun folder {run.root}")
     for group, number in engines.items():
         _submit_engines(run, config, group, number, after=job_id)
@@ -209,8 +211,6 @@ def check_run(
         said += stack_notes
     if why:
         said.append(f"container {why}")
-    if local and not options.dry_run and not read_local_gpus():
-        said.append(NO_GPU)
     said += [*notes(config), *time_notes(config), *([] if local else local_disk_notes(config))]
     return config, local, said
 
