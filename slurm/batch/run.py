@@ -108,7 +108,7 @@ def run(host: Host, options: Options, command: Command) -> End:
     ending = Ending(verdict or "none", code, host.signals.terminated, no_restart)
     answer = _decide(host, options, attempt, ending)
     if ending.verdict in FAILED and not host.signals.stopped and not host.signals.terminated:
-        _write_page(host, options, place, has_container=has_steps)
+        _write_page(host, place, has_container=has_steps)
     if has_steps:
         host.remove_container(place, str(folder))
     if answer.code is not None:
@@ -199,12 +199,12 @@ def _run_agents(
     return _wait(host, options, step, attempt.folder)
 
 
-def _write_page(host: Host, options: Options, place: Place, *, has_container: bool) -> None:
+def _write_page(host: Host, place: Place, *, has_container: bool) -> None:
     """Write the run's page with this end: the driver may have died, or may never have started."""
     if place.container != "none" and not has_container:
         host.log(f"the page is written by: rlpost report {place.run_folder}")
         return
-    if not host.run_bounded(page_step(options, place), host.job.seconds_within(PAGE_S)):
+    if not host.run_bounded(page_step(place), host.job.seconds_within(PAGE_S)):
         host.log(f"the page was not written; rlpost report {place.run_folder} writes it")
 
 

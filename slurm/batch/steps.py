@@ -112,11 +112,13 @@ def agents_step(
     ]
 
 
-def page_step(options: Options, place: Place) -> List[str]:
-    """The command that writes the run's page again; on this node, in the container if there is one."""
+def page_step(place: Place) -> List[str]:
+    """The command that writes the run's page again; on this node, in the container if there is one.
+
+    Without the setup commands, which may be what failed.
+    """
     report = [place.python, "-m", "rlpost", "report", place.run_folder]
-    quiet = ["sh", "-c", 'exec "$@" > /dev/null 2>&1', "page"]
-    words = [*prepared(options.environment, options.setup_command, place.home), *quiet, *report]
+    words = ["sh", "-c", 'exec "$@" > /dev/null 2>&1', "page", *report]
     if place.container == "none":
         return words
     return [
