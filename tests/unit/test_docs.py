@@ -309,6 +309,7 @@ def test_the_page_of_the_models_is_current_and_complete():
     assert (ROOT / "docs/models.md").read_text() == models_page(), "run make docs"
 
 
+@pytest.mark.slow
 def test_the_planner_finds_a_layout_with_each_command_of_the_models(capsys):
     """One that ``rlpost check`` accepts: linear attention needs whole sequences on a rank."""
     text = (ROOT / "docs/models.md").read_text()
