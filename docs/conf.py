@@ -1,7 +1,7 @@
 """Configuration of the documentation site (``make docs-site``): Sphinx with MyST.
 
-The site consists of the pages in docs/ and of README.md, CONTRIBUTING.md, SECURITY.md and
-CHANGELOG.md. The tables of the README's section "Documentation" are its table of contents.
+The site consists of the pages in docs/ and of CONTRIBUTING.md, SECURITY.md and
+CHANGELOG.md. The tables of docs/index.md are its table of contents.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FILES = {
-    "index": "README.md",
     "contributing": "CONTRIBUTING.md",
     "security": "SECURITY.md",
     "changelog": "CHANGELOG.md",
 }
 
-MODELS = Path(__file__).parent / "models"
+MOVED = {"hangs.md": "troubleshooting.md#debugging-a-hang"}
+"""Pages that entries of older releases link to, and their present place."""
 
 project = "rlpost"
 extensions = ["myst_parser", "sphinxcontrib.mermaid"]
@@ -29,23 +29,21 @@ myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 
 
-def contents(readme: str) -> str:
-    """Return a hidden ``toctree`` for each table of the README's section "Documentation", in its
-    order.
+def contents(index: str) -> str:
+    """Return a hidden ``toctree`` for each table of docs/index.md, in its order.
 
     The first cell of a table's header is the caption; its links are the pages.
     """
-    section = readme.split("\n## Documentation\n")[1].split("\n## ")[0]
     trees = []
-    for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n)+", index, re.MULTILINE):
         caption = table.split("|")[1].strip().capitalize()
-        trees.append(_toctree(caption, re.findall(r"\(docs/([\w-]+)\.md\)", table)))
+        pages = dict.fromkeys(re.findall(r"\(([\w-]+)\.md\)", table))
+        trees.append(_toctree(caption, list(pages)))
     return "\n".join([*trees, _toctree("Project", ["contributing", "security", "changelog"])])
 
 
 def _toctree(caption: str, pages: list[str]) -> str:
-    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
-    return "\n".join(["```{toctree}", *options, "", *pages, "```", ""])
+    return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
 
 
 def page_source(name: str, source: str) -> str:
@@ -53,10 +51,10 @@ def page_source(name: str, source: str) -> str:
     if name in FILES:
         file = (ROOT / FILES[name]).read_text()
         source = file.replace("](docs/", "](")
-        if name == "index":
-            source += "\n" + contents(file)
-    if name == "models":
-        source += "\n" + _toctree("", sorted(f"models/{page.stem}" for page in MODELS.glob("*.md")))
+        for page, place in MOVED.items():
+            source = source.replace(f"]({page})", f"]({place})")
+    if name == "index":
+        source += "\n" + contents(source)
     for page, file in FILES.items():
         source = source.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")
     return source

@@ -31,11 +31,25 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+NO_FUNCTION_FILE = (
+    "no such file; give FILE.py:FUNCTION, relative to the working directory, or module.function"
+)
+
 
 def suggestion(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``; did you mean 'X'?`` when a known word is close, else an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def choice(word: str, known: Sequence[str]) -> str:
+    """Return ``; did you mean 'X'? It has X, Y``, without the question where no word is close.
+
+    >>> choice("kep", ["drop", "keep"]), choice("x", [])
+    ("; did you mean 'keep'? It has drop, keep", '; it has none')
+    """
+    near, names = suggestion(word, known), ", ".join(known) or "none"
+    return f"{near} It has {names}" if near else f"; it has {names}"
 
 
 class RlpostError(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 from pages.api import api_page as api
 from pages.layouts import layouts_page as layouts
 from pages.metrics import metrics_page as metrics
-from pages.models import models_pages
+from pages.models import models_page as models
 from pages.published_runs import speed_page as speed
 from pages.recipes import recipes_page as recipes
 from pages.settings import settings_page as settings
@@ -21,6 +21,7 @@ from pages.slime_flags import slime_flags_page as slime_flags
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {
+    "models.md": models,
     "settings.md": settings,
     "metrics.md": metrics,
     "recipes.md": recipes,
@@ -33,7 +34,7 @@ PAGES = {
 
 def generated() -> dict[str, str]:
     """Return the text of every generated page, by path below docs/."""
-    return {name: page() for name, page in PAGES.items()} | models_pages()
+    return {name: page() for name, page in PAGES.items()}
 
 
 def main() -> int:

@@ -80,8 +80,8 @@ def main() -> int:
         if EXAMPLES not in words:
             draw(browser, run, VIEWS)
             return 0
-        draw(browser, many_attempts(Path(folder) / "runs/qwen3_4b-20261102-080000"), ATTEMPTS_VIEWS)
-        draw(browser, make_failed_run(Path(folder) / "runs/qwen3_4b-20261102-080500"), FAILED_VIEWS)
+        draw(browser, many_attempts(Path(folder) / "runs/made-up-200-attempts"), ATTEMPTS_VIEWS)
+        draw(browser, make_failed_run(Path(folder) / "runs/made-up-failure"), FAILED_VIEWS)
     return 0
 
 

@@ -22,6 +22,7 @@ from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.job import as_the_job_would, job_spec, time_notes
 from rlpost.cli.sandboxes import sandbox_spec, wants_servers
 from rlpost.cli.stack_check import StackCheck
+from rlpost.cli.startup_notes import CHECKS, explained
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.missing import image_problems
@@ -67,13 +68,14 @@ def _check(arguments: Sequence[str]) -> int:
     options, loaded = settings(parser, arguments)
     if options.recipe is None and not loaded.origins:
         raise no_recipe("rlpost check tiny")
-    stack = StackCheck(loaded.config)
-    problems = check_problems(loaded, options.recipe)
     stack_notes: list[str] = []
-    if problems:
-        stack.cancel()
-    else:
-        problems, stack_notes = stack.finish()
+    with explained(CHECKS):
+        stack = StackCheck(loaded.config)
+        problems = check_problems(loaded, options.recipe)
+        if problems:
+            stack.cancel()
+        else:
+            problems, stack_notes = stack.finish()
     if options.json:
         return _print_object(loaded.config, problems, stack_notes)
     if problems:

@@ -23,6 +23,7 @@ from rlpost.cli.runs import (
 )
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
+from rlpost.observe.report.write import try_to_write_report
 from slurm.client import ask_to_requeue, cancel
 from slurm.queue import queue
 from slurm.states import JobState
@@ -49,6 +50,8 @@ def cancel_main(arguments: Sequence[str]) -> int:
         request_stop(latest.resolve(), "rlpost cancel")
     else:
         _cancel_all(run, job_id)
+        if run.report_page.exists():  # the job may never have started, and writes it no more
+            try_to_write_report(run)
     print(
         f"cancelled {run.root.name} ({job_id}); resume it later with its recipe: rlpost submit RECIPE "
         f"--resume --run-folder {run.root}"

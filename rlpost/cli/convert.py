@@ -178,6 +178,7 @@ def _main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> i
     """
     started, here = time.monotonic(), place(os.environ)
     warnings.simplefilter("ignore", UserWarning)  # Megatron warns of each optional package
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about calls of Megatron
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("rlpost").setLevel(logging.INFO if here.rank == 0 else logging.ERROR)
     try:

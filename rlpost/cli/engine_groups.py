@@ -36,7 +36,7 @@ def head_problem(hf: HfConfig, tensors: Collection[str]) -> str | None:
     return (
         f"SGLang gives the head of {architecture} a bias, which the checkpoint lacks and which is "
         "then random in each engine; add a tensor score.bias of num_labels zeros to its safetensors "
-        "file (docs/which-engines.md)"
+        "file (docs/engines.md)"
     )
 
 

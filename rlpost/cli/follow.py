@@ -22,7 +22,14 @@ from common.files import open_regular, text_or_empty
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
 from rlpost.cli.log_lines import DAY, LogSelection, merged, prefixed, wall_seconds
-from rlpost.cli.runs import LOCAL, cause_in, local_is_alive, newest_job
+from rlpost.cli.runs import (
+    LOCAL,
+    cause_in,
+    is_evaluation,
+    local_is_alive,
+    newest_job,
+    settings_of,
+)
 from rlpost.cli.startup_notes import StartupNotes
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
@@ -43,11 +50,13 @@ def follow(
     since: float | None = None,
     resume: str = "",
     earlier: str = "",
+    explains: bool = False,
 ) -> int:
     """Print the driver's log, or the logs of ``selection``, until the job is over; return 0 if done.
 
     With ``since``, only records from that second of local time on. ``resume`` is the command that
     resumes the run. ``earlier`` is the newest attempt before the submission, which is not printed.
+    ``explains``: until the first step, say what the run waits for.
 
     Ctrl-C detaches and the run continues. At a local run that this process has started
     (``started_it``) the first Ctrl-C requests a stop, at which the run saves, and the second
@@ -56,7 +65,8 @@ def follow(
     is_over = _make_end_check(run, job_id)
     selection = selection or LogSelection(has_diagnostics=False)
     log = _LogTail(run.attempts, selection, since, earlier=earlier)
-    notes = StartupNotes(time.monotonic()) if started_it else None
+    is_local = job_id.startswith(LOCAL)
+    notes = StartupNotes(time.monotonic(), is_local=is_local) if explains else None
     interrupted = asked = False
     while True:
         try:
@@ -204,7 +214,8 @@ def conclude(run: RunFolder, *, resume: str = "", earlier: str = "") -> int:
     if earlier and latest_attempt(run) == earlier:
         verdict = ""
     if verdict == "done":
-        print("\n".join(summary(run)))
+        if not is_evaluation(settings_of(run)):  # whose table follows
+            print("\n".join(summary(run)))
         return 0
     lines = _failure(run, verdict)
     if resume:
@@ -234,14 +245,16 @@ def _failure(run: RunFolder, verdict: str) -> list[str]:
 def summary(run: RunFolder) -> list[str]:
     """Lines with the first and last reward of each evaluation set, and the files of a run."""
     lines = read_metrics(run.metrics)
-    found = []
+    rewards = []
     for name in eval_rewards(*lines):
         points = [(line["step"], line[name]) for line in lines if name in line]
         (first_step, first), (last_step, last) = points[0], points[-1]
-        change = f"{first:.3f} at step {first_step:.0f} -> {last:.3f} at step {last_step:.0f}"
-        found.append(f"reward on {name.split('/')[1]}: {change}")
+        change = f"{first:.3f} at step {first_step:.0f}"
+        if last_step != first_step:
+            change += f" -> {last:.3f} at step {last_step:.0f}"
+        rewards.append(f"reward on {name.split('/')[1]}: {change}")
     files = [
         ("report", run.report_page),
         ("metrics", run.metrics),
     ]
-    return [*found, *(f"{name} {path}" for name, path in files if path.exists())]
+    return [*rewards, *(f"{name} {path}" for name, path in files if path.exists())]

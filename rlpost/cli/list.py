@@ -35,7 +35,7 @@ def _money(cost: float | None) -> str:
 
 
 def _step(status: Status) -> str:
-    if not status.step and not status.num_attempts:
+    if not status.step and not (status.num_attempts and status.num_steps):
         return ""
     return f"{status.step}/{status.num_steps}" if status.num_steps else str(status.step)
 

@@ -31,7 +31,16 @@ from common.run_folder import RunFolder
 from common.scrape_targets import empty_targets
 from common.units import MAX_NAMED, counted
 from rlpost.cli.field_types import check_fields
-from rlpost.cli.runs import LOCAL, cause_in, last, local_is_alive, newest_job, settings_of, settle
+from rlpost.cli.runs import (
+    LOCAL,
+    cause_in,
+    is_evaluation,
+    last,
+    local_is_alive,
+    newest_job,
+    settings_of,
+    settle,
+)
 from rlpost.observe.pace import PACE_STEPS, STEP_S, duration, recent, throughput
 from rlpost.observe.report.goodput import Goodput, end_of, goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
@@ -248,7 +257,10 @@ def _progress(
     lines, settings, is_over = read_metrics(run.metrics), settings_of(run), entry.state.is_over
     total = settings.get("rollout", {}).get("num_rollout")
     newest = end_of(events) if entry.is_over else None
-    spent = goodput(events, lines, GpuLayout.of_settings(settings), newest or datetime.now(UTC))
+    layout = GpuLayout.of_settings(settings)
+    if is_evaluation(settings):  # it trains nothing
+        total = layout = None
+    spent = goodput(events, lines, layout, newest or datetime.now(UTC))
     if not lines:
         return {"num_steps": total, "goodput": spent}
     step = int(lines[-1]["step"])

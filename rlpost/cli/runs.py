@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +227,11 @@ def local_is_alive(job_id: str) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and (is_submitits or is_starting)
     except psutil.NoSuchProcess:
         return False
+
+
+def is_evaluation(settings: Mapping[str, Any]) -> bool:
+    """Return whether a run with these settings is one of ``rlpost evaluate``, which trains nothing."""
+    return bool(settings.get("debug", {}).get("debug_eval_only"))
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:

@@ -1,32 +1,46 @@
-"""Notes of ``rlpost submit`` while a run starts: what it waits for, and how long that usually takes.
+"""Notes of a command that waits: what it waits for, and how long that usually takes.
 
-Input: the newest record of the driver's log, and the time. Output: a line after every SILENT_S
-seconds without another, until the first step. Pure.
+``StartupNotes``: for a run that starts. Input: the newest record of the driver's log, and the time.
+Output: a line after every SILENT_S seconds without another, until the first step. Pure.
+``explained`` does the same around one call that prints nothing.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 SILENT_S = 10.0
+QUEUE_S = 600.0
+"""Longest time between two notes of a job in the queue, which may wait for days."""
+CHECKS = "the checks of settings, files and prompts (usually 1 to 20 s)"
 _STEP = re.compile(r"\bstep \d+/\d+\b")
-_LOADING = re.compile(r"\bstarting .*\branks?\b")
+_LOADING = re.compile(r"\bstarting\b")
 
 
-def awaited(has_attempt: bool, record: str) -> str:
+def awaited(has_attempt: bool, record: str, *, is_local: bool = True) -> str:
     """Return what a run waits for; empty once it has trained a step.
 
     Args:
         has_attempt: whether the attempt has a folder.
         record: the newest record of the driver's log; empty without one.
+        is_local: whether it runs on this machine, without Slurm.
 
     >>> awaited(True, "10:00:00 INFO starting 2 actor ranks and 2 engines")
     'trainer and engines to load (usually 20 s for a small model, minutes for a large one)'
     """
     if not has_attempt:
-        return "the run's process to start (usually 5 s)"
+        if is_local:
+            return "the run's process to start (usually 5 s)"
+        return "Slurm to start the job (as long as the queue is; rlpost status shows its reason)"
     if not record:
-        return "Ray and the driver to start (usually 10 s, a minute on a busy machine)"
+        if is_local:
+            return "Ray and the driver to start (usually 10 s, a minute on a busy machine)"
+        return "image, nodes and Ray (usually a minute, minutes for the first import of an image)"
     if _STEP.search(record):
         return ""
     if _LOADING.search(record):
@@ -39,8 +53,9 @@ def awaited(has_attempt: bool, record: str) -> str:
 class StartupNotes:
     """Says when to print a note; times are monotonic seconds."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, is_local: bool = True) -> None:
         self._started = self._printed = now
+        self._is_local = is_local
         self._record = ""
         self._is_over = False
 
@@ -50,8 +65,42 @@ class StartupNotes:
         self._is_over = self._is_over or _STEP.search(record) is not None
 
     def due(self, has_attempt: bool, now: float) -> str | None:
-        """Return the line to print now; None while there is none."""
-        if self._is_over or now - self._printed < SILENT_S:
+        """Return the line to print now; None while there is none.
+
+        In the queue each pause is as long as all that was waited before, up to QUEUE_S.
+        """
+        pause_s = SILENT_S
+        if not has_attempt and not self._is_local:
+            pause_s = min(QUEUE_S, max(SILENT_S, self._printed - self._started))
+        if self._is_over or now - self._printed < pause_s:
             return None
         self._printed = now
-        return f"... {now - self._started:.0f} s: waiting for {awaited(has_attempt, self._record)}"
+        return _note(
+            now - self._started, awaited(has_attempt, self._record, is_local=self._is_local)
+        )
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Print every SILENT_S seconds, on standard error, what the calls inside wait for.
+
+    Args:
+        what: what is waited for, with the usual time in parentheses.
+    """
+    started, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(SILENT_S):
+            print(_note(time.monotonic() - started, what), file=sys.stderr, flush=True)
+
+    reporting = threading.Thread(target=report, name="notes", daemon=True)
+    reporting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporting.join()
+
+
+def _note(seconds: float, what: str) -> str:
+    return f"... {seconds:.0f} s: waiting for {what}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from common.files import read_object, text_or_empty
 from common.fleet_name import POLICY
+from common.local_gpus import read_local_gpus
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from common.run_identity import copy_words, original_of, settle_identity
 from common.units import counted
@@ -35,6 +36,7 @@ from rlpost.cli.run_claim import choose_folder, claim
 from rlpost.cli.sandboxes import sandbox_spec, submit_servers, wants_servers
 from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
 from rlpost.cli.stack_check import StackCheck
+from rlpost.cli.startup_notes import CHECKS, explained
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
     from slurm.executor import Where
 
 PROJECT = Path(__file__).parents[2]
+NO_GPU = (
+    "this machine has no GPU: each GPU of the settings and of the report is a process on its CPUs"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +85,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         loaded = replace(loaded, config=restored(loaded.config, earlier))
         if (original := original_of(root)) is not None:
             print_notes([copy_words(root, original)])
-    config, local, said = check_run(options, loaded, root)
+    with explained(CHECKS):
+        config, local, said = check_run(options, loaded, root)
     planned = RunFolder(root.absolute())
     if options.resume:
         said = [*change_notes(text_or_empty(planned.run_json), config), *said]
@@ -111,14 +117,18 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         with claim(root, is_given=options.resume or options.run_folder is not None) as root:
             run = create_run_folder(root, dump(config), resume=options.resume)
             settle_identity(run.root)
-            snapshot_code(PROJECT, run.code)
+            with explained("the copy of the code (usually 1 s, a minute on a slow file system)"):
+                snapshot_code(PROJECT, run.code)
             attempt_before = latest_attempt(run)
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
-            job_id = submit(spec, run, home=run.code, where=where)
+            with explained("the submission (usually 1 s, longer while slurmctld is busy)"):
+                job_id = submit(spec, run, home=run.code, where=where)
         if wants_servers(config) and where == "slurm":
             print(f"sandbox servers {submit_servers(run, config, job_id)}")
     except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
+    if local and not read_local_gpus():
+        print_notes([NO_GPU])
     print(f"submitted {job_id}\nrun folder {run.root}")
     for group, number in engines.items():
         _submit_engines(run, config, group, number, after=job_id)
@@ -130,7 +140,9 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
     if not wait:
         return 0
-    return follow(run, job_id, started_it=local, resume=resume, earlier=attempt_before)
+    return follow(
+        run, job_id, started_it=local, resume=resume, earlier=attempt_before, explains=True
+    )
 
 
 def program_words() -> list[str]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.modes import follow_umask
 from rlpost.cli import arithmetic_data
+from rlpost.cli.startup_notes import explained
 from rlpost.models.model_types import HfConfig
 
 if TYPE_CHECKING:
@@ -184,7 +185,9 @@ class ModelPlan:
 def build(folder: Path, data: Path, plan: ModelPlan) -> float:
     """Make everything in ``folder``; return the accuracy on the held-out problems."""
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of files that are written within a second
     torch.set_num_threads(1)  # sums in a fixed order; more threads gain nothing at this size
     torch.manual_seed(plan.seed)
     tokenizer = make_tokenizer()
@@ -247,7 +250,8 @@ def produce(out: Path, settings: Mapping[str, object], make: Callable[[Path], fl
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
     try:
-        share = make(built)
+        with explained("torch and the warm-up of the model (usually 15 s)"):
+            share = make(built)
         follow_umask(built)  # safetensors writes files for their owner alone
         publish(built, out, {"settings": settings, "heldout_accuracy": share})
     finally:
@@ -257,7 +261,7 @@ def produce(out: Path, settings: Mapping[str, object], make: Callable[[Path], fl
 
 def make_problems(data: Path) -> None:
     """Create the problems if they are missing."""
-    if not all((data / name).is_file() for name in ("train.jsonl", "heldout.jsonl")):
+    if not all((data / name).is_file() for name in arithmetic_data.FILES):
         arithmetic_data.main(["--out", str(data)])
 
 
@@ -282,8 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     out, data = arguments.out, arguments.data or arguments.out
     hf = dict(TINY) | {"num_hidden_layers": arguments.layers}
     plan = ModelPlan(hf, seed=arguments.seed, num_steps=arguments.warmup_steps)
-    if not is_complete(out, plan.settings):
-        make_problems(data)
+    make_problems(data)
     produce(out, plan.settings, lambda built: build(built, data, plan))
     return 0
 

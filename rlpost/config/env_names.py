@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlpost.errors import ConfigError, DataError, suggestion
+from rlpost.errors import ConfigError, DataError, choice, suggestion
 
 Kind = Literal["own", "verifiers", "openenv", "tau2", "harbor", "nemogym"]
 ADAPTERS: Mapping[str, Kind] = {
@@ -109,7 +109,7 @@ def env_of(
         if named not in labels:
             raise DataError(
                 f"prompt {prompt_id}: {key!r} in its metadata is {named!r}, which --env does not have"
-                f"{suggestion(str(named), labels)}; it has {', '.join(labels)}"
+                f"{choice(str(named), list(labels))}"
             )
         return str(named)
     shares = list(weights) or [1.0] * len(labels)

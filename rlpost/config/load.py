@@ -29,7 +29,7 @@ from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
-from rlpost.config.toml_faults import spelling, toml_fault
+from rlpost.config.toml_faults import OTHER_WORDS, spelling, toml_fault
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
@@ -438,7 +438,8 @@ def _needed(fault: ErrorDetails) -> str:
         return plain + (f", {limits}" if limits else "")
     if fault["type"] == "literal_error" and field is not None:
         words = _words(field)
-        return f"must be {listed(words)}{suggestion(str(fault['input']), words)}"
+        near = suggestion(str(fault["input"]), words) or OTHER_WORDS.get(str(fault["input"]), "")
+        return f"must be {listed(words)}{near}"
     message: str = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return message[0].lower() + message[1:]
 

@@ -80,7 +80,7 @@ LACKING: dict[str, str] = {
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
     "give others with --rollout-external-engine-addrs",
     "profile-target": "use --profile for the trainer and --trace-steps for all processes",
-    "qwen-gdn-backend": "kernels of fla-core where they are installed (docs/models/qwen3-next.md)",
+    "qwen-gdn-backend": "kernels of fla-core where they are installed (docs/models.md)",
     "recompute-loss-function": "use --log-probs-chunk-size, which bounds the memory of the loss",
     "ref-ckpt-step": f"{_LATEST} as --ref-load",
     "release-train": "use --offload-train, which keeps the trainer's processes",

@@ -6,7 +6,7 @@ that refers to the documentation.
 
 from __future__ import annotations
 
-from rlpost.errors import suggestion
+from rlpost.errors import choice, suggestion
 
 _HERE = "rlpost.compat.slime."
 _RM = "slime.rollout.rm_hub"
@@ -62,5 +62,5 @@ def lacking(module: str, name: str | None = None) -> str | None:
     known = PROVIDED.get(module, {})
     if name is None or name in known or f"{module}.{name}" in {*packages(), *PROVIDED}:
         return None
-    has = f"it has {', '.join(known)}" if known else REMEDY
-    return f"rlpost's {module} has no {name}{suggestion(name, known)}; {has}"
+    has = choice(name, list(known)) if known else f"; {REMEDY}"
+    return f"rlpost's {module} has no {name}{has}"

@@ -10,6 +10,15 @@ _BARE_TEXT = re.compile(r"\s*([\w.-]+)\s*=\s*([A-Za-z_./~][^\s\"'#]*)\s*(?:#.*)?
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
 
 
+_RUNTIME = '; write --container command and --container-command "{} ...", see docs/containers.md'
+OTHER_WORDS = {
+    **{name: _RUNTIME.format(f"{name} exec") for name in ("apptainer", "singularity")},
+    **{name: _RUNTIME.format(f"{name} run") for name in ("podman", "podman-hpc", "docker")},
+    "charliecloud": _RUNTIME.format("ch-run"),
+}
+"""What to write in place of a word that several users tried."""
+
+
 def toml_fault(message: str, text: str) -> str:
     """Return tomllib's message with the line that it is about, and the remedy of common faults.
 

@@ -240,7 +240,7 @@ async def _train(
         await _close(journal, samples, metrics, ledger)
     await ledger.append("done", step=state.step, weights=weights)
     ledger.close()
-    logger.info("done: step %d, weights %s", state.step, weights[:16])
+    logger.info("done: step %d%s", state.step, f", weights {weights[:16]}" if weights else "")
 
 
 async def _claim(

@@ -104,7 +104,7 @@ def _message(
     return (
         f"{text}). It runs for {overdue.elapsed_s:.0f} s and no rank moves; the longest of the "
         f"last calls took {overdue.longest_s:.1f} s (--hang-factor {rule.factor:g}, --hang-min-s "
-        f"{rule.min_s:g}). Stacks of all ranks: {path}; see docs/hangs.md"
+        f"{rule.min_s:g}). Stacks of all ranks: {path}; see docs/troubleshooting.md"
     )
 
 

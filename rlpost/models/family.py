@@ -49,7 +49,7 @@ class Family:
     model_type: str = ""
     """transformers' ``model_type``."""
     page: str = ""
-    """Its page in docs/models."""
+    """Its section in docs/models.md."""
     models: str = ""
     """Published models that have it, for that page."""
     defaults: Mapping[str, object] = field(default_factory=dict)

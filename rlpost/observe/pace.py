@@ -77,7 +77,7 @@ def progress_line(
 
     The estimate uses the mean duration of the ``steps_done`` steps of this attempt. The loss is
     ``train/pg_loss``, which moves; ``train/loss`` is near 0 where advantages add up to 0. Supervised
-    training (``is_supervised``) has no reward.
+    training (``is_supervised``) has no reward; its line has the tokens of the responses.
     """
     parts = [f"step {step}/{num_steps}"]
     if not is_supervised:
@@ -85,7 +85,10 @@ def progress_line(
     parts += [
         f"{name.removesuffix('/reward_mean')} {metrics[name]:.3f}" for name in eval_rewards(metrics)
     ]
-    parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
+    if is_supervised:
+        parts.append(f"{metrics['rollout/num_tokens']:,.0f} tokens")
+    else:
+        parts.append(f"len {metrics['rollout/response_length_mean']:.1f}")
     if "train/loss" in metrics:  # not with --debug-rollout-only
         name = "train/pg_loss" if "train/pg_loss" in metrics else "train/loss"
         loss = f"{name.removeprefix('train/')} {metrics[name]:+.4f}"

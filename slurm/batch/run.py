@@ -24,7 +24,7 @@ from slurm.batch.host import End, Host, shell_code
 from slurm.batch.options import Options, expand
 from slurm.batch.place import Place, find_run_folder
 from slurm.batch.signals import ignore_term
-from slurm.batch.steps import agents_step, command_prefix, watch_step
+from slurm.batch.steps import agents_step, command_prefix, page_step, watch_step
 from slurm.causes import Finding
 from slurm.evidence import leave_verdict
 from slurm.job_id import (
@@ -51,6 +51,8 @@ NO_REQUEUE = (
     "--requeue chain restarts a run by new jobs"
 )
 REFUSED = "the next job was refused"
+FAILED = ("failed", "config", "none")
+PAGE_S = 60
 
 
 class Command(NamedTuple):
@@ -102,10 +104,13 @@ def run(host: Host, options: Options, command: Command) -> End:
     verdict = text_or_empty(folder / VERDICT_FILE)
     if has_steps:
         host.log(f"agents ended (srun exit {code}), verdict: {verdict or 'none'}")
-        host.remove_container(place, str(folder))
     no_restart = _why_no_restart(host, options)
     ending = Ending(verdict or "none", code, host.signals.terminated, no_restart)
     answer = _decide(host, options, attempt, ending)
+    if ending.verdict in FAILED and not host.signals.stopped and not host.signals.terminated:
+        _write_page(host, place, has_container=has_steps)
+    if has_steps:
+        host.remove_container(place, str(folder))
     if answer.code is not None:
         return End(answer.code, answer.is_final)
     return _restart(host, options, command, attempt, answer.exclude)
@@ -192,6 +197,15 @@ def _run_agents(
         except OSError as error:
             host.log(f"a lost batch host will not be noticed: {error}")
     return _wait(host, options, step, attempt.folder)
+
+
+def _write_page(host: Host, place: Place, *, has_container: bool) -> None:
+    """Write the run's page with this end: the driver may have died, or may never have started."""
+    if place.container != "none" and not has_container:
+        host.log(f"the page is written by: rlpost report {place.run_folder}")
+        return
+    if not host.run_bounded(page_step(place), host.job.seconds_within(PAGE_S)):
+        host.log(f"the page was not written; rlpost report {place.run_folder} writes it")
 
 
 def _wait(host: Host, options: Options, step: "subprocess.Popen[bytes]", attempt_dir: Path) -> int:

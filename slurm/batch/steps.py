@@ -112,6 +112,26 @@ def agents_step(
     ]
 
 
+def page_step(place: Place) -> List[str]:
+    """The command that writes the run's page again; on this node, in the container if there is one.
+
+    Without the setup commands, which may be what failed.
+    """
+    report = [place.python, "-m", "rlpost", "report", place.run_folder]
+    words = ["sh", "-c", 'exec "$@" > /dev/null 2>&1', "page", *report]
+    if place.container == "none":
+        return words
+    return [
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        "--overlap",
+        "--mpi=none",
+        *in_container(place),
+        *words,
+    ]
+
+
 def watch_step(options: Options, attempt_dir: str) -> List[str]:
     """The step that restarts the job if the batch host is lost; with spare nodes only.
 

@@ -1,7 +1,7 @@
 """Compare routing replay at the layouts of a mixture of experts with forced routes in transformers.
 
 ``python -m tests.contract.replayed [NAME ...]`` runs the named layouts, or all of them, and prints
-the table of docs/moe.md.
+the table of docs/actor.md.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def test_the_tiny_model_is_made_once_and_reproducibly(tiny_model: Path, tmp_path
     assert set(before) - {path.name for path in theirs.iterdir()} == {
         "train.jsonl",
         "heldout.jsonl",
+        "messages.jsonl",
     }
 
 

@@ -15,13 +15,16 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from common.run_folder import create_run_folder
-from rlpost import __version__
+from rlpost import Prompt, Turn, __version__
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.cli import main as cli
 from rlpost.config.flags import fields, flag
@@ -35,7 +38,7 @@ from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 from tools.pages.api import api_page
 from tools.pages.metrics import names_of_others
-from tools.pages.models import models_pages
+from tools.pages.models import models_page
 from tools.pages.settings import settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -279,7 +282,7 @@ def flags_of_verbs() -> set[str]:
 
 
 WITH_FLAGS = ("troubleshooting", "commands", "install", "slurm", "rewards", "agents", "migrating")
-WITH_FLAGS += ("seeing", "reward-does-not-rise", "speed")
+WITH_FLAGS += ("seeing", "speed")
 OF_THE_TESTS = {"--hostile-commands", "--kills"}  # options of pytest (tests/conftest.py)
 
 
@@ -301,13 +304,21 @@ def test_the_page_of_settings_is_current():
     )
 
 
-def test_the_pages_of_the_models_are_current_and_complete():
-    """Each family has one page; a page without a series would stay behind when one is renamed."""
-    pages = models_pages()
-    there = {f"models/{path.name}" for path in (ROOT / "docs/models").iterdir()} | {"models.md"}
-    assert pages.keys() == there
-    stale = [name for name, text in pages.items() if (ROOT / "docs" / name).read_text() != text]
-    assert not stale, f"{stale} are old; run make docs"
+def test_the_page_of_the_models_is_current_and_complete():
+    """Each family has one section."""
+    assert (ROOT / "docs/models.md").read_text() == models_page(), "run make docs"
+
+
+@pytest.mark.slow
+def test_the_planner_finds_a_layout_with_each_command_of_the_models(capsys):
+    """One that ``rlpost check`` accepts: linear attention needs whole sequences on a rank."""
+    text = (ROOT / "docs/models.md").read_text()
+    searches = re.findall(r"^rlpost (plan --model .*--suggest)$", text, re.MULTILINE)
+    assert len(searches) > 5
+    for search in searches:
+        assert cli.main(shlex.split(search)) == 0, search
+        linear = "qwen3_next" in search or "qwen3_5" in search
+        assert " x CP 1 x " in capsys.readouterr().out or not linear
 
 
 def test_the_page_of_the_api_is_current():
@@ -338,7 +349,7 @@ def test_the_page_that_compares_metric_names_names_existing_metrics():
 
 
 def test_metrics_that_the_tutorials_name_exist():
-    for name in ("slurm", "rewards", "agents", "troubleshooting", "reward-does-not-rise", "speed"):
+    for name in ("slurm", "rewards", "agents", "troubleshooting", "speed"):
         text = (ROOT / f"docs/{name}.md").read_text()
         found = {
             code for code in INLINE.findall(text) if re.match(rf"({AREAS})/[a-zA-Z_/]+$", code)
@@ -394,11 +405,96 @@ def test_every_estimator_is_documented_and_the_readme_names_every_series_of_mode
 
 
 def test_the_readme_names_five_pages_for_each_of_three_readers():
-    start = (
-        (ROOT / "README.md").read_text().split("\n## Documentation\n")[1].split("\nAll pages:")[0]
-    )
+    start = (ROOT / "README.md").read_text().split("\n## Documentation\n")[1].split("\n\n`make")[0]
     readers = [re.findall(r"\]\(([^)]+)\)", part) for part in start.split("\n- **")[1:]]
     assert [len(set(pages)) for pages in readers] == [5, 5, 5]
+
+
+def test_the_readme_is_short_and_its_example_is_accepted(site, monkeypatch, capsys):
+    """The reward and the environment do what their docstrings say, and ``rlpost check`` takes both."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 90
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    prompt = Prompt(0, "Q", (1,), label="42")
+    texts = ("42", "=40", "none")
+    rewards = [names["closeness"](prompt, SimpleNamespace(text=text)) for text in texts]
+    assert rewards == [1, 1 / 3, 0]
+    episode = names["Retry"]()
+    episode.reset(prompt)
+    turns = [Turn(number, text, (1,), "stop", None) for number, text in enumerate(("41", "42"))]
+    assert [(step.reward, step.done) for step in map(episode.step, turns)] == [
+        (0, False),
+        (1, True),
+    ]
+    (site / "my_task.py").write_text(code)
+    monkeypatch.chdir(site)
+    for words in ("--custom-rm-path my_task.py:closeness", "--env my_task.py:Retry"):
+        assert words in text and cli.main(["check", "tiny", *words.split()]) == 0
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def test_figures_that_the_repository_can_show_are_those_of_its_pages():
+    """Counts in README and comparison, and versions of Slurm wherever they are named."""
+    readme, comparison = source("README.md"), source("docs/comparison.md")
+    scripts = tomllib.loads(source("tests/data/slime_scripts.toml"))
+    refused = source("tests/unit/config/test_published_flags.py").split("REASONS = {")[1]
+    num_refused = len(re.findall(r'^    "run-', refused.split("\n}")[0], re.MULTILINE))
+    passing = f"{len(scripts) - num_refused} of the {len(scripts)}"
+    assert passing in readme
+    layouts = source("docs/benchmarks.md").split("## Parallel layouts")[1].split("\n## ")[0]
+    counts = map(int, re.findall(r"^\|[^|]+\| (\d+) \|", layouts, re.MULTILINE))
+    assert f"{sum(counts)} parallel layouts" in readme and "58 layouts" in layouts
+    ids = re.findall(r'id="([^"]+)"', source("tests/contract/test_gateway_clients.py"))
+    libraries = {re.sub(r" \d+$", "", name) for one in ids for name in one.split(", ")}
+    assert f"{len(libraries)} client libraries" in readme
+    with_adapters = sum(family.adapters for family in FAMILIES.values())
+    assert f"[{len(FAMILIES)} architectures]" in readme
+    assert f"[{with_adapters} of {len(FAMILIES)} architectures]" in comparison
+    models, recipes = (
+        len(list((ROOT / "jobs" / name).glob("*.toml"))) for name in ("models", "recipes")
+    )
+    shipped = f"{models} files, {len(FAMILIES)} architectures, {recipes} recipes"
+    assert shipped in comparison
+    steps = re.search(r"num_rollout = (\d+)", source("jobs/recipes/tiny.toml"))[1]
+    assert f"for {steps} steps" in readme
+    for page in ("README.md", "docs/cluster.md", "docs/preemption.md"):
+        assert re.search(r"22\.05, 24\.11\s+and\s+26\.05", source(page)), page
+
+
+MOST_WORDS, MOST_PAGES, LONGEST_SENTENCE = 55_000, 40, 34
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page's prose; a list of code is one word, and a colon ends a sentence."""
+    text = re.sub(r"^```.*?^```|^    [^\n]*$|<!--.*?-->", "", page, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "#"))]
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
+        plain = re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", part))
+        plain = re.sub(r"`[^`]*`((, | and | or |, and )`[^`]*`)*", "CODE", plain)
+        found += re.split(r"(?<=[.:!?])\)? +", plain)
+    return found
+
+
+def test_the_documentation_is_short_and_its_sentences_are():
+    """Prose: words outside of code and tables. Stubs of files elsewhere are no pages."""
+    pages = {page.name: page.read_text() for page in PAGES if page.name != "CONTRIBUTING.md"}
+    pages = {name: text for name, text in pages.items() if not text.startswith("% ")}
+    assert len(pages) <= MOST_PAGES, len(pages)
+    words = sum(len(one.split()) for text in pages.values() for one in sentences(text))
+    assert words <= MOST_WORDS, words
+    long = [
+        f"{name}: {one}"
+        for name, text in pages.items()
+        for one in sentences(text)
+        if sum(bool(re.search(r"\w", word)) for word in one.split()) > LONGEST_SENTENCE
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_the_version_is_that_of_the_newest_release_and_of_the_citation():

@@ -158,7 +158,7 @@ def test_settings_that_name_functions_of_files_are_checked_with_the_rest(
     )
     message = capsys.readouterr().err
     assert "my_algorithm.py:cubed_ratio: the file has no function cubed_ratio" in message
-    assert "did you mean 'squared_ratio'?; it has above_median" in message
+    assert "did you mean 'squared_ratio'? It has above_median" in message
 
 
 def test_a_cluster_profile_of_a_file_is_in_the_batch_script(folder, monkeypatch, capsys):

@@ -23,7 +23,7 @@ _AREAS = {
     "sync": "The latest weight update of the engines.",
     "checkpoint": "Checkpoints saved since the previous line.",
     "driver": "The driver's own process.",
-    "engines": "Requests to engines: to those of the policy, and to groups (docs/which-engines.md).",
+    "engines": "Requests to engines: to those of the policy, and to groups (docs/engines.md).",
     "memory": "Memory at the end of the step; maximum over actors or engines. 1 GB is 10^9 bytes.",
     "run": "The run as a whole.",
 }

@@ -1,19 +1,19 @@
-"""docs/models.md and docs/models/*.md: a page for each series of models.
+"""docs/models.md: the models, a section for each series.
 
 Input: the registry of families, the files of jobs/models and jobs/recipes, the layouts of
-docs/layouts.md, and the notes below. Output: the text of each page, the same on every machine.
+docs/layouts.md, and the notes below. Output: the text of the page, the same on every machine.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
+from rlpost.cli.plan import GPU_MEMORY
 from rlpost.cli.recipes import description
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.plan.layout_search import layout_words
 from rlpost.models.families import FAMILIES
 from rlpost.trainer.hf_config import architecture_of
@@ -23,7 +23,7 @@ from .layouts import STARTS, planned
 
 @dataclass(frozen=True)
 class Series:
-    """Architectures that share a page, and what a user of them has to know."""
+    """Architectures that share a section, and what a user of them has to know."""
 
     name: str
     title: str
@@ -49,17 +49,10 @@ their checkpoint has them. Kimi-K2-Thinking and K2.5 are published in INT4: use 
 bfloat16 or FP8 blocks. Sparse attention (DeepSeek-V3.2, GLM-5) is another architecture and not supported.
 """
 
-_IMAGES = """\
-**With images.** A folder as it is published (`...ForConditionalGeneration`) is trained as text. Trainer, planner and
-checks read the language model's keys in `text_config`. The encoder of images is neither trained nor sent to engines; an
-export has its weights and `config.json` byte by byte. A test compares a small model with transformers' logits, and the
-engine's log-probs after an update, on CPUs. Prompts with images, adapters and a critic are refused.
-"""
-
 _LINEAR = """\
 **Linear attention.** Three of four layers have a gated delta net (arXiv 2412.06464), computed in chunks of 64 tokens:
 on GPUs by the kernels of flash-linear-attention (`fla-core`, part of the GPU stack; not for keys wider than 256), else
-in plain torch ([cost](../benchmarks.md#gated-delta-rule)). State and short convolution restart at each sequence of a
+in plain torch ([cost](benchmarks.md#gated-delta-rule)). State and short convolution restart at each sequence of a
 packed row. A test compares both, gradients too, in Triton's interpreter; no GPU has run the kernels. Tensor
 parallelism shards them by key head; context parallelism is refused.
 
@@ -71,20 +64,20 @@ SERIES = (
         "llama",
         "Llama 3 and Mistral",
         "SmolLM2 is the smallest pretrained model with a recipe: [it learns on two cores]"
-        "(../one-box.md#a-pretrained-model).\n",
+        "(one-box.md#a-pretrained-model).\n",
     ),
     Series(
         "qwen2",
         "Qwen2.5 and Qwen2-MoE",
-        "Longer contexts and windows: [rotary embeddings](../actor.md#long-context-and-windows).\n",
+        "Longer contexts and windows: [rotary embeddings](actor.md#long-context-and-windows).\n",
     ),
     Series(
         "qwen3",
         "Qwen3",
         """\
-Longer contexts and windows: [rotary embeddings](../actor.md#long-context-and-windows). Qwen3 leaves the reasoning
-of earlier turns out of its template, so agents begin [a new trajectory](../gateway.md#from-messages-to-tokens) there.
-For the mixtures use [routing replay](../moe.md) (`--use-rollout-routing-replay`).
+Longer contexts and windows: [rotary embeddings](actor.md#long-context-and-windows). Qwen3 leaves the reasoning
+of earlier turns out of its template, so agents begin [a new trajectory](gateway.md#from-messages-to-tokens) there.
+For the mixtures use [routing replay](actor.md#mixtures-of-experts-routing-replay) (`--use-rollout-routing-replay`).
 """,
     ),
     Series(
@@ -104,7 +97,7 @@ For the mixtures use [routing replay](../moe.md) (`--use-rollout-routing-replay`
         "Gemma-3",
         """\
 `attn_logit_softcapping`, which transformers ignores in Gemma-3, and bidirectional attention are refused. Windows with
-context parallelism: [attention kernels](../actor.md#attention-kernels).
+context parallelism: [attention kernels](actor.md#attention-kernels).
 """,
     ),
     Series(
@@ -121,13 +114,13 @@ a run that would send them.
 rows, so that of rlpost computes it.
 
 **Answers.** Rewards see the text of the analysis channel as a thought, in `<think>` and `</think>`, and the final
-channel after it ([rewards](../rewards.md#what-a-reward-sees)).
+channel after it ([rewards](rewards.md#what-a-reward-sees)).
 """,
     ),
     Series(
         "minimax-m2",
         "MiniMax-M2",
-        "The bias of the router is not trained. Use [routing replay](../moe.md).\n",
+        "The bias of the router is not trained. Use [routing replay](actor.md#mixtures-of-experts-routing-replay).\n",
     ),
     Series(
         "glm4",
@@ -138,9 +131,10 @@ channel after it ([rewards](../rewards.md#what-a-reward-sees)).
         "GLM-4.5, GLM-4.6, GLM-4.7",
         """\
 The bias of the router is not trained. The extra layer is trained with `--enable-mtp-training`
-([multi-token prediction](../actor.md#multi-token-prediction)) and drafts for the engines
-([drafting](../engines.md#drafting)); otherwise an export copies it unchanged. Use [routing replay](../moe.md). A step
-on every rank without GPUs, in minutes: `rlpost rehearse glm45_355b` ([rehearsal](../rehearsal.md)).
+([multi-token prediction](actor.md#multi-token-prediction)) and drafts for the engines
+([drafting](engines.md#drafting)); otherwise an export copies it unchanged.
+Use [routing replay](actor.md#mixtures-of-experts-routing-replay). A step
+on every rank without GPUs, in minutes: `rlpost rehearse glm45_355b` ([rehearsal](rehearsal.md)).
 """,
     ),
     Series(
@@ -150,93 +144,57 @@ on every rank without GPUs, in minutes: `rlpost rehearse glm45_355b` ([rehearsal
     ),
 )
 
-_INDEX = """\
+NODES_AND_ENGINES = {"deepseek_v3": (32, 32), "gpt_oss_120b": (2, 2), "minimax_m2_230b": (4, 8)}
+"""Nodes of eight GPUs, and GPUs of an engine, with which the planner finds layouts."""
+
+_PAGE = """\
 # Models
 
 Written by `make docs` from `rlpost/models/families`, `jobs/models` and `jobs/recipes`. Another architecture, or an
 option of `config.json` that is not supported, is an error on the login node that names it. What holds for all of them:
-[the trainer](actor.md#models). To add one: [extending](extending.md#a-model).
+[the trainer](actor.md#models). To add one: [extending](extending.md#a-model). All have tensor, sequence, pipeline
+(interleaved) and data parallelism, and mixtures expert parallelism. *CP*: context parallelism. *MTP*: the layer for
+[multi-token prediction](actor.md#multi-token-prediction) is trained with `--enable-mtp-training`. Where a series has no
+recipe, copy the nearest in size from `jobs/recipes`, and change its `model`, `hf_checkpoint`, `[assets]` and layout.
 
-| page | `architectures` in `config.json` | models |
-|---|---|---|
+A folder that is published with an encoder of images (`...ForConditionalGeneration`) is trained as text, as it is: the
+keys of its language model are read in `text_config`. The encoder is neither trained nor sent to engines; an export has
+its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their engines the
+trainer's log-probs after an update, on CPUs. Prompts with pictures, adapters and a critic are refused.
+
+| series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP |
+|---|---|---|---|---|---|
 {rows}
-"""
 
-_PAGE = """\
-# {title}
-
-Written by `make docs` ([all models](../models.md)).
-
-| `architectures` in `config.json` | models |
-|---|---|
-{architectures}
-
-| | |
-|---|---|
-{facts}
-
-## Files
-
-{files}
-
-## {heading}
-
-{start}
-{notes}"""
+{sections}"""
 
 
-def models_pages() -> dict[str, str]:
-    """The text of docs/models.md and of each docs/models/NAME.md, by path below docs/."""
+def models_page() -> str:
+    """The text of docs/models.md."""
     listed = [architecture for series in SERIES for architecture in series.models]
-    assert sorted(listed) == sorted(FAMILIES), "each family has one page"
-    rows = [
-        f"| [{series.title}](models/{series.name}.md) | `{architecture}` | {models} |"
-        for series in SERIES
-        for architecture, models in series.models.items()
-    ]
-    pages = {"models.md": _INDEX.format(rows="\n".join(rows))}
-    return pages | {f"models/{series.name}.md": _page(series) for series in SERIES}
+    assert sorted(listed) == sorted(FAMILIES), "each family has one section"
+    rows = [row for series in SERIES for row in _rows(series)]
+    sections = map(_section, SERIES)
+    return _PAGE.format(rows="\n".join(rows), sections="\n".join(sections))
 
 
-def _page(series: Series) -> str:
-    rows = (f"| `{architecture}` | {models} |" for architecture, models in series.models.items())
-    recipes = _recipes(series)
-    has_images = any(FAMILIES[name].carried for name in series.models)
-    texts = [text for text in (series.notes, _IMAGES if has_images else "") if text]
-    notes = "\n## What to know\n\n" + "\n".join(texts) if texts else ""
-    return _PAGE.format(
-        title=series.title,
-        architectures="\n".join(rows),
-        facts="\n".join(f"| {name} | {value} |" for name, value in _facts(series)),
-        files="\n".join(_file_lines(series)),
-        heading="Recipes" if recipes else "Start",
-        start="\n".join(_recipe_lines(recipes) if recipes else _start_lines(series)),
-        notes=notes,
-    )
-
-
-def _facts(series: Series) -> Iterator[tuple[str, str]]:
-    is_mixture = any(_has_experts(name) for name in _files(series))
-    sizes = ["tensor", "sequence", "pipeline (interleaved)", "data"]
-    sizes += ["context"] if series.trains_context_parallel else []
-    sizes += ["expert"] if is_mixture else []
-    yield "parallelism", ", ".join(sizes)
-    without = [name for name in series.models if not FAMILIES[name].adapters]
-    with_adapters = [name for name in series.models if FAMILIES[name].adapters]
-    if not without:
-        yield "[LoRA](../lora.md)", "yes"
-    elif not with_adapters:
+def _rows(series: Series) -> Iterator[str]:
+    anchor = re.sub(r"[^\w -]", "", series.title).lower().replace(" ", "-")
+    context = "yes" if series.trains_context_parallel else "refused"
+    for name, models in series.models.items():
+        family = FAMILIES[name]
+        adapters = "yes" if family.adapters else "refused"
+        extra = "trained" if family.trains_extra_layer else "-"
         yield (
-            "[LoRA](../lora.md)",
-            "refused: its layers differ from those that adapters are made for",
+            f"| [{series.title}](#{anchor}) | `{name}` | {models} | {adapters} | {context} | {extra} |"
         )
-    else:
-        yield "[LoRA](../lora.md)", f"{', '.join(with_adapters)}; refused for {', '.join(without)}"
-    trains = any(FAMILIES[name].trains_extra_layer for name in series.models)
-    yield (
-        "[multi-token prediction](../actor.md#multi-token-prediction)",
-        "trained with `--enable-mtp-training`" if trains else "not trained",
-    )
+
+
+def _section(series: Series) -> str:
+    recipes = _recipes(series)
+    start = _recipe_lines(recipes) if recipes else _start_lines(series)
+    lines = [f"## {series.title}", "", *_file_lines(series), "", *start, ""]
+    return "\n".join(lines) + (f"\n{series.notes}" if series.notes else "")
 
 
 @cache
@@ -254,10 +212,6 @@ def _arguments(model: str) -> dict[str, object]:
     return config.model.model_dump()
 
 
-def _has_experts(model: str) -> bool:
-    return bool(_arguments(model).get("num_experts"))
-
-
 def _files(series: Series) -> list[str]:
     return [name for name, found in _architectures().items() if found in series.models]
 
@@ -265,70 +219,40 @@ def _files(series: Series) -> list[str]:
 def _file_lines(series: Series) -> Iterator[str]:
     for name in _files(series):
         text = description((JOBS / "models" / f"{name}.toml").read_text())
-        yield f"- [`{name}`](../../jobs/models/{name}.toml): {text}"
+        yield f"- [`{name}`](../jobs/models/{name}.toml): {text}"
 
 
-def _recipes(series: Series) -> dict[str, Estimate]:
-    """The plans of the recipes of these models, by name."""
-    return {
-        path.stem: plan
-        for path in sorted((JOBS / "recipes").glob("*.toml"))
-        if (plan := _plan(path.stem, tuple(_files(series)))) is not None
-    }
+def _recipes(series: Series) -> list[str]:
+    """The names of the recipes of these models; the shortest first, because variants have longer ones."""
+    files = {JOBS / "models" / f"{model}.toml" for model in _files(series)}
+    recipes = (JOBS / "recipes").glob("*.toml")
+    names = (path.stem for path in recipes if files & set(files_of(path, {})))
+    return sorted(names, key=lambda name: (len(name), name))
 
 
-@cache
-def _plan(recipe: str, models: tuple[str, ...]) -> Estimate | None:
-    path = JOBS / "recipes" / f"{recipe}.toml"
-    files = files_of(path, {})
-    if not any(JOBS / "models" / f"{model}.toml" in files for model in models):
-        return None
-    config = load(files, {}).config
-    shape, width = model_of(config)
-    return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
-
-
-def _recipe_lines(recipes: dict[str, Estimate]) -> Iterator[str]:
-    yield "| recipe | trainer | peak of a GPU | host a node |"
-    yield "|---|---|---|---|"
-    for name, plan in recipes.items():
-        peak = max(phase.total for phase in plan.phases) / 1e9
-        host = plan.host_bytes_per_node / 1e9
-        layout = f"{plan.layout.world} GPUs: {layout_words(plan)}"
-        yield f"| [{name}](../recipes.md#{name}) | {layout} | {peak:.0f} GB | {host:.0f} GB |"
-    first = min(recipes, key=lambda name: (len(name), name))  # variants have longer names
-    yield ""
-    yield f"Sizes are the planner's, for {GPU_MEMORY} GPUs. For example:"
-    yield from _block(
-        f"rlpost plan {first}",
-        f"rlpost fetch {first}",
-        f"rlpost submit {first} --dry-run",
-        f"rlpost submit {first}",
-    )
+def _recipe_lines(recipes: list[str]) -> Iterator[str]:
+    links = ", ".join(f"[{name}](recipes.md#{name})" for name in recipes)
+    yield f"Recipes: {links}."
+    yield from _block(f"rlpost fetch {recipes[0]}", f"rlpost submit {recipes[0]} --dry-run")
 
 
 def _start_lines(series: Series) -> Iterator[str]:
     """How to begin where no recipe exists: a planned layout, or the command that searches one."""
     models = _files(series)
     starts = [start for start in STARTS if start.model in models]
-    yield "There is no recipe. Copy the one that is nearest in size from `jobs/recipes`, and change its `model`,"
-    yield "`hf_checkpoint`, `[assets]` and layout."
     if starts:
-        yield from (
-            "",
-            f"| model | {GPU_MEMORY} GPUs | [layout](../layouts.md#where-to-start) |",
-            "|---|---|---|",
-        )
+        yield f"| model | {GPU_MEMORY} GPUs | [layout](layouts.md#where-to-start) |"
+        yield "|---|---|---|"
     for start in starts:
-        layout = layout_words(planned(start))
-        yield f"| {start.title} | {8 * start.nodes} | {layout} |"
-    yield from ("", "The planner searches layouts for your GPUs:")
-    model = models[0]
-    nodes = next((start.nodes for start in starts if start.model == model), 1)
-    yield from _block(
-        f"rlpost plan --model {model} --actor-num-nodes {nodes} --actor-num-gpus-per-node 8"
-        " --colocate --suggest"
-    )
+        yield f"| {start.title} | {8 * start.nodes} | {layout_words(planned(start))} |"
+    if starts:
+        yield ""
+    model = next((name for name in models if name in NODES_AND_ENGINES), models[0])
+    nodes, engine = NODES_AND_ENGINES.get(model, (1, 1))
+    command = f"rlpost plan --model {model} --actor-num-nodes {nodes} --actor-num-gpus-per-node 8"
+    command += f" --colocate --rollout-num-gpus-per-engine {engine} --suggest"
+    yield "The planner searches layouts for your GPUs:"
+    yield from _block(command)
 
 
 def _block(*commands: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""docs/recipes.md: the recipes of jobs/recipes, with the output of ``rlpost plan`` for each.
+"""docs/recipes.md: the recipes of jobs/recipes, with a row of their plan, and one whole plan.
 
 Input: the recipes, with their models from the table [model]. Output: the text of the page, the same
 on every machine.
@@ -11,6 +11,7 @@ import itertools
 
 from rich.console import Console
 
+from common.units import counted
 from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
@@ -19,12 +20,16 @@ from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 
+SHOWN = "glm45_355b"
+"""The recipe whose whole plan is on the page; ``rlpost plan RECIPE`` prints those of the others."""
+
 _HEAD = """\
 # Recipes
 
 Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of its name in `jobs/`.
 `jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)), with a teacher
-([distillation](distillation.md)), with a critic ([PPO](ppo.md)) and with [Muon](actor.md#muon).
+([distillation](distillation.md)), with a critic ([PPO](ppo.md)), with [Muon](actor.md#muon) and with
+[supervised rows](data.md#supervised-rows).
 
 Configure the site once: fill in `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 
@@ -55,9 +60,9 @@ Face hub into `$RLPOST_ASSETS`, each repository to the folder of its last name (
 `aime-2024`). It needs `huggingface_hub` and `filelock`. First it prints the present files, the remaining downloads and
 the free space, and rejects a download that does not fit (quotas are not visible to it).
 
-- A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256 of
-  large files, git's of small ones); until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it keeps
-  commit and digests; `--compare` checks all files against them and fetches damaged ones again.
+- A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256
+  of large files, git's of small ones). Until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it
+  keeps commit and digests; `--compare` checks all files against them and fetches damaged ones again.
 - After an interruption, the next call checks the present files and continues within a partial file.
 - If two processes fetch one repository, on any nodes, one downloads. The other waits (`--wait-s`) and prints the
   process that it waits for. The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies,
@@ -119,6 +124,8 @@ only. The time of a step, and with it the order of `--suggest`, is [arithmetic](
 
 ## All recipes on {memory} GPUs
 
+`rlpost plan RECIPE` prints the whole plan, as [below](#{shown}).
+
 | recipe | parameters | trainer | peak of a GPU | host a node | checkpoint |
 |---|---|---|---|---|---|
 {rows}
@@ -136,6 +143,7 @@ def recipes_page() -> str:
         context=CUDA_CONTEXT / 1e9,
         reserve=RESERVE,
         memory=GPU_MEMORY,
+        shown=SHOWN,
         rows=rows,
     )
     return _HEAD + text + "".join(_section(name, made) for name, made in plans.items())
@@ -153,7 +161,7 @@ def _row(name: str, made: Estimate) -> str:
     cells = (
         f"[{name}](../jobs/recipes/{name}.toml)",
         f"{made.shape.parameters.total / 1e9:.2f}B",
-        f"{made.layout.world} GPUs: {layout}",
+        f"{counted(made.layout.world, 'GPU')}: {layout}",
         f"{peak.total / 1e9:.0f} GB ({peak.name})",
         f"{made.host_bytes_per_node / 1e9:.0f} GB",
         f"{made.checkpoint_bytes / 1e9:.0f} GB",
@@ -162,6 +170,8 @@ def _row(name: str, made: Estimate) -> str:
 
 
 def _section(name: str, made: Estimate) -> str:
+    if name != SHOWN:
+        return f"\n## {name}\n\n{_head_of(name)}\n"
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
     console.print(table(made, Speed()))

@@ -17,7 +17,7 @@ from rlpost.config.env_names import EnvName, parse_envs
 from rlpost.config.keys import SUFFIX, references
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
-from rlpost.errors import ConfigError, suggestion
+from rlpost.errors import ConfigError, choice, suggestion
 
 INSTALL = {
     "verifiers": "pip install 'rlpost[verifiers]'",
@@ -227,8 +227,7 @@ def _own(name: EnvName) -> list[str]:
         imported = any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
         if imported and not is_file:
             return []  # the module may import it
-        class_names = listed(sorted(classes)) or "none"
-        return [f"the file has no class {cls}{suggestion(cls, classes)}; it has {class_names}"]
+        return [f"the file has no class {cls}{choice(cls, sorted(classes))}"]
     if classes[cls].bases:
         return []
     methods = {

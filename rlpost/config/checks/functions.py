@@ -21,7 +21,7 @@ from rlpost.config.flags import flag
 from rlpost.config.slime_names import lacking
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
-from rlpost.errors import ConfigError, suggestion
+from rlpost.errors import NO_FUNCTION_FILE, ConfigError, choice, suggestion
 
 SETTINGS: tuple[tuple[str, str, Kind], ...] = (
     ("grpo", "custom_loss_function_path", "loss"),
@@ -77,7 +77,7 @@ def function_problems(config: Config) -> list[str]:
 
 def _unreadable(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
-        return "no such file; give FILE.py:FUNCTION, relative to the working directory, or module.function"
+        return NO_FUNCTION_FILE
     return f"{error.strerror or error}; give a file that can be read"
 
 
@@ -130,9 +130,7 @@ def _problems(path: str, kind: Kind, config: Config) -> list[str]:
         tree = ast.parse(Path(file).read_bytes())
         names = sorted(set(_names(tree)))
         if name not in names and "*" not in names:
-            return [
-                f"the file has no function {name}{suggestion(name, names)}; it has {', '.join(names) or 'none'}"
-            ]
+            return [f"the file has no function {name}{choice(name, names)}"]
         return _problems_of(tree, name, kind, config)
     module, _, name = path.rpartition(".")
     source = source_of(module)

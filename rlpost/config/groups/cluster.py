@@ -142,7 +142,7 @@ class ClusterConfig(Group):
     """Timeout of the trainer's collectives, in minutes."""
     hang_factor: Annotated[float, Field(gt=1.0)] | None = 5.0
     """A training call hangs when it takes this many times the longest of its last 20 calls and no
-    rank moves; the rank to blame is named and the ranks are started again (docs/hangs.md). none:
+    rank moves; the rank to blame is named and the ranks are started again (docs/troubleshooting.md). none:
     off."""
     hang_min_s: PositiveNumber = 30.0
     """Seconds before which no training call is judged to hang."""

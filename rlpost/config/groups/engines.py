@@ -84,7 +84,7 @@ class EngineGroup(ServerArgs):
 
 class EnginesConfig(Group):
     """Groups of engines beside those of the policy, one table [engines.NAME] each: judges, reward
-    models, teachers, evaluation (docs/which-engines.md)."""
+    models, teachers, evaluation (docs/engines.md)."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
     __pydantic_extra__: dict[str, EngineGroup] = Field(init=False)

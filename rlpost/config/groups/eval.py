@@ -16,7 +16,7 @@ class EvalConfig(Group):
     """Steps between evaluations; none is run if unset."""
     eval_engines: str | None = None
     """Name of the table [engines.NAME] whose engines evaluate while the next steps train
-    (docs/which-engines.md); it has follows_policy = true. policy: some of the policy's engines
+    (docs/engines.md); it has follows_policy = true. policy: some of the policy's engines
     (--eval-policy-engines). Default: the policy's engines, and the next step waits."""
     eval_policy_engines: Positive = 1
     """Engines of the policy that evaluate with --eval-engines policy. While they do, they neither

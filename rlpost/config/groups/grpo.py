@@ -145,7 +145,7 @@ class GrpoConfig(Group):
     masks it."""
     use_rollout_routing_replay: bool = False
     """Mixture of experts: the trainer sends each token to the experts that the engine chose for it
-    (R3, docs/moe.md). The engines return their choice."""
+    (R3, docs/actor.md). The engines return their choice."""
     use_routing_replay: bool = False
     """Mixture of experts: the experts that the trainer chooses in its first forward pass on a
     sample are those of every later pass on it. With --use-rollout-routing-replay, of the tokens for

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from common.units import counted
 from rlpost.config.checks.batch import is_uneven
 from rlpost.config.checks.layout import layout_problems
+from rlpost.config.plan.architecture import sharding_problem
 from rlpost.config.plan.cards import CARDS, Card, nearest_card
 from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
 from rlpost.config.plan.rank_memory import fullest_held
@@ -23,6 +24,7 @@ from rlpost.config.plan.step_time import StepTime, step_time
 from rlpost.config.plan.train_time import IDLE
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
+from rlpost.models.model_types import MegatronFields
 
 MAX_CONTEXT = 16
 HOST_MUST_SAVE = 0.02
@@ -147,7 +149,25 @@ def candidates(config: Config, shape: Shape) -> Iterator[Config]:
                         layout = Layout(
                             world, tensor, pipeline, context, expert, first=first, last=last
                         )
-                        yield from _possible(config, layout, has_experts=shape.num_experts > 0)
+                        if not _is_refused(shape, layout):
+                            yield from _possible(config, layout, has_experts=shape.num_experts > 0)
+
+
+def _is_refused(shape: Shape, layout: Layout) -> bool:
+    """Whether ``rlpost check`` refuses the layout for this model; an expert is on one rank."""
+    fields: MegatronFields = {"add_bias_linear": shape.linear_bias}
+    if shape.linear is not None:
+        fields |= {"linear_attention_freq": (), "linear_num_key_heads": shape.linear.key_heads}
+    if shape.num_experts:
+        fields |= {"num_moe_experts": shape.num_experts}
+    problem = sharding_problem(
+        fields,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        expert_tensor=1,
+        context=layout.context,
+    )
+    return problem is not None
 
 
 def end_stages(num_layers: int, pipeline: int) -> tuple[int | None, int | None] | None:

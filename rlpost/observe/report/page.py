@@ -154,6 +154,8 @@ def _state(facts: RunFacts, history: Timeline | None) -> tuple[str, str]:
     if [entry["event"] for entry in facts.events if entry["event"] != "verdict"][-1:] == ["done"]:
         return "done", "good"
     newest = facts.events[-1]
+    if newest["event"] == "cancelled":
+        return "cancelled", "bad"
     if newest["event"] == "verdict":
         is_requeued = newest.get("answer") in COMES_BACK
         return ("requeued", "warn") if is_requeued else (str(newest.get("verdict")), "bad")

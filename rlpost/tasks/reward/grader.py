@@ -22,7 +22,7 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients
-from rlpost.errors import ConfigError, DataError, GradingLost, RolloutError
+from rlpost.errors import NO_FUNCTION_FILE, ConfigError, DataError, GradingLost, RolloutError
 from rlpost.tasks.judge.judge import REFUSED, UNPARSABLE, Judge
 from rlpost.tasks.judge.judge_file import prompt_values, read_judge
 from rlpost.tasks.judge.special_text import SpecialText
@@ -330,9 +330,7 @@ def check_reward(settings: RolloutConfig) -> None:
     if settings.custom_rm_path is not None:
         file = settings.custom_rm_path.rpartition(":")[0]
         if file and not Path(file).is_file():
-            raise ConfigError(
-                f"--custom-rm-path {settings.custom_rm_path}: no such file; give FILE.py:FUNCTION or module.function"
-            )
+            raise ConfigError(f"--custom-rm-path {settings.custom_rm_path}: {NO_FUNCTION_FILE}")
         return
     check_judge(settings)
     if settings.rm_type not in OTHERS:

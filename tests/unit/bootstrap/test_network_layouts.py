@@ -179,7 +179,7 @@ def test_the_command_line_prints_one_object_for_a_file() -> None:
 
 def test_the_page_shows_how_often_each_key_is_right() -> None:
     scores = [score(layout(path.stem)) for path in LAYOUTS]
-    page = (ROOT / "docs/network.md").read_text()
+    page = (ROOT / "docs/bringup.md").read_text()
     assert f"    {len(LAYOUTS)} layouts\n" in page
     for key in SCORED:
         known = [found[key] for found in scores if key in found]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.run_folder import RunFolder
+from common.run_folder import RunFolder, create_run_folder
 from common.run_identity import settle_identity
 from rlpost.cli import evaluate
 from rlpost.cli.evaluate import (
@@ -23,12 +25,16 @@ from rlpost.cli.evaluate import (
     remove_leftovers,
     weights_of,
 )
+from rlpost.cli.follow import conclude, summary
+from rlpost.cli.list import COLUMNS
+from rlpost.cli.run_status import statuses
 from rlpost.config.checks.export_folder import MARKER, Marker, mark, name_weights
 from rlpost.config.load import dump, files_of, load
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.durable.commit import begin, commit
 from rlpost.errors import ConfigError
+from rlpost.observe.writer import MetricsWriter
 from tests.cluster.lab_host import wait_until
 
 
@@ -261,3 +267,17 @@ def test_a_dry_run_prints_the_job_of_an_evaluation(tmp_path: Path, capsys: Any) 
     words = ["--recipe", "tiny", "--dry-run", "--out", str(tmp_path / "e"), "--hf-checkpoint", "m"]
     assert main(words) == 0
     assert "#SBATCH --job-name=tiny" in capsys.readouterr().out
+
+
+def test_an_evaluation_has_no_steps_no_goodput_and_no_summary_before_its_table(tmp_path, capsys):
+    settings = {"debug": {"debug_eval_only": True}, "rollout": {"num_rollout": 60}}
+    run = create_run_folder(tmp_path / "run", json.dumps(settings))
+    run.ledger.append("submitted", job_id="local-1", nodes=1)
+    MetricsWriter(run.metrics).write(0, {"eval/heldout/reward_mean": 0.5})
+    (run.new_attempt() / "verdict").write_text("done\n")
+    assert conclude(run) == 0 and capsys.readouterr().out == ""
+    assert summary(run) == ["reward on heldout: 0.500 at step 0", f"metrics {run.metrics}"]
+    (status,) = statuses([run])
+    assert status.num_steps is None and status.goodput is None and status.num_attempts == 0
+    step = next(column for column in COLUMNS if column.name == "step")
+    assert step.value(replace(status, num_attempts=1)) == ""

@@ -9,6 +9,7 @@ from rlpost.cli.fleet_view import arrays_of
 from rlpost.config.load import load
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
+from rlpost.observe.report.write import write_report
 from rlpost.submit import main
 from tests.unit.slurm.stand_ins import fleet_commands
 
@@ -79,7 +80,10 @@ def test_cancelling_a_run_ends_its_engine_jobs(project, slurm):
         "70|RUNNING|1:00|N/A|n1|None\n71_0|RUNNING|1:00|N/A|n2|None\n"
         "71_1|PENDING|1:00|N/A||Priority\n71_2|COMPLETED|1:00|N/A|n3|None\n"
     )
+    write_report(run)
+    assert ">in the queue<" in run.report_page.read_text()
     assert cancel_main([str(run.root)]) == 0
+    assert ">cancelled<" in run.report_page.read_text(), "no other process writes it again"
     assert slurm[0].read_text().splitlines()[2:] == ["scancel 70", "scancel 71"]
     assert FleetFolder(run.root).orders().stop
 

@@ -4,16 +4,18 @@ is asked for.
 
 import os
 import re
+import time
 from datetime import datetime
 from itertools import pairwise
 
 import pytest
 
 from common.run_folder import create_run_folder
+from rlpost.cli import startup_notes
 from rlpost.cli.follow import _LogTail
 from rlpost.cli.log_lines import LogSelection, merged, parse_since, wall_seconds
 from rlpost.cli.main import main
-from rlpost.cli.startup_notes import SILENT_S, StartupNotes
+from rlpost.cli.startup_notes import QUEUE_S, SILENT_S, StartupNotes
 
 LOGS = {
     "driver": "10:00:00 INFO starting\n10:00:05 WARNING engine is slow\n10:00:09 INFO step 1/8\n",
@@ -139,8 +141,10 @@ def test_a_terminal_shows_neither_diagnostics_nor_the_attempt_before_the_submiss
     assert capsys.readouterr().out.splitlines()[1:] == ["10:10:01 INFO starting 2 actor ranks"]
 
 
-def test_a_start_is_never_silent_for_longer_than_the_limit():
-    notes, heard = StartupNotes(0.0), {3.0: "INFO starting 2 actor ranks", 47.0: "INFO ready"}
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_start_is_never_silent_for_longer_than_the_limit(is_local):
+    notes = StartupNotes(0.0, is_local=is_local)
+    heard = {3.0: "INFO starting 2 actor ranks", 47.0: "INFO ready"}
     heard[90.0] = "INFO step 1/60  reward 0.1"
     said = [0.0]
     for now in (number / 2 for number in range(400)):
@@ -152,6 +156,24 @@ def test_a_start_is_never_silent_for_longer_than_the_limit():
             said.append(now)
     assert max(later - one for one, later in pairwise(said)) <= SILENT_S + 0.5
     assert said[-1] == 90.0, "steps have their own lines"
+
+
+def test_a_job_in_the_queue_is_mentioned_more_and_more_rarely():
+    notes = StartupNotes(0.0, is_local=False)
+    said = [now for now in range(20_000) if notes.due(False, float(now))]
+    pauses = [later - one for one, later in pairwise(said)]
+    assert said[0] == SILENT_S and pauses == sorted(pauses) and pauses[-1] == QUEUE_S
+
+
+def test_a_call_that_prints_nothing_says_what_it_waits_for(capsys, monkeypatch):
+    monkeypatch.setattr(startup_notes, "SILENT_S", 0.01)
+    said = ""
+    with startup_notes.explained("a copy (usually 1 s)"):
+        deadline = time.monotonic() + 60
+        while "waiting for a copy (usually 1 s)" not in said and time.monotonic() < deadline:
+            said += capsys.readouterr().err
+            time.sleep(0.01)
+    assert said.startswith("... 0 s: waiting for a copy (usually 1 s)\n")
 
 
 def test_midnight_does_not_turn_the_order_around():

@@ -114,7 +114,7 @@ def config(container: str = "none", **rollout: object) -> Config:
         (
             "custom_rm_path",
             "from slime.utils.types import Samples\ndef f(args, sample): ...",
-            "line 1: rlpost's slime.utils.types has no Samples; did you mean 'Sample'?; it has Sample",
+            "line 1: rlpost's slime.utils.types has no Samples; did you mean 'Sample'? It has Sample",
         ),
     ],
 )

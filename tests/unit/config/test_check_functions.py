@@ -13,6 +13,8 @@ from rlpost.config.eval_sets import EvalSet
 from rlpost.config.flags import fields, flag, groups
 from rlpost.config.groups.base import FunctionPath
 from rlpost.config.tree import Config
+from rlpost.errors import ConfigError
+from rlpost.tasks.reward.grader import check_reward
 
 CODE = """\
 import nothing_that_is_installed
@@ -45,14 +47,18 @@ def test_what_it_does_not_name_is_a_problem_that_says_what_there_is(tmp_path, na
     assert problem.startswith(
         f"--custom-rm-path {tmp_path}/mine.py:{name}: the file has no function {name}"
     )
-    assert "it has Callable, generate, made, nothing_that_is_installed, np, score, spare" in problem
+    assert "t has Callable, generate, made, nothing_that_is_installed, np, score, spare" in problem
     assert ("did you mean 'score'?" in problem) == (name == "scores")
 
 
 def test_a_file_that_is_missing_or_broken_is_named_and_a_module_is_left_to_the_nodes(tmp_path):
     (tmp_path / "broken.py").write_text("def score(:\n")
     (tmp_path / "star.py").write_text("from elsewhere import *\n")
-    assert "gone.py:f: no such file" in function_problems(reward(f"{tmp_path}/gone.py:f"))[0]
+    (problem,) = function_problems(reward(f"{tmp_path}/gone.py:f"))
+    assert "gone.py:f: no such file" in problem
+    with pytest.raises(ConfigError) as refused:
+        check_reward(reward(f"{tmp_path}/gone.py:f").rollout)
+    assert str(refused.value) == problem, "equal lines are printed once"
     assert (
         "not valid Python: invalid syntax"
         in function_problems(reward(f"{tmp_path}/broken.py:score"))[0]

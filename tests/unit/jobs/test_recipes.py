@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlpost.cli import plan
+from rlpost.cli.arithmetic_data import as_messages
 from rlpost.cli.check_settings import check
 from rlpost.cli.job import job_spec
 from rlpost.cli.plan_engines import planned_groups
@@ -393,6 +394,7 @@ SMALL = {  # tables that differ from tiny.toml
     "tiny_lora": {"lora", "optimizer"},
     "tiny_muon": {"optimizer", "perf"},
     "tiny_ppo": {"critic", "grpo"},
+    "tiny_sft": {"eval", "grpo", "optimizer", "rollout"},
 }
 OF_A_RECIPE = ("rollout", "grpo", "perf", "eval", "distillation", "lora", "optimizer", "critic")
 
@@ -414,6 +416,9 @@ def test_a_recipe_of_the_tiny_model_passes_all_checks_and_fits(name, tmp_path, m
         (folder / "tokenizer.json").write_text(json.dumps(tokens))
         for prompts in ("train.jsonl", "heldout.jsonl"):
             shutil.copy(project / "prompts.jsonl", folder / prompts)
+        rows = map(json.loads, (project / "prompts.jsonl").read_text().splitlines())
+        lines = (json.dumps(as_messages(row)) for row in rows)
+        (folder / "messages.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     config = load([path], {}, base=tmp_path).config
     check(config)

@@ -152,8 +152,9 @@ def test_a_progress_line_says_where_the_run_is_and_when_it_will_be_done():
 def test_a_progress_line_shows_what_moves_and_no_reward_where_there_is_none():
     line = progress_line(1, 3, {**LINE, "train/pg_loss": -0.0045}, steps_done=1, elapsed_s=1.0)
     assert "pg_loss -0.0045" in line and " loss " not in line
-    supervised = progress_line(1, 3, LINE, steps_done=1, elapsed_s=1.0, is_supervised=True)
-    assert "loss -0.0100" in supervised and "reward 0.500" not in supervised
+    rows = {**LINE, "rollout/num_tokens": 3412.0}
+    supervised = progress_line(1, 3, rows, steps_done=1, elapsed_s=1.0, is_supervised=True)
+    assert "3,412 tokens  loss -0.0100" in supervised and "reward 0.500" not in supervised
 
 
 def test_nothing_is_learned_where_no_group_has_two_rewards():

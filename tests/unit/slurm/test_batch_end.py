@@ -302,9 +302,21 @@ def test_a_cancelled_job_that_was_requeued_all_the_same_ends_before_it_begins(
 
 @pytest.mark.parametrize(("verdict", "code"), [("done", 0), ("config", 78)])
 def test_the_end_of_a_job_is_final(tmp_path: Path, verdict: str, code: int) -> None:
-    """Slurm 24.05 to 25.11 starts a job again that was preempted once, whatever its exit code."""
-    ended, called, log = run(tmp_path, verdict=verdict)
+    """Slurm 24.05 to 25.11 starts a job again that was preempted once, whatever its exit code.
+
+    The page of a failure is written even where the setup commands are what fails.
+    """
+    spec = JobSpec(
+        home=str(ROOT),
+        python=sys.executable,
+        run_folder=str(tmp_path / "run"),
+        setup_commands=("exit 3",),
+    )
+    ended, called, log = run(tmp_path, spec=spec, verdict=verdict)
     assert ended == code and called[-1] == FORBIDS_REQUEUE, log
+    page = tmp_path / "run/report/report.html"  # the driver writes that of a run that is done
+    assert page.exists() == (verdict != "done"), log
+    assert not page.exists() or "in the queue" not in page.read_text(), "it shows the end"
 
 
 def test_a_ledger_that_cannot_be_written_costs_no_preempted_run(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_the_template_of_a_profile_does_not_hinder_a_run_without_a_container() -
     assert job_spec(config).container is None
 
 
-def test_an_unknown_runtime_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="command"):
-        load([], {"cluster": {"container": "apptainer"}})
+@pytest.mark.parametrize("runtime", ["apptainer", "singularity", "podman-hpc", "charliecloud"])
+def test_the_name_of_a_runtime_is_refused_with_what_to_write(runtime: str) -> None:
+    with pytest.raises(ConfigError, match='; write --container command and --container-command "'):
+        load([], {"cluster": {"container": runtime}})

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rlpost.cli.arithmetic_data import as_messages
 from rlpost.tasks.prompts import PromptFields, check_prompt_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,12 +35,14 @@ def test_every_pair_is_in_one_of_the_two_files_with_its_sum(tmp_path: Path) -> N
     assert all(
         problem["label"] == str(sum(pair)) for problem, pair in zip(problems, pairs, strict=True)
     )
+    conversations = (tmp_path / "messages.jsonl").read_text().splitlines()
+    assert list(map(json.loads, conversations)) == list(map(as_messages, problems[:2300]))
 
 
 def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path)
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
-    assert make(tmp_path).count("already there") == 2
+    assert make(tmp_path).count("already there") == 3
     assert {
         path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()
     } == before
