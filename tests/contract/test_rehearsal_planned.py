@@ -43,7 +43,8 @@ FOUR_OF_EXPERTS = {"model": {"num_layers": 4, "moe_layer_freq": (1, 1, 1, 1)}}
 ALL_SIZES = {
     "model": {"num_layers": 8, "moe_layer_freq": (0, 0, 0, *(1,) * 5), "num_experts": 40},
     "perf": {
-        "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "max_tokens_per_gpu": 2048,
+        "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 4, "max_tokens_per_gpu": 2048,
+        "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3,
     },
     "rollout": {"rollout_max_response_len": 4096},
     "cluster": {"actor_num_nodes": 2, "rollout_num_gpus_per_engine": 8},

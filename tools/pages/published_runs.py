@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlpost.cli.plan import model_of, parse_size
-from rlpost.config.load import files_of, load
+from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.cards import CARDS, RATES
-from rlpost.config.plan.estimate import estimate
+from rlpost.config.plan.estimate import Estimate, estimate
+from rlpost.config.plan.layout_search import layout_words
 from rlpost.config.plan.shape import Layout, Shape
-from rlpost.config.plan.step_time import step_time
+from rlpost.config.plan.step_time import StepTime, step_time
 from rlpost.config.plan.train_time import Training, mfu, train_step
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -208,6 +209,51 @@ def grpo_runs() -> Iterator[PublishedRun]:
         yield PublishedRun(run.title, run.seconds, predicted, "s a step", source, assumed)
 
 
+_FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+_OF_SLIME = {
+    "tensor_model_parallel_size": 8,
+    "pipeline_model_parallel_size": 4,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 16,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
+_30B = {"tensor_model_parallel_size": 4, "context_parallel_size": 1, "max_tokens_per_gpu": 20480}
+SOURCES: dict[str, dict[str, object]] = {
+    "glm45_355b": _OF_SLIME,
+    "qwen3_235b_a22b": {"context_parallel_size": 2, "expert_model_parallel_size": 16},
+    "qwen3_30b_a3b": _FULL | _30B,
+    "qwen3_4b": _FULL,
+}
+"""The settings of [perf] in which the source of a recipe differs: slime, for 235B NeMo-RL."""
+
+
+def recipes_table() -> str:
+    """Predicted times of recipes with the layout of their source, and with their own."""
+    lines = [
+        "| recipe | layout | step | training | MFU |",
+        "|---|---|---|---|---|",
+    ]
+    for name, source in SOURCES.items():
+        for perf in (source, {}):
+            config = load(files_of(JOBS / f"recipes/{name}.toml", {}), {"perf": perf}).config
+            planned = estimate(config, model_of(config)[0], gpu_bytes=parse_size("H100"))
+            lines.append(_row(name, planned, step_time(planned, CARDS["H100"]), is_own=not perf))
+    return "\n".join(lines)
+
+
+def _row(name: str, planned: Estimate, time: StepTime, *, is_own: bool) -> str:
+    recomputes = planned.config.perf.recompute_granularity == "full"
+    layout = f"{layout_words(planned)}{', recomputed' if recomputes else ''}"
+    whose = f"**{layout}**" if is_own else f"source: {layout}"
+    seconds = f"{time.total:.0f} s | {time.training:.1f} s | {time.mfu:.1%}"
+    return f"| `{name}` | {whose} | {seconds} |"
+
+
 def table() -> str:
     """The table of docs/speed.md, and the sentences below it."""
     lines = [
@@ -226,6 +272,8 @@ def table() -> str:
 
 
 def speed_page() -> str:
-    """The text of docs/speed.md with a new table."""
-    before, _, rest = (DOCS / "speed.md").read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    """The text of docs/speed.md with new tables: of published runs, then of recipes."""
+    pieces = (DOCS / "speed.md").read_text().split(BEGIN)
+    for number, text in enumerate((table(), recipes_table()), start=1):
+        pieces[number] = f"\n{text}\n{END}{pieces[number].partition(END)[2]}"
+    return BEGIN.join(pieces)
