@@ -38,6 +38,7 @@ ORDER = (
     "facts",
     "memory",
     "attention_kernels",
+    "logprobs",
     "optimizer_offload",
     "broadcast",
     "quantise",

@@ -125,6 +125,12 @@ class Config(Group):
         )
 
     @property
+    def fuses_logprobs(self) -> bool:
+        """Whether every micro-batch has a form that the kernels of log-probs know, on CUDA."""
+        masked = self.grpo.use_rollout_sampling_mask or self.distillation.opd_top_k is not None
+        return self.perf.fused_log_probs and not masked and not self.perf.share_prefix
+
+    @property
     def overlaps_shared_experts(self) -> bool:
         """Whether TransformerEngine's shared experts compute during the all-to-all of the others.
 

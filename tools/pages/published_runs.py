@@ -185,6 +185,7 @@ def grpo_runs() -> Iterator[PublishedRun]:
     """Whole steps of GRPO."""
     for run in GRPO_RUNS:
         perf = run.perf | {"expert_tensor_parallel_size": 1, "use_dynamic_batch_size": True}
+        perf |= {"fused_log_probs": False}
         cluster = {"actor_num_nodes": run.nodes, "actor_num_gpus_per_node": 8, "colocate": True}
         context = int(str(perf.get("context_parallel_size", 1)))
         tables = {

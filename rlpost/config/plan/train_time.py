@@ -48,6 +48,8 @@ class Training:
     overlaps_reduce: bool = False
     fuses_gradients: bool = False
     """Whether products add to the float32 gradient instead of a kernel after them."""
+    fuses_logprobs: bool = True
+    """Whether one kernel each way computes log-probs."""
     on_host: float = 0.0
     """Share of the optimizer's state in host memory."""
     rates: Rates = RATES
@@ -259,7 +261,9 @@ def _stage(job: Training, stage: int, *, backward: bool) -> Parts:
     if stage == layout.pipeline - 1:
         columns = shape.vocab / layout.tensor
         product = 2 * job.own_tokens * columns * shape.hidden / job.peak / job.rates.products
-        passes = job.own_tokens * columns * job.rates.logit_bytes / job.memory
+        rates = job.rates
+        moved = rates.logit_bytes if job.fuses_logprobs else rates.chunked_logit_bytes
+        passes = job.own_tokens * columns * moved / job.memory
         parts[HEAD] = (3 * product + passes) if backward else (product + passes / 3)
     if layout.pipeline > 1:
         sent = job.own_tokens * shape.hidden * BF16 / layout.sequence_ranks
