@@ -33,8 +33,8 @@ NOT_NEAR = {
     "gpt-oss": "other models of the same pages are near, so the reason is in what this one alone has; "
     "most likely attention with sinks. On B200 and GB200 alike the missing time is that of eleven "
     "passes over the scores of attention in bfloat16, and a fused kernel makes none; cuDNN had none "
-    "for sinks before 9.13 (NVIDIA-NeMo/RL#1685). With MXFP8 and CUDA graphs of a whole step the same 64 GB200 reach 28,947 "
-    "tokens/s (26.06), and the page names attention of cuDNN for 18,304 in 26.06.01 "
+    "for sinks before 9.13 (NVIDIA-NeMo/RL#1685). With MXFP8 and CUDA graphs of a whole step the same "
+    "64 GB200 reach 28,947 tokens/s (26.06), and the page names attention of cuDNN for 18,304 in 26.06.01 "
     "(NVIDIA/cudnn-frontend#256)",
     "NeMo-RL": "of the step with 235B, 229 s do not get shorter from 128 to 256 GPUs (395 and 312 s, if "
     "the rest halves); the arithmetic has 156 s of them. Waking and refilling engines, preparation of "
