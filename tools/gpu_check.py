@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from bootstrap.preflight.probe import read_nvcc
+from tools.predicted import compared_table
 
 ROOT = Path(__file__).parents[1]
 FILES = {path.stem.removeprefix("test_"): path for path in ROOT.glob("tests/gpu/test_*.py")}
@@ -38,9 +39,11 @@ ORDER = (
     "facts",
     "memory",
     "attention_kernels",
+    "logprobs",
     "optimizer_offload",
     "broadcast",
     "quantise",
+    "predictions",
     "benchmarks",
     "actor",
     "profiling",
@@ -213,12 +216,25 @@ class Files:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         answers = [_answer(name, reports) for name, reports in self._summarised.items()]
         facts, results = machine_facts(), self._folder / "results.json"
+        compared = _compared(self._summarised)
         document = {"machine": facts, "answers": [asdict(one) for one in answers]}
+        document["compared"] = compared
         results.write_text(json.dumps(document, indent=1) + "\n")
         terminalreporter.section("answers")
         for line in (*answers, "", *(f"{name}: {value}" for name, value in facts.items())):
             terminalreporter.write_line(str(line))
+        for line in compared_table(compared):
+            terminalreporter.write_line(line)
         terminalreporter.write_line(f"paste into an issue: {results}")
+
+
+def _compared(reports: Mapping[str, Sequence[pytest.TestReport]]) -> list[Any]:
+    """Name, predicted and measured seconds of all that tests recorded as ``compared``."""
+    rows = []
+    for each in reports.values():
+        for report in each:
+            rows += [value for key, value in report.user_properties if key == "compared"]
+    return rows
 
 
 def _answer(function: str, reports: Sequence[pytest.TestReport]) -> Answer:

@@ -125,6 +125,30 @@ class Config(Group):
         )
 
     @property
+    def fuses_logprobs(self) -> bool:
+        """Whether every micro-batch has a form that the kernels of log-probs know, on CUDA."""
+        masked = self.grpo.use_rollout_sampling_mask or self.distillation.opd_top_k is not None
+        return self.perf.fused_log_probs and not masked and not self.perf.share_prefix
+
+    @property
+    def overlaps_shared_experts(self) -> bool:
+        """Whether TransformerEngine's shared experts compute during the all-to-all of the others.
+
+        Megatron-core 0.16.1 requires the alltoall dispatcher and refuses it together with
+        recomputation of shared experts alone or with all-to-alls overlapped between micro-batches.
+        """
+        options = self.megatron.options
+        chosen = options.get("moe_shared_expert_overlap")
+        if chosen is not None:
+            return bool(chosen)
+        recomputed = options.get("recompute_modules") or ()
+        return (
+            self.model.moe_token_dispatcher_type == "alltoall"
+            and not options.get("overlap_moe_expert_parallel_comm")
+            and "shared_experts" not in recomputed  # type: ignore[operator]
+        )
+
+    @property
     def max_tokens(self) -> int | None:
         """Tokens of a micro-batch over all context-parallel ranks; None without a limit."""
         if not self.perf.use_dynamic_batch_size or self.perf.max_tokens_per_gpu is None:

@@ -12,7 +12,7 @@ to chunk (arXiv 2406.06484, section 3; with decay arXiv 2412.06464, section 3.3)
 crosses the end of a sequence: each sequence is padded with tokens that leave the state as it is.
 
 On a GPU the kernels of flash-linear-attention (package fla-core) compute the same where they are
-installed: tests/contract/test_delta_kernels.py compares both in Triton's interpreter. torch launches
+installed: tests/contract/test_triton_kernels.py compares both in Triton's interpreter. torch launches
 some five kernels for each chunk.
 """
 

@@ -71,6 +71,11 @@ def kernel_fields(
         "moe_enable_deepep": model.moe_enable_deepep,
         "moe_grouped_gemm": is_grouped,
         "moe_permute_fusion": with_engine and model.moe_permute_fusion,
+        # On a second CUDA stream.
+        "moe_shared_expert_overlap": with_engine
+        and torch.cuda.is_available()
+        and bool(fields.get("moe_shared_expert_intermediate_size"))
+        and config.overlaps_shared_experts,
     }
 
 

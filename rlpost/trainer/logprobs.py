@@ -5,7 +5,8 @@ entropies, differentiable; or the most likely tokens.
 
 Invariants: the full logits are never gathered; the ranks exchange one maximum, two sums and one
 log-prob for each given token, or the most likely tokens of each rank. At most ``chunk_size`` rows
-of the logits are copied to float32 at a time. The backward pass recomputes the softmax instead of
+of the logits are copied to float32 at a time; none on CUDA, where Triton kernels compute one target
+a row without masks (``logprob_kernels``). The backward pass recomputes the softmax instead of
 storing it. The chunk size does not change the results.
 """
 
@@ -59,6 +60,13 @@ class LogitRows:
     chunk_size: int  # rows computed at a time
     masks: SamplingMasks | None = None  # None: tokens of the whole vocabulary
     may_repeat: bool = False  # whether ``index_R`` may name a row more than once
+    fused: bool = False  # whether to use Triton's kernels where they apply
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether Triton's kernels apply; the same on all tensor-parallel ranks."""
+        has_one_target = self.targets_R.dim() == 1
+        return self.fused and has_one_target and self.masks is None and not self.may_repeat
 
 
 def response_logprobs(
@@ -131,8 +139,11 @@ class _VocabParallel(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, logits_TV: torch.Tensor, rows: LogitRows, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
-        log_sum, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if rows.has_kernel:
+            log_sum, logprobs, entropy = _fused_forward(logits_TV, rows, with_entropy)
+        else:
+            chunks = [_chunk_forward(logits_TV, rows, part, with_entropy) for part in _parts(rows)]
+            log_sum, logprobs, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.rows = rows
         ctx.save_for_backward(logits_TV, log_sum, entropy)
         ctx.set_materialize_grads(False)  # backward gets None for an output without gradient
@@ -146,6 +157,22 @@ class _VocabParallel(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None]:
         logits_TV, log_sum, entropy = ctx.saved_tensors
         rows: LogitRows = ctx.rows
+        if rows.has_kernel:
+            from rlpost.trainer import logprob_kernels
+
+            column, is_mine = _columns(rows, slice(None), logits_TV.size(1))
+            grad_TV = logprob_kernels.gradient(
+                logits_TV,
+                rows.index_R,
+                torch.where(is_mine, column, -1)[:, 0],
+                log_sum,
+                entropy,
+                of_logprob_R=None if grad_logprobs is None else grad_logprobs[:, 0],
+                of_entropy_R=grad_entropy,
+                temperature=rows.temperature,
+                num_valid=rows.num_valid,
+            )
+            return grad_TV, None, None
         grad_TV = torch.zeros_like(logits_TV)
         for part in _parts(rows):
             z = _scaled(logits_TV, rows, part)
@@ -231,11 +258,43 @@ def _chunk_forward(
         z.masked_fill_(removed, 0.0)  # exp is 0 there, and 0 times -inf is not
     weighted = torch.linalg.vecdot(exp, z) if with_entropy else torch.zeros_like(highest)
     sums = torch.stack([exp.sum(1), weighted, *target.unbind(1)])
+    return _reduced(highest, sums, with_entropy)
+
+
+def _fused_forward(
+    logits_TV: torch.Tensor, rows: LogitRows, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what ``_chunk_forward`` does, of all rows."""
+    from rlpost.trainer import logprob_kernels  # imports Triton
+
+    own_highest, total, weighted = logprob_kernels.sums(
+        logits_TV, rows.index_R, temperature=rows.temperature, num_valid=rows.num_valid
+    )
+    group, highest = parallel.tensor_parallel_group(), own_highest.clone()
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    # A rank whose columns are all padding has -inf, and 0 times -inf is not 0.
+    shift = (own_highest - highest).clamp_(min=-1e4)
+    scale = shift.exp()
+    column, is_mine = _columns(rows, slice(None), logits_TV.size(1))
+    z = logits_TV[rows.index_R[:, None], column].float() / rows.temperature
+    target = torch.where(is_mine, z - highest[:, None], 0.0)
+    sums = torch.stack([scale * total, scale * (weighted + total * shift), *target.unbind(1)])
+    return _reduced(highest, sums, with_entropy)
+
+
+def _reduced(
+    highest: torch.Tensor, sums: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add the sums of all tensor-parallel ranks: of exp(z - highest), of that times its exponent,
+    and the exponent of each target. Return log sum exp, log-probs and entropy.
+    """
+    group = parallel.tensor_parallel_group()
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
     total, weighted, target = sums[0], sums[1], sums[2:].T
     log_total = total.log()
-    entropy = log_total - weighted / total if with_entropy else weighted
+    entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
     return highest + log_total, target - log_total[:, None], entropy
 
 

@@ -156,6 +156,7 @@ class MicroBatchLoss:
             chunk_size=self.config.grpo.log_probs_chunk_size,
             masks=masks,
             may_repeat=packed.key_rows is not None,
+            fused=self.config.perf.fused_log_probs and packed.targets.is_cuda,
         )
 
     def loss(

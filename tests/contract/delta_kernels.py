@@ -63,7 +63,7 @@ def main() -> None:
     for name, expected, found in zip(("output", *NAMES), ours, theirs, strict=True):
         assert expected.abs().max() > 0.01, name
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
-    print("equal: output", *NAMES)
+    print("equal:", ", ".join(NAMES))
 
 
 if __name__ == "__main__":

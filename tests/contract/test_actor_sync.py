@@ -159,7 +159,7 @@ def test_an_engine_receives_every_weight_bit_for_bit_and_may_reconnect(
     assert_equal_bit_for_bit(received_by_an_engine(actor, world_size), models / model)
 
 
-@pytest.mark.parametrize("name", ["pp2-tied", "moe-tp2-sp-ep2-pp2"])
+@pytest.mark.parametrize("name", ["pp2-uneven", "moe-tp2-sp-ep2-pp2"])
 def test_weights_reach_an_engine_from_all_stages_and_experts(tmp_path, name):
     layout = next(one for one in LAYOUTS if one.name == name)
     make_family(tmp_path, layout.model)

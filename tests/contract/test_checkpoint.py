@@ -75,7 +75,11 @@ def test_a_run_with_dropout_resumes_bit_for_bit_after_a_save_to_a_full_disk_fail
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, settings
-    "PP 2": ("qwen3-tied", 2, {"pipeline_model_parallel_size": 2}),
+    "PP 2, uneven": (
+        "qwen3-tied",
+        2,
+        {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
+    ),
     "EP 2, ETP 1, DP 2": (
         "glm4.5-moe",
         4,

@@ -23,23 +23,22 @@ from tests.unit.config.test_models import PUBLISHED
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 PP2 = {"pipeline_model_parallel_size": 2}
-PP4 = {
-    "tensor_model_parallel_size": 8,
-    "sequence_parallel": True,
-    "pipeline_model_parallel_size": 4,
-}
-TP4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
-INTERLEAVED = {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
-GLM45 = PP4 | {
-    "context_parallel_size": 2,
-    "expert_model_parallel_size": 16,
+EP8 = {
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 8,
     "expert_tensor_parallel_size": 1,
-}
-QWEN235 = {
-    "tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 8,
-    "decoder_first_pipeline_num_layers": 11, "decoder_last_pipeline_num_layers": 11, "context_parallel_size": 2,
-    "expert_model_parallel_size": 16, "expert_tensor_parallel_size": 1,
 }  # fmt: skip
+CP2 = {"context_parallel_size": 2}
+
+
+def uneven(ends: int) -> dict[str, int]:
+    return {
+        "pipeline_model_parallel_size": 8,
+        "decoder_first_pipeline_num_layers": ends,
+        "decoder_last_pipeline_num_layers": ends,
+    }
+
+
+INTERLEAVED = {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
 DEEPSEEK = {
     "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 4,
     "decoder_last_pipeline_num_layers": 13, "context_parallel_size": 2, "expert_model_parallel_size": 32,
@@ -51,11 +50,11 @@ RANKS = {  # model: settings, layout
     "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
     "smollm2_135m": ({}, Layout(1)),
     "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
-    "qwen3_30b_a3b": (TP4 | {"expert_model_parallel_size": 8}, Layout(8, 4, 1, 1, 8, 1)),
+    "qwen3_30b_a3b": (EP8 | CP2, Layout(8, 2, 1, 2, 8, 1)),
     "gemma3_1b": (PP2, Layout(4, 1, 2)),
     "llama3_1_8b": (INTERLEAVED, Layout(4, 1, 4, chunk=2)),
-    "glm45_355b": (GLM45, Layout(64, 8, 4, 2, 16, 1)),
-    "qwen3_235b_a22b": (QWEN235, Layout(128, 2, 8, 2, 16, 1, first=11, last=11)),
+    "glm45_355b": (EP8 | CP2 | uneven(10), Layout(64, 2, 8, 2, 8, 1, first=10, last=10)),
+    "qwen3_235b_a22b": (EP8 | uneven(11), Layout(128, 2, 8, 1, 8, 1, first=11, last=11)),
     "deepseek_v3": (DEEPSEEK, Layout(256, 8, 4, 2, 32, 1, last=13)),
 }  # fmt: skip
 SMALL = {

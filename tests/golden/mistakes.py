@@ -171,17 +171,16 @@ LAYOUT = [
         "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --rollout-num-gpus 1",
     ),
     _of_check(
-        "GLM-4.5 on half of its nodes",
-        "--actor-num-nodes 4",
+        "GLM-4.5 on a quarter of its nodes",
+        "--actor-num-nodes 2",
         "--actor-num-nodes 8",
-        "--actor-num-nodes 4 --pipeline-model-parallel-size 2",
         recipe="glm45_355b",
     ),
     _of_check(
         "GLM-4.5 in an allocation of half its nodes",
         "--nodes 4",
         "--nodes 8",
-        "--nodes 4 --actor-num-nodes 4 --pipeline-model-parallel-size 2",
+        "--nodes 4 --actor-num-nodes 4 --expert-model-parallel-size 4",
         recipe="glm45_355b",
     ),
     _of_check(
@@ -193,7 +192,7 @@ LAYOUT = [
     _of_check(
         "Experts over more GPUs than a pipeline stage has",
         "--expert-model-parallel-size 32",
-        "--expert-model-parallel-size 16",
+        "--expert-model-parallel-size 8",
         recipe="glm45_355b",
     ),
     _of_check(

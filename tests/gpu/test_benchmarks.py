@@ -11,6 +11,9 @@ import sys
 
 import pytest
 
+from rlpost.config.plan.cards import card_of
+from tools.predicted import BenchmarkStep, step_seconds
+
 LARGE_GB = 60.0
 """Memory of a GPU on which the large model of a benchmark fits."""
 
@@ -73,6 +76,30 @@ def train_step_figures(output: str) -> str:
     return "; ".join([f"{ours['step of']} {ours['tokens/s']} tokens/s{share}", *compared])
 
 
+def step_s(output: str, num_tokens: int) -> float:
+    """Seconds of this project's step, from its tokens a second."""
+    (rows,) = [rows for rows in tables(output) if "step of" in rows[0]]
+    return num_tokens / float(rows[0]["tokens/s"].replace(",", ""))
+
+
+def benchmark_step(size: str) -> BenchmarkStep:
+    """The model and the samples of a size of benchmarks/train_step.py."""
+    from benchmarks.train_step import SIZES, VOCAB_SIZE, make_samples
+
+    (hidden, layers, heads, groups, ffn), num_samples, max_tokens, _ = SIZES[size]
+    lengths = [len(sample.token_ids) for sample in make_samples(num_samples)]
+    return BenchmarkStep(hidden, layers, heads, groups, ffn, VOCAB_SIZE, lengths, max_tokens)
+
+
+def predicted_step(size: str) -> tuple[float, BenchmarkStep] | None:
+    """Predicted seconds on the GPU here; None without one that the planner knows."""
+    import torch
+
+    card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    step = benchmark_step(size)
+    return None if card is None else (step_seconds(step, card), step)
+
+
 def weight_sync_figures(output: str) -> str:
     """``159 MiB: memory 0.120 s, 1.30 x a plain copy, disk ...``, for every size."""
     found = [rows for rows in tables(output) if "update s" in rows[0]]
@@ -89,8 +116,12 @@ def weight_sync_figures(output: str) -> str:
 
 
 def test_a_training_step_is_measured_beside_trl_and_hugging_face(device, record_property):
-    output = output_of(train_step_words(memory_gb_of(device)))
+    words = train_step_words(memory_gb_of(device))
+    output = output_of(words)
     record_property("figure", train_step_figures(output))
+    if (prediction := predicted_step(words[2])) is not None:
+        seconds = step_s(output, sum(prediction[1].lengths))
+        record_property("compared", [f"training step, {words[2]}", prediction[0], seconds])
 
 
 def test_a_weight_update_is_measured_beside_a_plain_copy(device, record_property):

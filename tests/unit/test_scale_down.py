@@ -108,8 +108,8 @@ def test_a_model_in_small_has_the_features_of_its_family(name):
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        (64, Layout(64, 8, 4, 2, 16, 1, True)),
-        (32, Layout(32, 8, 2, 2, 16, 1, True)),
+        (64, Layout(64, 2, 8, 2, 8, 1, True)),
+        (32, Layout(32, 2, 4, 2, 8, 1, True)),
         (8, Layout(8, 2, 2, 2, 4, 1, True)),
         (4, Layout(4, 2, 2, 1, 2, 1, True)),
         (2, Layout(2, 2, 1, 1, 2, 1, True)),

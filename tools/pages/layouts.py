@@ -27,6 +27,7 @@ class Start:
     tp: int
     engine_gpus: int
     pp: int = 1
+    first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     cp: int = 1
     ep: int = 1
@@ -40,6 +41,8 @@ class Start:
             "pipeline_model_parallel_size": self.pp,
             "context_parallel_size": self.cp,
         }
+        if self.first_stage_layers is not None:
+            sizes["decoder_first_pipeline_num_layers"] = self.first_stage_layers
         if self.last_stage_layers is not None:
             sizes["decoder_last_pipeline_num_layers"] = self.last_stage_layers
         if self.ep > 1:
@@ -58,11 +61,12 @@ STARTS = (
         "qwen3_235b_a22b",
         "Qwen3-235B-A22B",
         nodes=8,
-        tp=4,
-        pp=4,
-        last_stage_layers=22,
-        cp=2,
-        ep=16,
+        tp=2,
+        pp=8,
+        first_stage_layers=11,
+        last_stage_layers=11,
+        cp=1,
+        ep=8,
         engine_gpus=16,
         is_offloaded=True,
     ),
@@ -70,10 +74,12 @@ STARTS = (
         "glm45_355b",
         "GLM-4.5 (355B)",
         nodes=8,
-        tp=8,
-        pp=4,
+        tp=2,
+        pp=8,
+        first_stage_layers=10,
+        last_stage_layers=10,
         cp=2,
-        ep=16,
+        ep=8,
         engine_gpus=32,
         is_offloaded=True,
     ),

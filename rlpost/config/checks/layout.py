@@ -68,6 +68,8 @@ def _too_many_nodes(config: Config) -> str:
         return f"{line}; use --nodes {trains} or --actor-num-nodes {nodes}"
     smaller = [f"--actor-num-nodes {nodes} {words}" for words in _smaller(fewer)]
     remedies = [f"--nodes {trains}", *smaller]
+    if fewer.actor_world_size % config.model_parallel_size == 0:
+        return f"{line}; use {listed(remedies)}"  # the experts do not fit into so few
     have = f"{nodes} nodes have" if nodes > 1 else "1 node has"
     return f"{line}, and {_product(config)} GPUs, but {have} {fewer.actor_world_size}; use {listed(remedies)}"
 
@@ -184,9 +186,15 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _smaller(config: Config) -> list[str]:
-    """Flags that fix the layout by reducing one size as little as possible."""
+    """Flags that fix the layout by reducing one size as little as possible.
+
+    The first and last stages of unequal ones have layers for that number of stages alone.
+    """
     found = []
-    for key in _SHORT:
+    is_uneven = value_of(config, FIRST) is not None or value_of(config, LAST) is not None
+    for key in (*_SHORT, EXPERT):
+        if key == PIPELINE and is_uneven:
+            continue
         sizes = [size for size in _that_fit(config, key) if size < value_of(config, key)]
         found += [f"{flag(key)} {max(sizes)}"] if sizes else []
     return found

@@ -36,6 +36,11 @@ def lora_problems(config: Config) -> list[str]:
             "--transformer-impl local or omit it",
         ),
         (
+            bool(config.megatron.options.get("moe_shared_expert_overlap")),
+            f"--moe-shared-expert-overlap true with {rank}: adapters communicate inside their layer, which Megatron "
+            "then calls with gathered rows; omit it or use --lora-rank none",
+        ),
+        (
             config.use_critic,
             f"--advantage-estimator ppo with {rank}: the critic trains all of its weights and has no adapters; use "
             "another estimator, or --lora-rank none",

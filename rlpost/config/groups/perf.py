@@ -89,6 +89,9 @@ class PerfConfig(Group):
     log_probs_max_tokens_per_gpu: Positive | None = None
     """The same limit for forward-only passes that compute log-probs. Default:
     --max-tokens-per-gpu."""
+    fused_log_probs: bool = True
+    """Compute log-probs and entropies by Triton kernels on GPUs, where a token has one target and no
+    sampling mask."""
     share_prefix: bool | None = None
     """Compute a beginning that samples of a micro-batch share once, such as the prompt of several
     answers. Default: on without GPUs where the result is the same; the driver's log has the reason

@@ -99,8 +99,12 @@ class Rates:
     """Launching the kernels of the forward pass of a dense layer; a backward pass takes twice."""
     sparse_launch_s: float = 600e-6
     """The same of a layer with experts, whose sizes the host waits for."""
-    logit_bytes: float = 70
-    """Memory traffic for each logit, log-probs forward and backward (``trainer/logprobs.py``)."""
+    logit_bytes: float = 6
+    """Memory traffic for each logit, log-probs forward and backward, by kernels that read the logit
+    once each way and write its gradient (``trainer/logprob_kernels.py``)."""
+    chunked_logit_bytes: float = 128
+    """The same by operators on float32 chunks, counted from ``trainer/logprobs.py``: 50 forward with
+    the entropy, 78 backward."""
     host_gbps: float = 250
     """GB/s of a node's memory while Adam runs on it."""
     pcie_gbps: float = 25

@@ -110,7 +110,9 @@ def training_of(planned: Estimate, card: Card, rates: Rates = RATES) -> Training
         recompute=config.perf.recompute_granularity == "full",
         deduplicates=config.model.moe_token_dispatcher_type == "flex",
         overlaps_reduce=bool(config.perf.overlap_grad_reduce),
-        fuses_gradients=bool(config.megatron.options.get("gradient_accumulation_fusion")),
+        overlaps_shared=config.overlaps_shared_experts,
+        fuses_gradients=config.megatron.options.get("gradient_accumulation_fusion") is not False,
+        fuses_logprobs=config.fuses_logprobs,
         on_host=offload if config.optimizer.optimizer_cpu_offload else 0.0,
         rates=rates,
     )

@@ -43,9 +43,13 @@ class Training:
     """Whether the backward pass computes every layer again."""
     deduplicates: bool = False
     """Whether a token crosses to another node once for all its experts there (DeepEP)."""
+    overlaps_shared: bool = False
+    """Whether products of shared experts run during the all-to-all of the others."""
     overlaps_reduce: bool = False
     fuses_gradients: bool = False
     """Whether products add to the float32 gradient instead of a kernel after them."""
+    fuses_logprobs: bool = True
+    """Whether one kernel each way computes log-probs."""
     on_host: float = 0.0
     """Share of the optimizer's state in host memory."""
     rates: Rates = RATES
@@ -159,6 +163,12 @@ def _products(job: Training, *, is_sparse: bool, is_linear: bool) -> float:
     return seconds
 
 
+def _shared_products(job: Training) -> float:
+    """Least seconds of the products of shared experts in a layer, forward."""
+    inner = job.shape.shared_ffn / job.layout.tensor
+    return 6.0 * job.shape.hidden * inner * job.own_tokens / job.peak / job.rates.products
+
+
 def _collectives(job: Training, *, is_sparse: bool) -> Parts:
     """Seconds of a layer's communication, forward."""
     shape, layout = job.shape, job.layout
@@ -219,14 +229,17 @@ def _layer(job: Training, *, is_sparse: bool, is_linear: bool, backward: bool) -
     products = _products(job, is_sparse=is_sparse, is_linear=is_linear)
     flops = 0.0 if is_linear else attention_flops(job) / job.peak
     forward = _collectives(job, is_sparse=is_sparse)
-    forward[PRODUCTS], forward[ATTENTION] = products, flops / rates.attention_forward
+    shared = _shared_products(job) if is_sparse and job.overlaps_shared else 0.0
+    exchange = forward.get(EXPERTS, 0.0)
+    forward[PRODUCTS] = products - min(exchange, shared)
+    forward[ATTENTION] = flops / rates.attention_forward
     forward[SMALL] = _small(job, is_sparse=is_sparse)
     launch = rates.sparse_launch_s if is_sparse else rates.dense_launch_s
     forward[LAUNCH] = max(0.0, launch - sum(forward.values()))
     if not backward:
         return forward
     parts, reverse = dict(forward), dict(forward)
-    reverse[PRODUCTS] = 2 * products
+    reverse[PRODUCTS] = 2 * products - min(exchange, 2 * shared)
     reverse[ATTENTION] = 2.5 * flops / rates.attention_backward
     reverse[SMALL] = 1.5 * forward[SMALL]
     reverse[LAUNCH] = 0.0
@@ -248,7 +261,9 @@ def _stage(job: Training, stage: int, *, backward: bool) -> Parts:
     if stage == layout.pipeline - 1:
         columns = shape.vocab / layout.tensor
         product = 2 * job.own_tokens * columns * shape.hidden / job.peak / job.rates.products
-        passes = job.own_tokens * columns * job.rates.logit_bytes / job.memory
+        rates = job.rates
+        moved = rates.logit_bytes if job.fuses_logprobs else rates.chunked_logit_bytes
+        passes = job.own_tokens * columns * moved / job.memory
         parts[HEAD] = (3 * product + passes) if backward else (product + passes / 3)
     if layout.pipeline > 1:
         sent = job.own_tokens * shape.hidden * BF16 / layout.sequence_ranks

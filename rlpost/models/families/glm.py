@@ -36,7 +36,6 @@ def mixture(hf: HfConfig) -> dict[str, object]:
         "add_qkv_bias": bool(hf.get("attention_bias")),
         "qk_layernorm": bool(hf.get("use_qk_norm")),
         "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
-        "moe_shared_expert_overlap": False,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,

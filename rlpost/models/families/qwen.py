@@ -80,7 +80,6 @@ def gated_shared_expert(hf: HfConfig) -> dict[str, object]:
     return {
         "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
-        "moe_shared_expert_overlap": False,
     }
 
 

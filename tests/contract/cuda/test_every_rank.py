@@ -143,6 +143,7 @@ SIXTEEN = {
     "perf": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
         "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2,
+        "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     },
     "cluster": {"actor_num_nodes": 2, "rollout_num_gpus_per_engine": 8},
     "sync": {"update_weight_buffer_size": 50_000},

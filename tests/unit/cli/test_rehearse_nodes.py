@@ -43,7 +43,7 @@ def test_workers_in_other_places_are_named(tmp_path):
     swapped = replace(placement, actors=tuple(actors))
     found = list(placement_problems(config, swapped))
     assert found[0] == "rank 9 is on node 5, its place is on node 1"
-    assert "the tensor-parallel ranks 8 to 15 are on 2 nodes; they fit on one" in found
+    assert "the tensor-parallel ranks 8 to 9 are on 2 nodes; they fit on one" in found
     assert "engine 0 uses the GPU of rank 9 from another node" in found
     engines = placement.engines[::-1]
     found = list(placement_problems(config, replace(placement, engines=engines)))

@@ -84,6 +84,8 @@ def test_what_has_no_adapters_beside_the_policy_is_refused():
     teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"}
     taught = lora_problems(config(lora=LORA, distillation=teacher))
     assert any("--opd-teacher-load with --lora-rank 8" in one for one in taught)
+    overlaps = config(lora=LORA, megatron={"moe_shared_expert_overlap": True})
+    assert any("gathered rows" in one for one in lora_problems(overlaps))
     updated = config(lora=LORA, grpo={"use_kl_loss": True, "ref_update_interval": 2})
     assert any(
         "--ref-update-interval 2 with --lora-rank 8" in one for one in lora_problems(updated)

@@ -262,7 +262,7 @@ def test_the_large_recipe_does_not_fit_with_its_optimizer_on_the_gpu_and_the_nea
         near.estimate.layout.tensor,
         near.estimate.layout.pipeline,
         near.estimate.layout.expert,
-    ) == (8, 4, 16)
+    ) == (2, 8, 8)
     assert plan.flags_of(near, made.config) == "--optimizer-cpu-offload true"
 
 

@@ -67,7 +67,7 @@ def test_the_kinds_that_cross_are_named_first_with_their_number() -> None:
 
 
 def test_the_plan_shows_blocks_only_with_a_segment(capsys) -> None:
-    """8 nodes of 8 GPUs, TP 8, CP 2, EP 16, PP 4: a stage has two nodes, a segment two stages."""
+    """8 nodes of 8 GPUs, TP 2, CP 2, DP 2, EP 8, PP 8: a stage is a node, a segment four stages."""
 
     def shown(*flags: str) -> str:
         main(["glm45_355b", *flags])
@@ -75,7 +75,7 @@ def test_the_plan_shows_blocks_only_with_a_segment(capsys) -> None:
 
     assert "\nblocks" not in shown()
     (row,) = (line for line in shown("--segment", "4").splitlines() if line.startswith("blocks"))
-    words = "groups that may cross: 16 of 16 pipeline; within one: tensor, context, expert"
+    words = "groups that may cross: 8 of 8 pipeline; within one: tensor, context, expert, data"
     assert row.split(maxsplit=1)[1].strip() == words
     crossed = json.loads(shown("--segment", "4", "--json"))["block_crossings"]
     assert {one["name"] for one in crossed if one["num_crossing"]} == {"pipeline"}

@@ -44,11 +44,11 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_4b_decoupled": (2, 6, 3, 1),
     "qwen3_4b_async": (2, 6, 3, 1),
     "glm_z1_9b": (4, 4, 2, 1),
-    "glm45_355b": (64, 64, 2, 1),
-    "glm46_355b": (64, 64, 2, 1),
-    "glm47_355b": (64, 64, 2, 1),
+    "glm45_355b": (64, 64, 2, 2),
+    "glm46_355b": (64, 64, 2, 2),
+    "glm47_355b": (64, 64, 2, 2),
     "qwen3_30b_a3b": (8, 8, 1, 2),
-    "qwen3_235b_a22b": (128, 128, 8, 4),
+    "qwen3_235b_a22b": (128, 128, 8, 8),
     "smollm2_135m": (1, 1, 1, 1),
     "qwen3_4b_judge": (4, 4, 2, 2),
     "qwen3_4b_teacher": (8, 8, 4, 4),
@@ -80,6 +80,16 @@ DIFFERENT = {  # key: why a recipe differs from its source
     **dict.fromkeys(
         ("recompute_granularity", "recompute_method", "recompute_num_layers"),
         "all activations fit in memory, and recomputation takes a fourth of the training time",
+    ),
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "max_tokens_per_gpu",
+        ),
+        "the experts of a stage share a node, and all activations fit (docs/speed.md)",
     ),
     "use_kl_loss": "with coefficient 0 it only measures train/ref_kl, in a reference pass",
     "rotary_base": "a million in the published config.json; the source's number is an example of how to override it",
@@ -303,19 +313,10 @@ def test_the_table_of_recipes_against_what_was_published(
     golden("recipes.md", "\n".join(lines) + "\n")
 
 
-def test_qwen3_235b_is_laid_out_as_nemo_rl_published_it(monkeypatch):
-    """NeMo-RL v0.6: 128 H100, training [TP 2, CP 2, EP 16, PP 8], generation TP 16, 16 prompts x 32
-    answers of 8192.
-    """
+def test_qwen3_235b_has_the_workload_that_nemo_rl_published(monkeypatch):
+    """NeMo-RL v0.6: 128 H100, generation TP 16, 16 prompts x 32 answers of 8192."""
     config = read("qwen3_235b_a22b", Path("/root"), monkeypatch)
-    perf, rollout = config.perf, config.rollout
-    assert (perf.tensor_model_parallel_size, perf.context_parallel_size) == (2, 2)
-    assert (perf.expert_model_parallel_size, perf.pipeline_model_parallel_size) == (16, 8)
-    assert (perf.decoder_first_pipeline_num_layers, perf.decoder_last_pipeline_num_layers) == (
-        11,
-        11,
-    )
-    assert (config.model.num_layers - 2 * 11) % 6 == 0
+    rollout = config.rollout
     assert config.cluster.rollout_num_gpus_per_engine == 16 and config.samples_per_rollout == 512
     assert rollout.rollout_max_prompt_len + rollout.rollout_max_response_len == 8192
     made = estimate(
@@ -349,12 +350,11 @@ def test_errors_of_the_sources_are_corrected(monkeypatch):
     offloading.
     """
     config = read("glm45_355b", Path("/root"), monkeypatch)
-    assert config.model_parallel_size == config.actor_world_size == 64
+    assert config.model_parallel_size * config.data_parallel_size == config.actor_world_size == 64
     assert (
         config.model.num_experts == 160
         and config.model.num_experts % config.perf.expert_model_parallel_size == 0
     )
-    assert config.model.num_layers % config.perf.pipeline_model_parallel_size == 0
     assert config.samples_per_rollout // config.num_steps_per_rollout == 256
 
 

@@ -52,3 +52,30 @@ def test_a_request_for_that_kernel_is_refused(caplog):
     asked = {"megatron": {"apply_rope_fusion": True}}
     with pytest.raises(ConfigError, match=r"lacks the factor 1\.139 of YaRN"):
         chosen(SCALED, caplog, **asked)
+
+
+@pytest.mark.parametrize(
+    ("shared", "settings", "overlaps"),
+    [
+        (32, {}, True),
+        (None, {}, False),
+        (32, {"moe_token_dispatcher_type": "flex"}, False),
+        (32, {"megatron": {"moe_shared_expert_overlap": False}}, False),
+        (32, {"megatron": {"overlap_moe_expert_parallel_comm": True}}, False),
+        (32, {"megatron": {"recompute_modules": ["shared_experts"]}}, False),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_shared_experts_overlap_where_megatron_permits_it(
+    shared, settings, overlaps, implementation, monkeypatch
+):
+    """On CUDA with TransformerEngine, whose layers have no adapters."""
+    monkeypatch.setattr("rlpost.trainer.kernels._check", lambda *_, **__: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    fields = EXPERTS.fields | {"moe_shared_expert_intermediate_size": shared}
+    made = kernel_fields(
+        SimpleNamespace(fields=fields, rope={}),
+        rank_config("", **settings),
+        implementation=implementation,
+    )
+    assert made["moe_shared_expert_overlap"] is (overlaps and implementation != "local")
