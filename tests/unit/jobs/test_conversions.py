@@ -179,6 +179,22 @@ def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch
     assert f"--save={source}_torch_dist" in script
 
 
+@pytest.mark.parametrize("recipe", ["qwen3_4b", "qwen3_4b_fp8"])
+def test_a_conversion_to_fp8_writes_the_folder_of_the_engines(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    """Beside the folder in bfloat16, with the rule of scales of the recipe's GPUs."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
+    assert main(["convert", recipe, "--to", "fp8", "--dry-run", "--gpu-type", "b200"]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
+    source = str(tmp_path / "assets/Qwen3-4B")
+    assert f"--save={source}-FP8" in words and f"--reads={source}" in words
+    tool = words[words.index("to-fp8") :]
+    assert tool[tool.index("--hf-checkpoint") + 1] == source
+    assert tool[tool.index("--gpu-type") + 1] == "b200"
+    assert "--job-name=convert_qwen3_4b_fp8" in words
+
+
 def make_code(folder: Path) -> Path:
     """Create a small project, which is copied fast; return its folder."""
     (folder / "rlpost").mkdir(parents=True)
