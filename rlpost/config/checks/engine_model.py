@@ -6,13 +6,15 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 from __future__ import annotations
 
 from rlpost.config.groups.perf import trains_in_blocks
+from rlpost.config.plan.engine_memory import attention_gpus
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
+from rlpost.errors import WeightError
 from rlpost.models.families import family_of
+from rlpost.models.fp8 import SIDE, has_other_shared_experts
 from rlpost.models.model_types import HfConfig
 
-BLOCK = 128
-"""Rows and columns of a block of TransformerEngine's weights in FP8."""
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
 """
@@ -85,7 +87,7 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
             f"scales of the cache with their weights, and no update sends them; leave {cache} out, "
             "or add --sglang-enable-weights-cpu-backup"
         )
-    problems += _grids(config, hf, key)
+    problems += _grids(config, hf, key) + _engine_shards(config, hf, key)
     if args.get("load_format") == "dummy":
         problems.append(
             "--sglang-load-format dummy with weights in FP8: scales of the cache, which no update "
@@ -100,15 +102,66 @@ def _grids(config: Config, hf: HfConfig, key: str) -> list[str]:
     block = list((hf.get("quantization_config") or {}).get("weight_block_size") or [])
     if not options.get("fp8"):
         return []
-    if trains_in_blocks(options) and block == [BLOCK, BLOCK]:
+    if trains_in_blocks(options) and block == [SIDE, SIDE]:
         return _parts_of_blocks(config, hf)
     recipe = f"--fp8 {options['fp8']} with --fp8-recipe {options.get('fp8_recipe', 'delayed')}"
     return [
         f"{recipe}: the trainer's products would round weights to another grid than the engines, "
         f"whose weights are in FP8 blocks of {' x '.join(map(str, block)) or 'another scheme'} "
         f"({key}), so that their log-probs differ more than with a trainer in bfloat16; leave --fp8 out, "
-        f"or use --fp8-recipe blockwise with blocks of {BLOCK} x {BLOCK}"
+        f"or use --fp8-recipe blockwise with blocks of {SIDE} x {SIDE}"
     ]
+
+
+def _engine_shards(config: Config, hf: HfConfig, key: str) -> list[str]:
+    """Return matrices whose shards SGLang would refuse, because they are not whole blocks.
+
+    ``Fp8LinearMethod.validate_block_quant_shapes`` and ``Fp8MoEMethod.create_weights`` (0.5.21):
+    the shards of matrices that are split or joined.
+    """
+    block = (hf.get("quantization_config") or {}).get("weight_block_size")
+    gpus = config.cluster.rollout_num_gpus_per_engine
+    if not block or config.sglang.rollout_external_engine_addrs:
+        return []
+    try:
+        shape = hf_shape({**hf, **(hf.get("text_config") or {})})
+    except WeightError:
+        return []  # reported by ``read_description``
+    args = config.sglang.server_args
+    attention, side = attention_gpus(config), max(block)
+    heads = {
+        "num_attention_heads x head_dim": shape.heads * shape.head_dim,
+        "num_key_value_heads x head_dim": max(shape.groups, attention) * shape.head_dim,
+    }
+    if shape.latent is not None:
+        queries, *_ = [rows for rows, _ in shape.attention_matrices[-3:]]
+        heads = {"query rows": queries, "value columns": shape.heads * shape.latent.value}
+        heads = heads if attention > 1 else {}
+    shards = [
+        (name, length, attention, "enable_dp_attention, dp_size") for name, length in heads.items()
+    ]
+    if not all(shape.sparse):
+        dense = 1 if args.get("moe_dense_tp_size") == 1 else gpus
+        shards.append(("intermediate_size", shape.ffn, dense, "moe_dense_tp_size"))
+    if any(shape.sparse):
+        experts = max(1, gpus // int(args.get("ep_size", 1)))
+        shards.append(("moe_intermediate_size", shape.expert_ffn, experts, "ep_size"))
+    if shape.shared_ffn and not has_other_shared_experts(hf):
+        is_whole = args.get("moe_a2a_backend") not in (None, "none")
+        shards.append(("shared experts", shape.shared_ffn, 1 if is_whole else gpus, ""))
+    return [
+        f"{key}: {name} = {length} over {ranks} GPUs of an engine is not a multiple of {side} each, and "
+        f"SGLang refuses parts of FP8 blocks; {_fewer_shards(remedy)}"
+        for name, length, ranks, remedy in shards
+        if length % (ranks * side)
+    ]
+
+
+def _fewer_shards(settings: str) -> str:
+    if not settings:
+        return "write the folder with rlpost convert RECIPE --to fp8, which keeps them in bfloat16"
+    flags = " and ".join(f"--sglang-{name.replace('_', '-')}" for name in settings.split(", "))
+    return f"use {flags}, or a smaller --rollout-num-gpus-per-engine"
 
 
 def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
@@ -126,10 +179,10 @@ def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
     return [
         f"--fp8-recipe blockwise: {name} = {length}"
         + (f" over {size} tensor-parallel ranks" if size > 1 else "")
-        + f" is not a multiple of {BLOCK} each, so that blocks of the trainer's products are not those "
+        + f" is not a multiple of {SIDE} each, so that blocks of the trainer's products are not those "
         "of the engines; leave --fp8 out" + (", or use fewer tensor-parallel ranks" * (size > 1))
         for name, length, size in lengths
-        if length % (size * BLOCK)
+        if length % (size * SIDE)
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlpost.config.load import JOBS
 
-AS_GLM45 = {"glm46_355b", "glm47_355b"}
+AS_GLM45 = {"glm45_355b_fp8", "glm46_355b", "glm47_355b"}
 """Recipes with the layout and the shape of GLM-4.5, which are not built again.
 
 tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
