@@ -22,28 +22,32 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What the GPUs of an architecture do with weights in FP8 blocks."""
+    """What the GPUs of an architecture do with weights in FP8."""
 
     since: Capability
     generates: bool
-    """Whether engines keep the blocks as they are sent (SGLang 0.5.21)."""
-    trains: bool
-    """Whether products of ``--fp8-recipe blockwise`` have them (TransformerEngine 2.11)."""
+    """Whether engines keep blocks as they are sent: SGLang 0.5.21 repacks them for its Marlin kernels
+    before sm89, and on sm100 unless ``engines.blackwell`` chooses the kernels."""
+    trains: tuple[str, ...]
+    """Values of ``--fp8-recipe`` for which TransformerEngine 2.11 has products."""
     has_powers_of_two: bool
-    """Whether scales, float32 in any case, are powers of two (UE8M0)."""
-    why: str
-    """The reason for the values that are false."""
+    """Whether scales of blocks, float32 in any case, are powers of two: TransformerEngine computes
+    blocks by MXFP8 from sm100 on, whose scales are exponents."""
 
 
+BLOCKWISE = "blockwise"
+"""The only ``--fp8-recipe`` whose products have weights that engines can have too. SGLang's MXFP8 has
+other scales for each row, and ``tensorwise`` one for a whole shard of the trainer."""
 GRIDS = (
-    Grid((0, 0), False, False, False, "SGLang repacks the blocks for its Marlin kernels"),
-    Grid((8, 9), True, False, False, "TransformerEngine has products of blocks from sm90 on"),
-    Grid((9, 0), True, True, False, ""),
-    # TransformerEngine computes blocks by MXFP8 here, whose scales are exponents.
-    Grid((10, 0), True, True, True, ""),
-    Grid((12, 0), True, False, True, "TransformerEngine has no MXFP8 products for sm120"),
+    Grid((0, 0), False, (), False),
+    Grid((8, 9), True, ("tensorwise",), False),
+    Grid((9, 0), True, ("tensorwise", BLOCKWISE), False),
+    Grid((10, 0), True, ("tensorwise", BLOCKWISE, "mxfp8"), True),
+    Grid((12, 0), True, ("tensorwise",), True),
 )
 """By the compute capability from which a row holds; one row for trainer and engines."""
+WHOLE_CACHES = ("auto", "bf16", "bfloat16")
+"""Values of ``--sglang-kv-cache-dtype`` with which engines attend to what the trainer attends to."""
 
 
 def grid_of(capability: Capability) -> Grid:

@@ -76,25 +76,6 @@ def test_fp8_blocks_whose_scales_sglang_ignores_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "block", "is_equal"),
-    [
-        ("blockwise", [128, 128], True),
-        ("blockwise", [64, 64], False),
-        ("mxfp8", [128, 128], False),
-        ("tensorwise", [128, 128], False),
-    ],
-)
-def test_products_in_fp8_round_weights_as_the_engines_have_them(recipe, block, is_equal):
-    hf = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-    trains = {"megatron": {"fp8": "e4m3", "fp8_recipe": recipe}}
-    lines = problems(model=hf, **trains)
-    assert (lines == []) is is_equal
-    assert is_equal or f"--fp8-recipe {recipe}: the trainer's products" in lines[0]
-    assert problems(model=hf) == problems(model=hf, **trains, grpo={"loss_type": "sft_loss"}) == []
-    assert problems(**trains) == []
-
-
-@pytest.mark.parametrize(
     ("lengths", "name"),
     [
         ({"head_dim": 64}, "head_dim = 64 is"),
