@@ -36,8 +36,8 @@ class Grid:
 
 
 BLOCKWISE = "blockwise"
-"""The only ``--fp8-recipe`` whose products have weights that engines can have too. SGLang's MXFP8 has
-other scales for each row, and ``tensorwise`` one for a whole shard of the trainer."""
+"""The only ``--fp8-recipe`` whose weights engines can have: updates have no MXFP8, with its scales of
+1 x 32 values, and ``tensorwise`` has one scale for a whole shard of the trainer."""
 GRIDS = (
     Grid((0, 0), False, (), False),
     Grid((8, 9), True, ("tensorwise",), False),
@@ -82,13 +82,10 @@ def keeps_shared_experts(width: int) -> bool:
 
 def has_other_shared_experts(hf: HfConfig) -> bool:
     """Return whether config.json has weights in FP8, and shared experts that are not."""
-    method = (hf.get("quantization_config") or {}).get("quant_method")
-    return method == "fp8" and any(_SHARED.search(f".{name}.") for name in kept_modules(hf))
-
-
-def kept_modules(hf: HfConfig) -> list[str]:
-    """Return the modules that config.json leaves out of the quantisation."""
-    return list((hf.get("quantization_config") or {}).get("modules_to_not_convert") or ())
+    quantised = hf.get("quantization_config") or {}
+    kept = quantised.get("modules_to_not_convert") or ()
+    is_fp8 = quantised.get("quant_method") == "fp8"
+    return is_fp8 and any(_SHARED.search(f".{name}.") for name in kept)
 
 
 def is_quantised(rule: Rule, *, shared_width: int = 0) -> bool:
