@@ -22,11 +22,12 @@ from rlpost.config.load import recipe_file, with_base
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, with_values
 from rlpost.errors import ConfigError
+from rlpost.models.fp8 import FOLDER
 from slurm.errors import SlurmError
 from slurm.render import render_conversion
 from slurm.spec import JobSpec
 
-CONVERTED, FP8 = "_torch_dist", "-FP8"
+CONVERTED = "_torch_dist"
 TIME = "04:00:00"
 CONVERSION_NODES = {"glm45_355b": 2, "glm46_355b": 2, "glm47_355b": 2, "qwen3_235b_a22b": 2}
 """16 GPUs of 80 GB, at most 45 GB of weights on each; the other models fit one node."""
@@ -57,8 +58,8 @@ def target_of(config: Config, to: str = "torch_dist") -> Target:
     """
     if to == "fp8":
         model = config.checkpoint.hf_checkpoint
-        source = model.removesuffix(FP8)
-        return Target(source + FP8, source, "to-fp8", f"--hf-checkpoint {model}")
+        source = model.removesuffix(FOLDER)
+        return Target(source + FOLDER, source, "to-fp8", f"--hf-checkpoint {model}")
     save = config.checkpoint.ref_load
     if save is None or not save.endswith(CONVERTED):
         problem = "--ref-load is not given" if save is None else f"--ref-load {save}"

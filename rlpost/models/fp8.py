@@ -63,6 +63,8 @@ def has_powers_of_two(capability: Capability | None) -> bool:
 SIDE = 128
 """Rows and columns of a block: of TransformerEngine, DeepGEMM and the published folders."""
 SUFFIX = "_scale_inv"
+FOLDER = "-FP8"
+"""End of the name of a converted folder, beside that of its source."""
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_qkvz|out_proj)\.weight$")
 _SHARED = re.compile(r"\.shared_experts?\.")
 _NODE = 8

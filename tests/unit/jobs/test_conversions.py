@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import main
+from rlpost.config.checks.missing import missing_problems
 from rlpost.config.load import JOBS, files_of, load
 from slurm.container import Container
 from slurm.render import render_conversion, render_look
@@ -193,6 +194,15 @@ def test_a_conversion_to_fp8_writes_the_folder_of_the_engines(
     assert tool[tool.index("--hf-checkpoint") + 1] == source
     assert tool[tool.index("--gpu-type") + 1] == "b200"
     assert "--job-name=convert_qwen3_4b_fp8" in words
+
+
+def test_a_folder_that_is_not_converted_yet_is_named_with_the_command(tmp_path, monkeypatch):
+    """Only where the recipe does not download it, as Qwen3-4B-FP8."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
+    for name, count in (("glm45_355b_fp8", 1), ("qwen3_4b_fp8", 0)):
+        config = load(files_of(JOBS / f"recipes/{name}.toml", {}), {}).config
+        lines = missing_problems(config, name)
+        assert sum(f"rlpost convert {name} --to fp8" in line for line in lines) == count
 
 
 def make_code(folder: Path) -> Path:
