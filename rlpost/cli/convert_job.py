@@ -84,7 +84,7 @@ def conversion_spec(config: Config, model: str | None, target: Target) -> JobSpe
     words += ["--hf-checkpoint", target.source, "--distributed-timeout-minutes", "60"]
     if config.cluster.gpu_type is not None:
         words += ["--gpu-type", config.cluster.gpu_type]
-    return replace(job_spec(config, driver_args=words), reads=(target.source,))
+    return replace(job_spec(config, driver_args=tuple(words)), reads=(target.source,))
 
 
 def main(arguments: Sequence[str]) -> int:
