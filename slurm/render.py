@@ -63,7 +63,8 @@ def render_sandbox(spec: SandboxSpec) -> str:
 def render_conversion(spec: JobSpec, save: str) -> str:
     """Render the batch file that converts weights into ``save`` (rlpost/cli/convert.py).
 
-    ``driver_args`` are the tool's arguments. A leading variable of ``save`` is expanded in the job.
+    ``driver_args`` are the tool's direction and arguments. A leading variable of ``save`` is
+    expanded in the job.
     """
     head = directives(spec, is_warned=False)
     groups = ["--", *map(shlex.quote, spec.driver_args), "--", '"$@"']

@@ -7,13 +7,13 @@ its engines infer in FP8, and arithmetic problems. The models have the tiny mode
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from rlpost.cli.tiny_model import make_model, make_problems, make_tokenizer
 from rlpost.config.load import files_of, load
 from rlpost.models.model_types import HfConfig
 from rlpost.trainer.hf_config import hf_config
+from rlpost.trainer.weights.fp8_folder import write_fp8_folder
 from tests.scale_down import (
     FP8_BLOCK,
     MODEL,
@@ -48,7 +48,7 @@ def write_model(home: Path, recipe: Path, ranks: int) -> None:
     if hf["model_type"] in PREDICTS_MORE:
         add_prediction_layer(folder / MODEL, hf)
     if infers_in_fp8(config):
-        quantise(folder / MODEL, folder / MODEL_FP8, FP8_BLOCK)
+        write_fp8_folder(folder / MODEL, folder / MODEL_FP8, block=FP8_BLOCK)
 
 
 def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
@@ -79,33 +79,3 @@ def add_prediction_layer(folder: Path, hf: HfConfig) -> None:
 def _add_to_config(folder: Path, **values: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2) + "\n")
-
-
-def quantise(source: Path, folder: Path, block: tuple[int, int]) -> None:
-    """Write the model with the matrices of its layers in FP8, a scale for each block."""
-    from safetensors.torch import load_file, save_file
-
-    from rlpost.trainer.weights.quantise import BlockFp8
-
-    folder.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    names = frozenset(
-        name
-        for name in tensors
-        if name.startswith("model.layers.") and name.endswith("_proj.weight")
-    )
-    fp8 = BlockFp8(names, block)
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            shutil.copy(path, folder / path.name)
-    stored = {
-        key: value for name in tensors for key, value in fp8.tensors(name, tensors[name]).items()
-    }
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-    }
-    _add_to_config(folder, quantization_config=said)

@@ -17,7 +17,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rlpost.cli.convert_job import CONVERSION_NODES, CONVERTED, TIME, conversion_spec
+from rlpost.cli.convert_job import (
+    CONVERSION_NODES,
+    CONVERTED,
+    TIME,
+    conversion_spec,
+    target_of,
+)
 from rlpost.cli.job import job_spec
 from rlpost.config.flags import flag
 from rlpost.config.load import SITE, files_of, load, read_toml
@@ -64,8 +70,9 @@ def rendered_conversion(name: str) -> str:
         "time": TIME,
     }
     config = load(files_of(recipe, {"cluster": SITE}), {"cluster": job}).config
-    spec = conversion_spec(config, read_toml(recipe)["model"])
-    return render_conversion(for_any_home(spec, config), config.checkpoint.ref_load)
+    target = target_of(config)
+    spec = conversion_spec(config, read_toml(recipe)["model"], target)
+    return render_conversion(for_any_home(spec, config), target.folder)
 
 
 def for_any_home(spec: JobSpec, config: Config) -> JobSpec:

@@ -1,6 +1,7 @@
-"""Convert weights: ``python -m rlpost.cli.convert to-torch-dist`` or ``to-hf``.
+"""Convert weights: ``python -m rlpost.cli.convert to-torch-dist``, ``to-hf`` or ``to-fp8``.
 
-The same as tools/convert_hf_to_torch_dist.py and tools/convert_torch_dist_to_hf.py of a checkout.
+The same as tools/convert_hf_to_torch_dist.py, convert_torch_dist_to_hf.py and convert_hf_to_fp8.py
+of a checkout.
 
 Input: command-line arguments, and the rank variables of torchrun or srun; without them, the
 conversion runs in a single process.
@@ -27,9 +28,11 @@ from common.jit_caches import jit_cache_environment
 from common.modes import follow_umask
 from common.units import counted
 from rlpost.cli import command_line as command_line
+from rlpost.config.plan.cards import capability_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, RlpostError
+from rlpost.models.fp8 import has_powers_of_two
 from rlpost.trainer.model_description import read_description
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the usual ephemeral port range
@@ -149,6 +152,48 @@ def torch_dist_to_hf(arguments: Sequence[str] | None = None) -> int:
     return _main(parser, arguments)
 
 
+def hf_to_fp8(arguments: Sequence[str] | None = None) -> int:
+    """Write the weights of --hf-checkpoint in FP8 blocks to --save, on the first rank alone.
+
+    Scales follow the GPUs of --gpu-type; without it those of this machine.
+    """
+    parser = command_line.make_parser(
+        "convert_hf_to_fp8.py", "Hugging Face weights in bfloat16 to FP8 blocks."
+    )
+    started, here = time.monotonic(), place(os.environ)
+    if here.rank > 0:  # torchrun starts one for each GPU
+        return 0
+    _prepare_log(here)
+    try:
+        _, loaded = command_line.settings(parser, sys.argv[1:] if arguments is None else arguments)
+        config = loaded.config
+        folder = _target(argparse.Namespace(), config)
+        os.environ["CUDA_VISIBLE_DEVICES"] = device_of(os.environ, here.local_rank)
+        from rlpost.trainer import device  # imports torch
+        from rlpost.trainer.weights.fp8_folder import write_fp8_folder
+
+        capability = capability_of(config.cluster.gpu_type) or device.capability()
+        write_fp8_folder(
+            Path(config.checkpoint.hf_checkpoint),
+            Path(folder),
+            has_powers_of_two=has_powers_of_two(capability),
+        )
+        follow_umask(Path(folder))  # safetensors writes files for their owner alone
+    except RlpostError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{folder}: written in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _prepare_log(here: ConversionRank) -> None:
+    """Log progress of the first rank, without Megatron's warnings of each optional package."""
+    warnings.simplefilter("ignore", UserWarning)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about calls of Megatron
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("rlpost").setLevel(logging.INFO if here.rank == 0 else logging.ERROR)
+
+
 def _require_empty(flag: str, folder: str) -> str:
     """Return the output folder. Raises ConfigError when it is not empty.
 
@@ -177,10 +222,7 @@ def _main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> i
     Every rank checks the folder before the rendezvous, so all have checked it before any writes.
     """
     started, here = time.monotonic(), place(os.environ)
-    warnings.simplefilter("ignore", UserWarning)  # Megatron warns of each optional package
-    warnings.simplefilter("ignore", FutureWarning)  # of torch, about calls of Megatron
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    logging.getLogger("rlpost").setLevel(logging.INFO if here.rank == 0 else logging.ERROR)
+    _prepare_log(here)
     try:
         namespace, loaded = command_line.settings(
             parser, sys.argv[1:] if arguments is None else arguments
@@ -242,7 +284,11 @@ def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     return with_values(config, **update)
 
 
-DIRECTIONS = {"to-torch-dist": hf_to_torch_dist, "to-hf": torch_dist_to_hf}
+DIRECTIONS = {
+    "to-torch-dist": hf_to_torch_dist,
+    "to-hf": torch_dist_to_hf,
+    "to-fp8": hf_to_fp8,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in DIRECTIONS:

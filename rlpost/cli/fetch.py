@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_UNAVAILABLE
     for line in from_elsewhere(loaded.config, str(root), assets):
-        print(f"not of the hub: {line} (rlpost convert RECIPE makes it)")
+        print(f"not of the hub: {line} (rlpost convert RECIPE makes it; one in FP8: --to fp8)")
     return code
 
 

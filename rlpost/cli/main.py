@@ -46,7 +46,8 @@ VERBS = {
     ),
     "convert": (
         "rlpost.cli.convert_job:main",
-        "submit the job that converts a recipe's weights to torch_dist (--dry-run)",
+        "submit the job that converts a recipe's weights to torch_dist (--to fp8: for "
+        "engines; --dry-run)",
     ),
     "status": ("rlpost.cli.status:main", "status of a run (--watch: live)"),
     "list": ("rlpost.cli.list:main", "all runs, the newest first"),

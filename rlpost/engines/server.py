@@ -44,6 +44,7 @@ from rlpost.engines.engine_activity import EngineActivity
 from rlpost.engines.narrow_routes import NarrowRoutes
 from rlpost.engines.server_proof import ServerProof
 from rlpost.errors import ConfigError
+from rlpost.models import fp8
 from rlpost.models.config_file import read_config
 from rlpost.models.model_types import HfConfig
 from rlpost.observe.spans import SPANS, clock_and_spans
@@ -100,11 +101,16 @@ ONLY_ON_CUDA: Mapping[str, object] = {
 def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str, object]:
     """Return the fields of ServerArgs.
 
-    The given values override the defaults; without CUDA, settings that need it are reset.
+    The given values override the defaults; without CUDA, settings that need it are reset. Shared
+    experts that are not in FP8 as the others must not become one of them: SGLang would load them
+    into its FP8 weights without an error, and leave their scales as they are.
     """
+    needed: dict[str, object] = {}
+    if fp8.has_other_shared_experts(_hf_config(given.get("model_path"))):
+        needed["disable_shared_experts_fusion"] = True
     if has_cuda:
-        return {**DEFAULTS, **ON_CUDA, **given}
-    return {**DEFAULTS, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA}
+        return {**DEFAULTS, **ON_CUDA, **given, **needed}
+    return {**DEFAULTS, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA, **needed}
 
 
 def not_in_children(fd: int) -> None:

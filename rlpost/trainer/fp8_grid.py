@@ -2,8 +2,8 @@
 
 A product with ``--fp8-recipe blockwise`` rounds a weight in blocks of 128 x 128, and engines with
 weights in FP8 blocks get them rounded by ``weights.quantise``. Both take the rule of scales from
-here, so that both have the same bits. TransformerEngine 2.11 reads ``VARIABLE`` while it is
-imported, and by default makes scales powers of two.
+``rlpost.models.fp8.GRIDS``, so that both have the same bits. TransformerEngine 2.11 reads
+``VARIABLE`` while it is imported, and by default makes scales powers of two.
 
 Input: the GPU. Output: the rule, and the environment of ranks before TransformerEngine's import.
 """
@@ -16,24 +16,13 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 
 from common.local_gpus import read_capability
+from rlpost.models.fp8 import Capability, has_powers_of_two
 
 VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """1: scales are any float32; else powers of two."""
 USED = "RLPOST_FP8_BLOCKS"
 """1 in ranks with ``--fp8-recipe blockwise``."""
-POWERS_SINCE = (10, 0)
-"""Compute capability from which scales are powers of two.
-
-TransformerEngine computes blocks by MXFP8 there, whose scales are exponents.
-"""
 _RECIPES = "transformer_engine.common.recipe"
-
-Capability = tuple[int, int]
-
-
-def has_powers_of_two(capability: Capability | None) -> bool:
-    """Return whether scales of blocks are powers of two; None is a CPU."""
-    return capability is not None and capability >= POWERS_SINCE
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:

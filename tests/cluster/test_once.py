@@ -88,7 +88,7 @@ def test_a_conversion_that_fails_leaves_no_folder(lab):
         gpu_request="none",
         exclusive=False,
         time="20",
-        driver_args=("--hf-checkpoint", str(source)),
+        driver_args=("to-torch-dist", "--hf-checkpoint", str(source)),
         home=str(ROOT),
         python=sys.executable,
         run_folder=str(lab.shared / "run dir"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlpost.trainer.weights.fp8_folder import write_fp8_folder
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import load_folder, make_family
 from tests.settings import rank_config
@@ -73,13 +74,15 @@ def encoded(source: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.nda
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the folder, and bytes and factors of each weight in FP8.
 
-    As in DeepSeek-V3 these are the matrices of the layers except the router. Some shards of the
-    layout are whole blocks, others end within a block.
+    As in DeepSeek-V3 these are the matrices of the layers except the router, here also except the
+    shared experts, which 8 GPUs of an engine could not share by blocks. Some shards of the layout
+    are whole blocks, others end within a block.
     """
     folder = tmp_path_factory.mktemp("fp8")
     make_family(folder, "deepseek-v3-wide-moe")
     stored, source, pairs = load_folder(folder), np.random.default_rng(5), {}
-    for name in [one for one in stored if one.endswith(("_proj.weight", "_mqa.weight"))]:
+    ends = ("_proj.weight", "_mqa.weight")
+    for name in [one for one in stored if one.endswith(ends) and "shared" not in one]:
         pairs[name] = encoded(source, tuple(stored[name].shape))
         values, scales = map(torch.from_numpy, pairs[name])
         stored[name] = values.view(torch.float8_e4m3fn)
@@ -149,3 +152,16 @@ def test_weights_sent_to_engines_decode_to_those_of_the_trainer(checkpoint, foun
     for name in pairs:
         again = decoded(ranks[0][name], ranks[0][name + SCALE])
         np.testing.assert_allclose(again, exported[name].numpy(), rtol=2.0**-22, err_msg=name)
+
+
+def test_engines_receive_the_bytes_of_a_converted_folder(found, tmp_path):
+    """The trainer's weights, as they are exported, in FP8 blocks: folder and update are equal."""
+    export, ranks = found
+    write_fp8_folder(export, tmp_path / "converted")
+    converted = load_folder(tmp_path / "converted")
+    for sent in ranks:
+        assert sent.keys() == converted.keys()
+        for name, tensor in converted.items():
+            is_fp8 = tensor.dtype == torch.float8_e4m3fn
+            stored = (tensor.view(torch.uint8) if is_fp8 else tensor).numpy()
+            assert np.array_equal(sent[name], stored), name

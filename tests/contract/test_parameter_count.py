@@ -1,8 +1,16 @@
-"""The planner counts exactly as many parameters as transformers makes."""
+"""The planner counts exactly as many parameters as transformers makes, and their bytes in FP8."""
+
+import math
 
 import pytest
 
 from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.config.plan.shape import Layout, stored_bytes
+from rlpost.config.plan.weight_update import weights_of
+from rlpost.models import fp8
+from rlpost.models.families import family
+from rlpost.rehearsal.published import published
+from tests.unit.config.test_models import PUBLISHED
 
 SIZES = {
     "pad_token_id": 0,
@@ -81,3 +89,24 @@ def test_parameters_are_counted_as_transformers_counts_them(model):
     experts = sum(p.numel() for name, p in made.named_parameters() if ".experts." in name)
     assert counted.total == made.num_parameters()
     assert counted.expert == experts
+
+
+IN_FP8 = ("glm4_9b", "glm45_355b", "deepseek_v3", "qwen3_next_80b_a3b", "qwen3_5_35b_a3b")
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_folder_in_fp8_blocks_has_the_bytes_that_the_planner_counts(name):
+    """By the names that a conversion quantises, in an engine and in an update."""
+    hf = PUBLISHED[name]
+    model, shape = published(hf), hf_shape(hf)
+    quantised = fp8.quantised_names(
+        model.tensors, family(hf["architectures"][0]).rules, shared_width=shape.shared_ffn
+    )
+    num_bytes = 0
+    for key, sides in model.tensors.items():
+        if key in quantised:
+            num_bytes += math.prod(sides) + 4 * math.prod(-(-side // 128) for side in sides)
+        elif key not in model.buffers:  # the planner counts no biases of routers
+            num_bytes += 2 * math.prod(sides)
+    update = sum(weight.num_bytes(width=2, in_fp8=True) for weight in weights_of(shape, Layout()))
+    assert num_bytes == update == stored_bytes(shape, 1)

@@ -15,6 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
+from rlpost.config.groups.perf import FP8_ROWS
+from rlpost.models.fp8 import grid_of
+from rlpost.trainer import fp8_grid
 from rlpost.trainer.layer_specs import has_transformer_engine
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
@@ -141,15 +144,18 @@ def test_three_steps_in_bfloat16_are_close_to_those_in_float32(folders, name):
         assert found["train/loss"] == pytest.approx(wanted["train/loss"], rel=0.2, abs=0.05)
 
 
+@pytest.mark.parametrize("recipe", FP8_ROWS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(folders, device, name):
-    if (
-        device != "cuda"
-        or not has_transformer_engine()
-        or torch.cuda.get_device_capability() < (8, 9)
-    ):
-        pytest.skip("FP8 needs TransformerEngine and a GPU of sm89 or newer")
-    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(
+    folders, device, monkeypatch, name, recipe
+):
+    if device != "cuda" or not has_transformer_engine():
+        pytest.skip("FP8 needs TransformerEngine and a GPU")
+    capability = torch.cuda.get_device_capability()
+    if recipe not in grid_of(capability).trains:
+        pytest.skip(f"TransformerEngine has no products of {recipe} for this GPU, {capability}")
+    monkeypatch.setenv(fp8_grid.USED, "1")  # ranks are spawned, and import with it
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe}
     for found, wanted in zip(
         trained(folders[name], bf16=True, megatron=fp8),
         trained(folders[name], bf16=True),

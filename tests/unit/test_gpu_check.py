@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -16,7 +17,11 @@ import psutil
 import pytest
 
 from benchmarks.page import table
+from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.config.server_arg_values import server_arg_table
+from rlpost.config.tree import Config
+from rlpost.models.fp8 import grid_of
+from rlpost.trainer import fp8_grid
 from tests.gpu.test_benchmarks import (
     train_step_figures,
     train_step_words,
@@ -115,6 +120,30 @@ def test_submit_accepts_the_settings_of_the_checked_runs(tmp_path, capsys, flags
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert ("mem_fraction_static" in shown) == (device == "cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3)])
+def test_each_fp8_recipe_trains_on_the_gpus_that_have_its_products(monkeypatch, capability) -> None:
+    """The check of tests/gpu with CUDA and its ranks faked: each pass gets its settings."""
+    from tests.gpu import test_actor
+
+    asked = []
+
+    def run_ranks(_: object, __: int, settings: Config, **___: object) -> list[object]:
+        asked.append((settings.megatron.options.get("fp8_recipe"), os.environ.get(fp8_grid.USED)))
+        return [{"metrics": [{"train/grad_norm": 1.0}]}]
+
+    monkeypatch.setattr(test_actor, "run_ranks", run_ranks)
+    monkeypatch.setattr(test_actor, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    for recipe in FP8_ROWS:
+        with contextlib.suppress(pytest.skip.Exception):
+            test_actor.test_three_steps_in_fp8_are_close_to_those_in_bfloat16(
+                {"qwen3": "/model"}, "cuda", monkeypatch, "qwen3", recipe
+            )
+    trained = [recipe for recipe, is_set in asked if recipe and is_set == "1"]
+    assert sorted(trained) == sorted(grid_of(capability).trains)
+    assert len(asked) == 2 * len(trained), "each beside a pass in bfloat16"
 
 
 def test_make_passes_its_arguments_to_the_program() -> None:

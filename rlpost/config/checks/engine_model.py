@@ -6,13 +6,22 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 from __future__ import annotations
 
 from rlpost.config.groups.perf import trains_in_blocks
+from rlpost.config.plan.cards import capability_of
+from rlpost.config.plan.engine_memory import attention_gpus
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
+from rlpost.errors import WeightError
 from rlpost.models.families import family_of
+from rlpost.models.fp8 import (
+    BLOCKWISE,
+    SIDE,
+    WHOLE_CACHES,
+    grid_of,
+    has_other_shared_experts,
+)
 from rlpost.models.model_types import HfConfig
 
-BLOCK = 128
-"""Rows and columns of a block of TransformerEngine's weights in FP8."""
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
 """
@@ -48,6 +57,8 @@ def engine_model_problems(
         )
     if generates and method == FP8:
         problems += _fp8_problems(config, hf, key)
+    if generates and config.megatron.options.get("fp8"):
+        problems += _grids(config, hf, key)
     if generates and ignored_window is not None and longest > ignored_window:
         problems.append(
             f"{key}: its layers have a sliding window of {ignored_window} tokens, which SGLang "
@@ -85,7 +96,13 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
             f"scales of the cache with their weights, and no update sends them; leave {cache} out, "
             "or add --sglang-enable-weights-cpu-backup"
         )
-    problems += _grids(config, hf, key)
+    gpu = capability_of(config.cluster.gpu_type)
+    if gpu is not None and not grid_of(gpu).generates:
+        problems.append(
+            f"{key} with --gpu-type {config.cluster.gpu_type}: SGLang repacks weights in FP8 for kernels of "
+            f"sm{gpu[0]}{gpu[1]}, and updates would not fit; use a checkpoint in bfloat16"
+        )
+    problems += _engine_shards(config, hf, key)
     if args.get("load_format") == "dummy":
         problems.append(
             "--sglang-load-format dummy with weights in FP8: scales of the cache, which no update "
@@ -95,20 +112,90 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
 
 
 def _grids(config: Config, hf: HfConfig, key: str) -> list[str]:
-    """Return how products in FP8 and weights of the engines are rounded differently."""
-    options = config.megatron.options
-    block = list((hf.get("quantization_config") or {}).get("weight_block_size") or [])
-    if not options.get("fp8"):
-        return []
-    if trains_in_blocks(options) and block == [BLOCK, BLOCK]:
-        return _parts_of_blocks(config, hf)
+    """Return what products in FP8 round differently from the weights and the cache of engines."""
+    options, quantised = config.megatron.options, hf.get("quantization_config") or {}
+    block = list(quantised.get("weight_block_size") or [])
     recipe = f"--fp8 {options['fp8']} with --fp8-recipe {options.get('fp8_recipe', 'delayed')}"
-    return [
-        f"{recipe}: the trainer's products would round weights to another grid than the engines, "
-        f"whose weights are in FP8 blocks of {' x '.join(map(str, block)) or 'another scheme'} "
-        f"({key}), so that their log-probs differ more than with a trainer in bfloat16; leave --fp8 out, "
-        f"or use --fp8-recipe blockwise with blocks of {BLOCK} x {BLOCK}"
+    dtype = str(config.sglang.server_args.get("kv_cache_dtype", "auto"))
+    problems = []
+    if dtype not in WHOLE_CACHES:
+        problems.append(
+            f"{recipe} and --sglang-kv-cache-dtype {dtype}: the trainer's attention does not round keys "
+            "and values, so that log-probs differ; leave one of them out"
+        )
+    if not trains_in_blocks(options) or block != [SIDE, SIDE]:
+        weights = "bfloat16"
+        if quantised:
+            weights = f"FP8 blocks of {' x '.join(map(str, block)) or 'another scheme'}"
+        return [
+            *problems,
+            f"{recipe}: the trainer's products would round weights to another grid than the engines, "
+            f"whose weights are in {weights} ({key}), so that their log-probs differ more than with a "
+            f"trainer in bfloat16; leave --fp8 out, or use --fp8-recipe {BLOCKWISE} with a checkpoint in "
+            f"blocks of {SIDE} x {SIDE} (rlpost convert RECIPE --to fp8)",
+        ]
+    if has_other_shared_experts(hf):
+        problems.append(
+            f"{recipe}: the trainer's products would round shared experts, which the engines have in "
+            f"bfloat16 ({key}, modules_to_not_convert); leave --fp8 out"
+        )
+    if hf.get("linear_num_value_heads"):
+        problems.append(
+            f"{recipe}: linear attention computes in bfloat16 in the trainer, and the engines have its "
+            f"projections in FP8 blocks ({key}); leave --fp8 out"
+        )
+    return problems + _parts_of_blocks(config, hf)
+
+
+def _engine_shards(config: Config, hf: HfConfig, key: str) -> list[str]:
+    """Return matrices whose shards SGLang would refuse, because they are not whole blocks.
+
+    ``Fp8LinearMethod.validate_block_quant_shapes`` and ``Fp8MoEMethod.create_weights`` (0.5.21):
+    the shards of matrices that are split or joined.
+    """
+    block = (hf.get("quantization_config") or {}).get("weight_block_size")
+    gpus = config.cluster.rollout_num_gpus_per_engine
+    if not block or config.sglang.rollout_external_engine_addrs:
+        return []
+    try:
+        shape = hf_shape(hf)
+    except WeightError:
+        return []  # reported by ``read_description``
+    args = config.sglang.server_args
+    attention, side = attention_gpus(config), max(block)
+    heads = {
+        "num_attention_heads x head_dim": shape.heads * shape.head_dim,
+        "num_key_value_heads x head_dim": max(shape.groups, attention) * shape.head_dim,
+    }
+    if shape.latent is not None:
+        queries, *_ = [rows for rows, _ in shape.attention_matrices[-3:]]
+        heads = {"query rows": queries, "value columns": shape.heads * shape.latent.value}
+        heads = heads if attention > 1 else {}
+    shards = [
+        (name, length, attention, "enable_dp_attention, dp_size") for name, length in heads.items()
     ]
+    if not all(shape.sparse):
+        dense = 1 if args.get("moe_dense_tp_size") == 1 else gpus
+        shards.append(("intermediate_size", shape.ffn, dense, "moe_dense_tp_size"))
+    if any(shape.sparse):
+        experts = max(1, gpus // int(args.get("ep_size", 1)))
+        shards.append(("moe_intermediate_size", shape.expert_ffn, experts, "ep_size"))
+    if shape.shared_ffn and not has_other_shared_experts(hf):
+        is_whole = args.get("moe_a2a_backend") not in (None, "none")
+        shards.append(("shared experts", shape.shared_ffn, 1 if is_whole else gpus, ""))
+    return [
+        f"{key}: {name} = {length} over {ranks} GPUs of an engine is not a multiple of {side} each, and "
+        f"SGLang refuses parts of FP8 blocks; {_fewer_shards(remedy)}"
+        for name, length, ranks, remedy in shards
+        if length % (ranks * side)
+    ]
+
+
+def _fewer_shards(settings: str) -> str:
+    if not settings:
+        return "write the folder with rlpost convert RECIPE --to fp8, which keeps them in bfloat16"
+    flags = " and ".join(f"--sglang-{name.replace('_', '-')}" for name in settings.split(", "))
+    return f"use {flags}, or a smaller --rollout-num-gpus-per-engine"
 
 
 def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
@@ -125,10 +212,10 @@ def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
     return [
         f"--fp8-recipe blockwise: {name} = {length}"
         + (f" over {size} tensor-parallel ranks" if size > 1 else "")
-        + f" is not a multiple of {BLOCK} each, so that blocks of the trainer's products are not those "
+        + f" is not a multiple of {SIDE} each, so that blocks of the trainer's products are not those "
         "of the engines; leave --fp8 out" + (", or use fewer tensor-parallel ranks" * (size > 1))
         for name, length, size in lengths
-        if length % (size * BLOCK)
+        if length % (size * SIDE)
     ]
 
 

@@ -17,6 +17,7 @@ from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
+from rlpost.models.fp8 import FOLDER
 
 TINY = ("assets", "tiny")
 
@@ -52,6 +53,9 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
             generated.append(f"{name} {near_path(path)}")
         elif folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")
+        elif name == "--hf-checkpoint" and Path(path).name.removesuffix(FOLDER) in folders:
+            verb = f"rlpost convert {near_path(recipe) if recipe else 'RECIPE'} --to fp8"
+            others.append(f"{name} {path}: no such {kind}; make it with {verb}")
         else:
             others.append(f"{name} {path}: {_why(_file(path), kind)}{_of_a_hub(name, path)}")
     command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"

@@ -8,12 +8,19 @@ from __future__ import annotations
 from rlpost.config.engine_args import DTYPE, engine_dtype
 from rlpost.config.flags import flag
 from rlpost.config.groups.perf import FP8_ROWS
+from rlpost.config.plan.cards import capability_of
 from rlpost.config.tree import Config
-from rlpost.config.wording import value_text
+from rlpost.config.wording import listed, value_text
+from rlpost.models.fp8 import grid_of
 
+_ONLY_BLOCKS = (
+    "the trainer would hold weights as TransformerEngine's quantised tensors, whose bytes its offload, "
+    "its copies of older weights and its updates of engines do not know"
+)
 _NOT_IN_FP8 = {
-    "fp8_param": "weights must be in bfloat16 to be sent to engines and stored",
-    "fp8_param_gather": "weights must be in bfloat16 to be sent to engines and stored",
+    "first_last_layers_bf16": "engines have the first and last layers in FP8 as the others",
+    "fp8_param": _ONLY_BLOCKS,
+    "fp8_param_gather": _ONLY_BLOCKS,
     "fp8_dot_product_attention": "TransformerEngine has no attention in FP8 over packed rows",
     "fp8_multi_head_attention": "TransformerEngine has no attention in FP8 over packed rows",
 }
@@ -44,6 +51,13 @@ def _narrow_training(config: Config) -> list[str]:
             f"--fp8 {options['fp8']} with --fp8-recipe {recipe} (default: delayed): its scales may "
             "depend on earlier passes, which checkpoints do not store; use --fp8-recipe "
             f"{' or '.join(sorted(FP8_ROWS))}"
+        )
+    elif (gpu := capability_of(config.cluster.gpu_type)) and recipe not in grid_of(gpu).trains:
+        others = listed(grid_of(gpu).trains)
+        remedy = f"use --fp8-recipe {others}, or leave --fp8 out" if others else "leave --fp8 out"
+        problems.append(
+            f"--fp8-recipe {recipe} with --gpu-type {config.cluster.gpu_type}: TransformerEngine has no such "
+            f"products for sm{gpu[0]}{gpu[1]}; {remedy}"
         )
     problems += [
         f"{flag(name)} {value_text(options[name])}: {reason}; leave it out"

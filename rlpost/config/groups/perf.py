@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from rlpost.config.groups.base import Group, Positive
+from rlpost.models.fp8 import BLOCKWISE
 
 
 def _always(given: bool) -> bool:
@@ -33,7 +34,7 @@ def fp8_rows(options: Mapping[str, object]) -> int:
 
 def trains_in_blocks(options: Mapping[str, object]) -> bool:
     """Return whether ``options`` of Megatron-core compute in FP8 blocks of 128 x 128."""
-    return bool(options.get("fp8")) and options.get("fp8_recipe") == "blockwise"
+    return bool(options.get("fp8")) and options.get("fp8_recipe") == BLOCKWISE
 
 
 class PerfConfig(Group):

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlpost.errors import ConfigError
+from rlpost.models.fp8 import SIDE, keeps_shared_experts
 from rlpost.models.model_types import ModelArguments
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
 
-FP8_SIDE = 128
-FP8_BLOCK = FP8_SIDE * FP8_SIDE
-"""Elements of a block of FP8 weights; each block has a float32 scale."""
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -434,8 +432,8 @@ def stored_bytes(shape: Shape, width: int) -> int:
 
     Args: ``width``: bytes of an element, 1 for FP8.
 
-    Only the matrices of the layers are in FP8: embeddings, norms, biases and routers keep two
-    bytes.
+    Only the matrices of the layers are in FP8: embeddings, norms, biases, routers and shared experts
+    that no engine could shard by whole blocks keep two bytes.
     """
     total = shape.parameters.total
     if width != 1:
@@ -443,8 +441,8 @@ def stored_bytes(shape: Shape, width: int) -> int:
     matrices = layer_matrices(shape)
     num_layers = len(sparse_of(shape, Layout(), 0))
     attention = num_layers * attention_elements(shape)
-    blocks = (matrices - attention) // FP8_BLOCK + num_layers * sum(
-        -(-rows // FP8_SIDE) * -(-columns // FP8_SIDE) for rows, columns in shape.attention_matrices
+    blocks = (matrices - attention) // SIDE**2 + num_layers * sum(
+        -(-rows // SIDE) * -(-columns // SIDE) for rows, columns in shape.attention_matrices
     )
     return matrices + 4 * blocks + 2 * (total - matrices)
 
@@ -455,14 +453,16 @@ def attention_elements(shape: Shape) -> int:
 
 
 def layer_matrices(shape: Shape) -> int:
-    """Elements of the linear weights of all layers, routers aside."""
+    """Elements of the linear weights of all layers that are in FP8 in a folder of FP8 blocks."""
     attention = attention_elements(shape)
     attention += shape.hidden * shape.head_dim * shape.heads if shape.output_gate else 0
     dense = 3 * shape.hidden * shape.ffn
-    sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shape.shared_ffn)
+    shared = 0 if keeps_shared_experts(shape.shared_ffn) else shape.shared_ffn
+    sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shared)
     total = sum(
         attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0)
     )
     if shape.linear is not None:
-        total += sum(shape.linear.layers) * (_linear_matrices(shape, 1) - attention)
+        kept = 2 * shape.linear.value_heads * shape.hidden  # in_proj_ba
+        total += sum(shape.linear.layers) * (_linear_matrices(shape, 1) - kept - attention)
     return total

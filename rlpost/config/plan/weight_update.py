@@ -18,7 +18,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from rlpost.config.plan.adapters import served_adapters
-from rlpost.config.plan.shape import FP8_SIDE, Layout, LinearAttention, Shape, layers_of
+from rlpost.config.plan.shape import Layout, LinearAttention, Shape, layers_of
+from rlpost.models.fp8 import SIDE, keeps_shared_experts
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
@@ -209,7 +210,8 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
     if shape.linear_bias:
         yield PlannedWeight(stage, ((shape.num_experts,),))
     if shape.shared_ffn:
-        yield from _gated(stage, shape.hidden, shape.shared_ffn)
+        in_fp8 = not keeps_shared_experts(shape.shared_ffn)
+        yield from _gated(stage, shape.hidden, shape.shared_ffn, in_fp8=in_fp8)
     if shape.shared_gate:
         yield PlannedWeight(stage, ((1, shape.hidden),))
     if shape.stacked_experts:
@@ -227,13 +229,15 @@ def _stacked(shape: Shape, stage: int) -> Iterator[PlannedWeight]:
         yield PlannedWeight(stage, ((count, *sizes),))
 
 
-def _gated(stage: int, hidden: int, ffn: int, *, copies: int = 1) -> Iterator[PlannedWeight]:
-    yield PlannedWeight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=True)
-    yield PlannedWeight(stage, ((hidden, ffn),) * copies, is_quantised=True)
+def _gated(
+    stage: int, hidden: int, ffn: int, *, copies: int = 1, in_fp8: bool = True
+) -> Iterator[PlannedWeight]:
+    yield PlannedWeight(stage, ((ffn, hidden),) * 2 * copies, is_quantised=in_fp8)
+    yield PlannedWeight(stage, ((hidden, ffn),) * copies, is_quantised=in_fp8)
 
 
 def _num_blocks(shape: Sequence[int]) -> int:
-    return math.prod(-(-length // FP8_SIDE) for length in shape)
+    return math.prod(-(-length // SIDE) for length in shape)
 
 
 SMALLEST = 512 * 2**20

@@ -22,13 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlpost.config.plan.weight_update import Travelling, deal
+from rlpost.models.fp8 import SUFFIX
 from rlpost.models.names import LOADED_TOGETHER
 from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
 from rlpost.trainer.weights.importer import HuggingFaceFolder, carried_tensors, shared_tensors
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory, all_gather
 from rlpost.trainer.weights.layouts import as_bytes, num_bytes, pack, unpack
-from rlpost.trainer.weights.quantise import FP8, SUFFIX, BlockFp8, quantise, scale_shape
+from rlpost.trainer.weights.quantise import FP8, BlockFp8, quantise, scale_shape
 from rlpost.trainer.weights.safetensors_files import INDEX, SINGLE
 from rlpost.types import Bucket
 

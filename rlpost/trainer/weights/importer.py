@@ -16,15 +16,14 @@ import torch
 from safetensors import safe_open
 
 from rlpost.errors import WeightError
+from rlpost.models.fp8 import SUFFIX, has_powers_of_two
 from rlpost.models.names import Rule, expert_number, renamed
 from rlpost.trainer import device
-from rlpost.trainer.fp8_grid import has_powers_of_two
 from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import (
     BLOCKS,
     SCALES,
-    SUFFIX,
     dequantise,
     read_quantisation,
     unpack_mxfp4,

@@ -1,12 +1,9 @@
-"""Block-wise FP8 quantisation of the trainer's weights for FP8 engines.
+"""Block-wise FP8 quantisation of weights, for updates of FP8 engines and for folders.
 
 Input: a Hugging Face folder whose ``config.json`` describes the quantisation, and tensors in the
-trainer's precision. Output: FP8 values and block scales for each weight that is quantised in the
-folder; all other tensors unchanged. ``unpack_mxfp4`` reads MXFP4, which is never written.
-
-The format is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3), also used by
-Qwen3-FP8 and GLM-4.5-FP8: ``NAME`` in e4m3, ``NAME_scale_inv`` in float32, weight = value x scale
-of its block.
+trainer's precision. Output: FP8 values and block scales (the format of ``rlpost.models.fp8``) for
+each weight that is quantised in the folder; all other tensors unchanged. ``unpack_mxfp4`` reads
+MXFP4, which is never written.
 """
 
 from __future__ import annotations
@@ -19,10 +16,10 @@ import torch
 
 from rlpost.errors import WeightError
 from rlpost.models.config_file import read_config
+from rlpost.models.fp8 import SIDE, SUFFIX
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-SUFFIX = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
@@ -35,9 +32,9 @@ class BlockFp8:
     """Quantises the weights ``names`` in blocks of ``block`` (rows, columns)."""
 
     names: Set[str]
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = (SIDE, SIDE)
     has_powers_of_two: bool = False
-    """Scales are powers of two (``fp8_grid``)."""
+    """Scales are powers of two (``fp8.GRIDS``)."""
 
     def shapes(
         self, name: str, shape: tuple[int, ...], dtype: str
@@ -99,17 +96,23 @@ def quantise(
     The largest value of each block maps to 448, with ``has_powers_of_two`` to more than 224. The
     bits are those of TransformerEngine 2.11 (``compute_scale_from_amax`` of recipe_common.cuh,
     ``quantize_transpose_square_blockwise.cu``), so that the trainer's products in FP8 blocks have
-    the weights of the engines: a factor is 448 / amax, and a scale its inverse.
+    the weights of the engines: a factor is 448 / amax, and a scale its inverse. SGLang's own
+    quantiser has the same bits with powers of two (``per_block_cast_to_fp8``, 0.5.21). Without,
+    SGLang (``input_to_float8``) and slime round the quotient elsewhere: scales may differ in the
+    last bit, and values between two numbers become the other.
     """
-    largest = _largest_of_blocks(weight.float().abs(), block)
+    blocks = _in_blocks(weight, block)
+    largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
     # A Python number as the dividend would be multiplied by a reciprocal, of other bits.
     factors = torch.full_like(largest, LARGEST) / largest
     factors[factors.isinf()] = torch.finfo(weight.dtype).max  # of a block with tiny values alone
     if has_powers_of_two:
         factors = (factors.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     factors[(largest == 0) | ~largest.isfinite()] = 1.0
-    values = weight.float() * spread(factors, weight.shape, block)
-    return values.clamp_(-LARGEST, LARGEST).to(FP8), torch.ones_like(factors) / factors
+    values = blocks.mul_(factors[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(FP8)
+    rows, columns = weight.shape
+    values = values.view(values.shape[0] * block[0], -1)[:rows, :columns].contiguous()
+    return values, torch.ones_like(factors) / factors
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -123,11 +126,12 @@ def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> t
     return whole[: shape[0], : shape[1]]
 
 
-def _largest_of_blocks(magnitude: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    rows, columns = scale_shape(tuple(magnitude.shape), block)
-    padded = magnitude.new_zeros(rows * block[0], columns * block[1])
-    padded[: magnitude.shape[0], : magnitude.shape[1]] = magnitude
-    return padded.view(rows, block[0], columns, block[1]).amax(dim=(1, 3))
+def _in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return a copy in float32 of shape [blocks, rows, blocks, columns], padded with zeros."""
+    rows, columns = scale_shape(tuple(weight.shape), block)
+    padded = weight.new_zeros(rows * block[0], columns * block[1], dtype=torch.float32)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    return padded.view(rows, block[0], columns, block[1])
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

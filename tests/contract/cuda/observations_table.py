@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.config.load import JOBS
 
-AS_GLM45 = {"glm46_355b", "glm47_355b"}
+AS_GLM45 = {"glm45_355b_fp8", "glm46_355b", "glm47_355b"}
 """Recipes with the layout and the shape of GLM-4.5, which are not built again.
 
 tests/unit/jobs/test_recipes.py and tests/unit/config/test_models.py check that they are equal.
@@ -72,7 +73,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
         {"megatron": {"apply_rope_fusion": True}},
     ),
     "fused gradients": ("qwen3", {"megatron": {"gradient_accumulation_fusion": True}}),
-    "fp8": ("qwen3", {"megatron": {"fp8": "hybrid", "fp8_recipe": "blockwise"}}),
+    **{
+        f"fp8, {recipe}": ("qwen3", {"megatron": {"fp8": "hybrid", "fp8_recipe": recipe}})
+        for recipe in FP8_ROWS
+    },
     "fused activation that is clamped": (
         "gpt-oss-moe",
         {"transformer_impl": "local", "megatron": {"bias_activation_fusion": True}},

@@ -28,13 +28,14 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.models.families import family
+from rlpost.models.fp8 import SUFFIX
 from rlpost.rehearsal.contradictions import Expected, plan_problems, update_plans
 from rlpost.rehearsal.model import description_of
 from rlpost.rehearsal.published import published
 from rlpost.rehearsal.rank import rehearse_rank
 from rlpost.rehearsal.rank_facts import Weight
 from rlpost.trainer.weights.inventory import Inventory
-from rlpost.trainer.weights.quantise import SUFFIX, BlockFp8
+from rlpost.trainer.weights.quantise import BlockFp8
 from rlpost.types import Bucket
 from tests.contract.all_ranks import GPU_BYTES, Rehearsal, problems, rehearse, traffic_problems
 from tests.contract.cuda.observations_table import RECIPES

@@ -5,6 +5,7 @@ import pytest
 from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.load import load
+from tests.unit.config.test_models import PUBLISHED
 
 
 def problems(*, method=None, window=None, longest=4096, model=None, **options):
@@ -75,25 +76,6 @@ def test_fp8_blocks_whose_scales_sglang_ignores_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "block", "is_equal"),
-    [
-        ("blockwise", [128, 128], True),
-        ("blockwise", [64, 64], False),
-        ("mxfp8", [128, 128], False),
-        ("tensorwise", [128, 128], False),
-    ],
-)
-def test_products_in_fp8_round_weights_as_the_engines_have_them(recipe, block, is_equal):
-    hf = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-    trains = {"megatron": {"fp8": "e4m3", "fp8_recipe": recipe}}
-    lines = problems(model=hf, **trains)
-    assert (lines == []) is is_equal
-    assert is_equal or f"--fp8-recipe {recipe}: the trainer's products" in lines[0]
-    assert problems(model=hf) == problems(model=hf, **trains, grpo={"loss_type": "sft_loss"}) == []
-    assert problems(**trains) == []
-
-
-@pytest.mark.parametrize(
     ("lengths", "name"),
     [
         ({"head_dim": 64}, "head_dim = 64 is"),
@@ -108,6 +90,33 @@ def test_a_rank_s_weights_begin_with_a_block(lengths, name):
     ranks = {"perf": {"tensor_model_parallel_size": 2}}
     lines = problems(model={"quantization_config": blocks, **lengths}, **trains, **ranks)
     assert (lines == []) if name is None else (name in lines[0])
+
+
+GLM = PUBLISHED["glm45_355b"]
+KEEPS_SHARED = {"modules_to_not_convert": ["model.layers.3.mlp.shared_experts.up_proj"]}
+WHOLE = {"sglang_enable_dp_attention": True, "sglang_dp_size": 2, "sglang_ep_size": 16,
+         "sglang_moe_dense_tp_size": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sglang", "quantised", "name"),
+    [
+        (16, WHOLE, KEEPS_SHARED, None),
+        (16, WHOLE, {}, "shared experts = 1536 over 16 GPUs"),
+        (16, WHOLE | {"sglang_moe_a2a_backend": "deepep"}, {}, None),
+        (16, WHOLE | {"sglang_ep_size": 2}, KEEPS_SHARED, "moe_intermediate_size = 1536 over 8"),
+        (32, WHOLE | {"sglang_moe_dense_tp_size": None, "sglang_dp_size": 4, "sglang_ep_size": 32},
+         KEEPS_SHARED, None),
+        (7, {"sglang_ep_size": 7}, KEEPS_SHARED, "intermediate_size = 12288 over 7 GPUs"),
+    ],
+)  # fmt: skip
+def test_the_gpus_of_an_engine_hold_whole_blocks(gpus, sglang, quantised, name):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], **quantised}
+    cluster = {"rollout_num_gpus_per_engine": gpus, "colocate": False, "rollout_num_gpus": 64}
+    sglang = {key: value for key, value in sglang.items() if value is not None}
+    lines = problems(model=GLM | {"quantization_config": blocks}, cluster=cluster, sglang=sglang)
+    assert (lines == []) if name is None else any(name in line for line in lines), lines
+    assert all("SGLang refuses parts of FP8 blocks; " in line for line in lines)
 
 
 def test_random_weights_are_no_start_for_engines_in_fp8():

@@ -324,6 +324,17 @@ def test_fp8_engines_take_half_the_matrices_and_whole_embeddings():
     assert narrow.engine.kv_cache > wide.engine.kv_cache
 
 
+def test_fp8_engines_of_half_the_gpus_hold_what_those_in_bfloat16_hold():
+    """Shared experts of GLM-4.5 stay in bfloat16 (89 layers of 3 x 5120 x 1536)."""
+    bf16, fp8 = planned("glm45_355b"), planned("glm45_355b_fp8")
+    gpus = [made.config.cluster.rollout_num_gpus_per_engine for made in (bf16, fp8)]
+    assert gpus == [32, 16] and fp8.engine.weights < bf16.engine.weights
+    assert fp8.engine.kv_cache > bf16.engine.kv_cache
+    same = planned("glm45_355b", checkpoint={"hf_checkpoint": "/GLM-4.5-FP8"})
+    assert 0.5 < same.engine.weights / bf16.engine.weights < 0.53
+    assert 0.5 < fp8.update.total_bytes / bf16.update.total_bytes < 0.51
+
+
 def test_the_plan_of_an_update_says_bytes_buckets_requests_and_memory():
     shown = io.StringIO()
     made = planned("glm45_355b")

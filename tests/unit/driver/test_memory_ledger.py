@@ -37,7 +37,7 @@ from tests.fakes.planned_cluster import (
 )
 from tests.unit.driver.test_stages import MODEL, FleetOfJobs, Workers
 
-SAME_MEMORY = {"glm46_355b", "glm47_355b"}  # as glm45_355b (tests/unit/jobs/test_recipes.py)
+SAME_MEMORY = {"glm45_355b_fp8", "glm46_355b", "glm47_355b"}  # as glm45_355b (tests/unit/jobs)
 SAME_MEMORY |= {"qwen3_4b_judge", "qwen3_4b_teacher"}  # groups have GPUs of their own
 RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - {"tiny"} - SAME_MEMORY)
 PPO = {"grpo": {"advantage_estimator": "ppo", "use_kl_loss": False}}

@@ -39,6 +39,16 @@ def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
     assert server.engine_arguments(own, has_cuda=True) == own
 
 
+@pytest.mark.parametrize(("kept", "is_apart"), [("mlp.shared_experts.up_proj", True), ("x", False)])
+def test_shared_experts_in_another_precision_stay_apart(tmp_path, kept, is_apart) -> None:
+    """tests/contract/forked/test_engine_parameters.py loads such folders into SGLang's models."""
+    quantised = {"quant_method": "fp8", "modules_to_not_convert": [f"model.layers.3.{kept}"]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    for has_cuda in (True, False):
+        args = server.engine_arguments({"model_path": str(tmp_path)}, has_cuda=has_cuda)
+        assert args.get("disable_shared_experts_fusion", False) is is_apart
+
+
 def test_settings_of_sglang_are_known_without_importing_it() -> None:
     assert {
         "mem_fraction_static",

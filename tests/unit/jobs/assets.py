@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlpost.models.fp8 import quantization_config
 from tests.unit.cli.projects import NO_TENSORS
 from tests.unit.config.test_models import PUBLISHED
 
@@ -13,6 +14,7 @@ MODELS = {
     "Qwen3-4B-FP8": "qwen3_4b",
     "GLM-Z1-9B-0414": "glm4_9b",
     "GLM-4.5": "glm45_355b",
+    "GLM-4.5-FP8": "glm45_355b",
     "GLM-4.6": "glm46_355b",
     "GLM-4.7": "glm47_355b",
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
@@ -20,9 +22,7 @@ MODELS = {
     "SmolLM2-135M-Instruct": "smollm2_135m",
     "tiny": "qwen3_4b",
 }
-FP8 = {
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-}
+FP8 = {"quantization_config": quantization_config(["model.layers.3.mlp.shared_experts.up_proj"])}
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import main
+from rlpost.config.checks.missing import missing_problems
 from rlpost.config.load import JOBS, files_of, load
 from slurm.container import Container
 from slurm.render import render_conversion, render_look
@@ -177,6 +178,31 @@ def test_a_conversion_is_submitted_with_a_copy_of_the_code(tmp_path, monkeypatch
         str(source),
     ]
     assert f"--save={source}_torch_dist" in script
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_4b", "qwen3_4b_fp8"])
+def test_a_conversion_to_fp8_writes_the_folder_of_the_engines(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    """Beside the folder in bfloat16, with the rule of scales of the recipe's GPUs."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
+    assert main(["convert", recipe, "--to", "fp8", "--dry-run", "--gpu-type", "b200"]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
+    source = str(tmp_path / "assets/Qwen3-4B")
+    assert f"--save={source}-FP8" in words and f"--reads={source}" in words
+    tool = words[words.index("to-fp8") :]
+    assert tool[tool.index("--hf-checkpoint") + 1] == source
+    assert tool[tool.index("--gpu-type") + 1] == "b200"
+    assert "--job-name=convert_qwen3_4b_fp8" in words
+
+
+def test_a_folder_that_is_not_converted_yet_is_named_with_the_command(tmp_path, monkeypatch):
+    """Only where the recipe does not download it, as Qwen3-4B-FP8."""
+    monkeypatch.setenv("RLPOST_ASSETS", str(tmp_path))
+    for name, count in (("glm45_355b_fp8", 1), ("qwen3_4b_fp8", 0)):
+        config = load(files_of(JOBS / f"recipes/{name}.toml", {}), {}).config
+        lines = missing_problems(config, name)
+        assert sum(f"rlpost convert {name} --to fp8" in line for line in lines) == count
 
 
 def make_code(folder: Path) -> Path:

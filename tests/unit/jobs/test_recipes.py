@@ -37,7 +37,7 @@ RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 LARGE = [name for name in RECIPES if name != "tiny"]
 
 NODES = {"tiny": 1, "glm45_355b": 8, "glm46_355b": 8, "glm47_355b": 8, "qwen3_235b_a22b": 16}
-NODES |= {"qwen3_4b_teacher": 2}
+NODES |= {"qwen3_4b_teacher": 2, "glm45_355b_fp8": 8}
 LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_4b": (8, 8, 4, 4),
     "qwen3_4b_fp8": (8, 8, 4, 4),
@@ -45,6 +45,7 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_4b_async": (2, 6, 3, 1),
     "glm_z1_9b": (4, 4, 2, 1),
     "glm45_355b": (64, 64, 2, 2),
+    "glm45_355b_fp8": (64, 64, 4, 2),
     "glm46_355b": (64, 64, 2, 2),
     "glm47_355b": (64, 64, 2, 2),
     "qwen3_30b_a3b": (8, 8, 1, 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.models.families import FAMILIES as REGISTRY
 from tests.contract import families
 from tests.contract.cuda.conftest import FAMILIES, IMPLEMENTATIONS
@@ -167,7 +168,7 @@ REFUSED = {
     "no rope fusion": (None, None),
     "fused rope of halves where neighbours rotate": ("so its logits would be wrong",) * 2,
     "fused gradients": ("needs a kernel of Apex (fused_weight_gradient_mlp_cuda)",) * 2,
-    "fp8": ("--fp8 hybrid needs TransformerEngine", None),
+    **{f"fp8, {recipe}": ("--fp8 hybrid needs TransformerEngine", None) for recipe in FP8_ROWS},
     "fused activation that is clamped": ("the kernel clamps the activations of this model before",)
     * 2,
     "unfused swiglu": (None, None),
@@ -198,7 +199,8 @@ def test_single_settings_reach_megatron(observe):
     assert fields(found["adam in narrow types"], "optimizer", *types) == narrow
     assert fields(found["no rope fusion"], "model", "apply_rope_fusion") == (False,)
     assert fields(found["unfused swiglu"], "model", "bias_activation_fusion") == (False,)
-    assert fields(found["fp8"], "model", "fp8") == ("hybrid",)
+    for recipe in FP8_ROWS:
+        assert fields(found[f"fp8, {recipe}"], "model", "fp8", "fp8_recipe") == ("hybrid", recipe)
     unspoken = found["experts, no word of kernels"]
     assert fields(unspoken, "model", "moe_grouped_gemm", "moe_permute_fusion") == (True, False)
 
