@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rlpost.cli.check_installed import lines_of, package_problems, pass_through_problems
 from rlpost.cli.engine_groups import group_folder_problems
-from rlpost.cli.teacher_folder import teacher_note, teacher_problems
 from rlpost.config.checks import engine_groups as group_checks
 from rlpost.config.checks.agents import agent_problems, sandbox_problems
 from rlpost.config.checks.algorithm import (
@@ -178,7 +177,6 @@ def absent(config: Config, recipe: str | None) -> list[str]:
             "the weights of --hf-checkpoint as the reference",
         ),
         *_weight_problems(config.critic.critic_load, "--critic-load", "those of the policy"),
-        *teacher_problems(config),
     ]
 
 
@@ -199,7 +197,6 @@ def notes(config: Config) -> list[str]:
     note_lines = (
         reference_note(config, shape),
         frozen_note(config),
-        teacher_note(config),
         sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),

@@ -41,7 +41,7 @@ from rlpost.config.checks.export_folder import (
     read_marker,
 )
 from rlpost.config.keys import without_keys
-from rlpost.config.load import Loaded, parse_dump
+from rlpost.config.load import Loaded, read_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_values
@@ -122,9 +122,13 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     Raises ConfigError when no weights of the step exist.
     """
     try:
-        config = parse_dump(run.run_json.read_text())
+        config, gone = read_dump(run.run_json.read_text())
     except OSError as error:
         raise ConfigError(f"{run.run_json}: {error.strerror}; was this run submitted?") from error
+    except ValueError as error:
+        raise ConfigError(f"{run.run_json}: cannot be read: {error}") from None
+    for line in gone:
+        print(f"note: {line}", file=sys.stderr)
     step, weights = weights_of(run, config, step)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     out = out or run.root / FOLDER / f"step_{step:07d}-{stamp}"

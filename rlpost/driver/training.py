@@ -138,7 +138,7 @@ class Training:
         distances: dict[int, DoubleColumn] = {}
         if trains_distilled:  # before the critic changes, while a stop may still interrupt
             for number, step in enumerate(steps):
-                distances |= await self._distances(step, batches[number], old[number])
+                distances |= await self._distances(step, old[number])
             metrics |= await asyncio.to_thread(
                 distillation.reverse_kl, distances, num_tokens(steps)
             )
@@ -238,20 +238,14 @@ class Training:
             if warning is not None:
                 logger.warning("%s", warning)
 
-    async def _distances(
-        self, step: DealtStep, batches: StoredBatches, old: StoredLogprobs
-    ) -> dict[int, DoubleColumn]:
+    async def _distances(self, step: DealtStep, old: StoredLogprobs) -> dict[int, DoubleColumn]:
         """Return divergences from the teacher of response tokens, by position of their sample."""
-        teacher: StoredLogprobs = self._nothing
-        if self._config.distillation.opd_type == "megatron":
-            teacher = await self._pass(self._actors.compute_teacher_logprobs, batches)
         own = old if distillation.needs_policy_logprobs(self._config) else self._nothing
         of_ranks = []
         for data_rank, batch in enumerate(step.batches):
             ours = await self._of_rank(own, data_rank)
-            theirs = await self._of_rank(teacher, data_rank)
             of_ranks.append(
-                await asyncio.to_thread(distillation.rank_distances, batch.samples, ours, theirs)
+                await asyncio.to_thread(distillation.rank_distances, batch.samples, ours)
             )
         return by_position(step, of_ranks)
 

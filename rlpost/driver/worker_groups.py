@@ -138,10 +138,6 @@ class ActorGroup:
         """Like ``compute_logprobs``, under the reference weights."""
         return await self._compute("compute_ref_logprobs", batches)
 
-    async def compute_teacher_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Like ``compute_logprobs``, under the teacher of --opd-teacher-load."""
-        return await self._compute("compute_teacher_logprobs", batches)
-
     async def compute_values(self, batches: StoredBatches) -> StoredValues:
         """Compute the critic's value before each response token."""
         return await self._compute("compute_values", batches)

@@ -7,11 +7,11 @@ command.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
 from common.run_folder import RunFolder
+from rlpost.config.load import read_dump
 from rlpost.config.plan.save_interval import StepTimes
 from rlpost.config.tree import Config
 from rlpost.observe.writer import read_metrics
@@ -45,7 +45,7 @@ def _changed_at(path: Path) -> float:
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
-    earlier = Config.model_validate(json.loads(run.run_json.read_text()))
+    earlier, _ = read_dump(run.run_json.read_text())
     if _size(earlier) != _size(config):
         return None
     lines = read_metrics(run.metrics)

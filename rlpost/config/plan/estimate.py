@@ -13,9 +13,7 @@ from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import (
     Activations,
     Pass,
-    logits_bytes,
     stage_activations,
-    transient_bytes,
 )
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
 from rlpost.config.plan.nccl_memory import idle_context, trainer_context
@@ -38,7 +36,6 @@ from rlpost.config.plan.shape import (
     critic_parameters,
     layout_of,
     rank_parameters,
-    teacher_layout,
 )
 from rlpost.config.plan.shortages import cache_problem, phase_problem
 from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
@@ -53,7 +50,6 @@ class Sizes(TypedDict):
 
     gpu_bytes: int
     engine_width: int
-    teacher: Shape | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +69,6 @@ class PlannedRank:
     passing: Activations
     context: int
     """CUDA and NCCL."""
-    teacher: int = 0
-    """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
-    teacher_pass: int = 0
-    """Bytes of its pass, in addition to the weights."""
 
     @property
     def train(self) -> int:
@@ -176,7 +168,6 @@ def estimate(
     *,
     gpu_bytes: int,
     engine_width: int = 2,
-    teacher: Shape | None = None,
 ) -> Estimate:
     """Estimate a run.
 
@@ -185,13 +176,11 @@ def estimate(
         shape: of the policy.
         gpu_bytes: memory of a GPU.
         engine_width: bytes of a weight in the engines, 1 for FP8.
-        teacher: shape of a teacher in the trainer; None without one.
     """
     layout = layout_of(config)
     one, longest = forward_pass(config)
     ranks = tuple(
-        _rank(config, shape, layout, one, stage=stage, teacher=teacher)
-        for stage in range(layout.pipeline)
+        _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
     )
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
@@ -239,7 +228,6 @@ def estimate(
         engine=engine,
         phases=(
             *_phases(config, fullest, engine, update, own_critic, most_weights=most_weights),
-            *_teacher_phase(config, ranks, engine, update, own_critic),
             *_critic_phase(config, own_critic, engine, fullest.context),
         ),
         host_bytes_per_node=_host(config, ranks, own_critic, engine),
@@ -259,7 +247,6 @@ def _rank(
     one: Pass,
     *,
     stage: int,
-    teacher: Shape | None = None,
 ) -> PlannedRank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
@@ -271,13 +258,6 @@ def _rank(
         critic = critic_parameters(shape, layout, stage)
         of_critic, more = held_memory(config, layout, critic, critic, matrices)
         host += more
-    is_last = stage == layout.pipeline - 1
-    of_teacher, passing = 0, 0
-    if teacher is not None:
-        own = teacher_layout(config, layout)
-        of_teacher = rank_parameters(teacher, own, stage).total * parameter_bytes(config).weights
-        logits = logits_bytes(teacher, own, one, config.grpo.log_probs_chunk_size)
-        passing = transient_bytes(teacher, own, one) + (logits if is_last else 0)
     return PlannedRank(
         stage=stage,
         parameters=parameters,
@@ -292,8 +272,6 @@ def _rank(
             shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
         ),
         context=trainer_context(config, layout, shape),
-        teacher=of_teacher,
-        teacher_pass=passing,
     )
 
 
@@ -417,26 +395,6 @@ def _critic_phase(
     return (MemoryPhase("critic", tuple(parts)),)
 
 
-def _teacher_phase(
-    config: Config,
-    ranks: tuple[PlannedRank, ...],
-    engine: PlannedEngine | None,
-    update: PlannedUpdate | None,
-    own_critic: PlannedCriticRank | None,
-) -> tuple[MemoryPhase, ...]:
-    """The pass of a teacher in the trainer, on the rank where it takes most.
-
-    Empty without one.
-    """
-    rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
-    if not rank.teacher:
-        return ()
-    train = _phases(config, rank, engine, update, own_critic)[0]
-    kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
-    own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
-    return (MemoryPhase("teacher", (*kept, *own)),)
-
-
 def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> MemoryPhase:
     own = (
         ("engine", engine.weights),
@@ -461,8 +419,8 @@ def _host(
     """Return host memory of the fullest node, a critic on the same GPUs included.
 
     It holds the offloaded optimizer, what is offloaded while engines generate, CUDA graphs while
-    the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference,
-    old policy and teacher, and the buffer of a checkpoint.
+    the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference
+    and old policy, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and config.grpo.needs_reference
@@ -474,7 +432,7 @@ def _host(
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer
-        own += rank.teacher + _save_buffer(config, rank)
+        own += _save_buffer(config, rank)
         each = max(each, own)
     if own_critic is not None and config.critic_shares_gpus:
         each += _critic_host(config, own_critic)

@@ -77,8 +77,6 @@ REMEDIES: dict[str, Remedy] = {
         "use --environment NCCL_NVLS_ENABLE=0, or fewer kinds of parallelism"
     ),
     "critic": lambda config: f"give the critic GPUs of its own ({flag('critic_own_gpus')})",
-    "teacher": _more_shards,
-    "its pass": _activations,
 }
 """What helps against each part of a phase."""
 

@@ -5,6 +5,7 @@ Input: the settings of a run. Output: a ``GpuLayout``, of which the goodput of t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -59,9 +60,9 @@ class GpuLayout:
         """The layout of a run.json; None when it is missing or of another version."""
         if not settings:
             return None
-        from rlpost.config.tree import Config
+        from rlpost.config.load import read_dump
 
         try:
-            return cls.of(Config.model_validate(settings))
+            return cls.of(read_dump(json.dumps(settings))[0])
         except ValueError:  # pydantic's ValidationError is one
             return None

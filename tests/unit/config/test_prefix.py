@@ -34,7 +34,6 @@ def config(**tables):
         ({"megatron": {"moe_expert_capacity_factor": 1.5}}, {}, "--moe-expert-capacity-factor"),
         ({"megatron": {"moe_z_loss_coeff": 1e-3}}, {}, "--moe-z-loss-coeff 0.001"),
         ({"megatron": {"attention_backend": "unfused"}}, {}, "--attention-backend unfused"),
-        ({"distillation": {"opd_teacher_load": "/t"}}, {}, "--opd-teacher-load"),
     ],
 )
 def test_what_would_change_the_result_is_the_reason_against_it(tables, fields, word):

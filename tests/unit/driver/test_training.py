@@ -58,7 +58,6 @@ class Actors:
             "compute_logprobs": -1.0,
             "compute_ref_logprobs": -2.0,
             "compute_old_logprobs": -4.0,
-            "compute_teacher_logprobs": -3.0,
             "compute_values": 0.5,
         }[method]
         batch = arguments[-1][0].reference
@@ -346,9 +345,26 @@ async def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusi
     assert "--exclude n02" in caplog.text
 
 
+def scored(groups, logprob=-3.0):
+    """The groups with a teacher's log-prob of each response token."""
+    columns = [
+        [(logprob,) * len(each.sample.response_ids) for each in group.samples] for group in groups
+    ]
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(each, sample=replace(each.sample, teacher_logprobs=column))
+                for each, column in zip(group.samples, of_group, strict=True)
+            ),
+        )
+        for group, of_group in zip(groups, columns, strict=True)
+    ]
+
+
 def distilling(actors, groups, *, num_steps=1, grpo=None, **distillation):
     """Train on groups with a teacher; return the samples as trained, and the metrics."""
-    given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"} | distillation
+    given = {"use_opd": True, "opd_teacher_url": "http://t"} | distillation
     metrics = train(actors, num_steps=num_steps, given=groups, distillation=given, **(grpo or {}))
     return actors.trained(), metrics
 
@@ -359,7 +375,7 @@ def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num
     actors = Actors()
     samples, metrics = distilling(
         actors,
-        groups(),
+        scored(groups()),
         num_steps=num_steps,
         opd_kl_coef=0.25,
         grpo={"disable_grpo_std_normalization": True},
@@ -370,58 +386,30 @@ def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num
         own = base[sample.response_length]
         expected = [own - 0.5 * kept for kept in sample.loss_mask]
         assert list(sample.advantages) == pytest.approx(expected)
-    names = [name for name, _ in actors.calls]
-    assert names.count("compute_logprobs") == names.count("compute_teacher_logprobs") == num_steps
+    assert len(actors.named("compute_logprobs")) == num_steps
 
 
 def test_the_teacher_alone_leaves_nothing_of_the_rewards():
-    samples, _ = distilling(Actors(), groups(), opd_alone=True)
+    samples, _ = distilling(Actors(), scored(groups()), opd_alone=True)
     assert all(
         list(sample.advantages) == [-2.0 * kept for kept in sample.loss_mask] for sample in samples
     )
 
 
-def test_log_probs_of_a_server_and_of_the_engines_need_no_pass_of_the_trainer():
-    scored = [
-        replace(
-            group,
-            samples=tuple(
-                replace(
-                    each,
-                    sample=replace(
-                        each.sample, teacher_logprobs=(-1.5,) * len(each.sample.response_ids)
-                    ),
-                )
-                for each in group.samples
-            ),
-        )
-        for group in groups()
-    ]
+def test_with_the_log_probs_of_the_engines_nothing_needs_a_pass_of_the_trainer():
     actors = Actors()
     samples, metrics = distilling(
-        actors,
-        scored,
-        opd_type="sglang",
-        opd_teacher_load=None,
-        opd_teacher_url="http://t",
-        opd_alone=True,
-        grpo={"use_rollout_logprobs": True},
+        actors, scored(groups(), -1.5), opd_alone=True, grpo={"use_rollout_logprobs": True}
     )
     assert [name for name, _ in actors.calls] == ["train_step"]
     assert metrics["train/opd_reverse_kl"] == pytest.approx(0.5)
     assert list(samples[0].advantages) == [-0.5 * kept for kept in samples[0].loss_mask]
     with pytest.raises(DataError, match="no log-probs of the teacher"):
-        distilling(
-            Actors(),
-            groups(),
-            opd_type="sglang",
-            opd_teacher_load=None,
-            opd_teacher_url="http://t",
-        )
+        distilling(Actors(), groups())
 
 
 def test_normalized_advantages_include_the_divergence():
-    samples, _ = distilling(Actors(), groups(), grpo={"normalize_advantages": True})
+    samples, _ = distilling(Actors(), scored(groups()), grpo={"normalize_advantages": True})
     trained = [
         advantage
         for sample in samples
@@ -434,7 +422,7 @@ def test_normalized_advantages_include_the_divergence():
 
 def test_the_divergence_in_the_loss_is_left_to_the_actors():
     actors = Actors()
-    samples, metrics = distilling(actors, groups(), opd_form="loss", opd_alone=True)
+    samples, metrics = distilling(actors, scored(groups()), opd_form="loss", opd_alone=True)
     assert [name for name, _ in actors.calls] == ["train_step"]
     assert all(sample.advantage == 0.0 for sample in samples)
     assert "train/opd_reverse_kl" not in metrics, "the actors report it"
@@ -571,7 +559,7 @@ def test_with_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(nu
     train(plain, num_steps=num_steps, advantage_estimator="ppo", lambd=0.5)
     samples, metrics = distilling(
         actors,
-        groups(),
+        scored(groups()),
         num_steps=num_steps,
         opd_kl_coef=0.25,
         grpo={"advantage_estimator": "ppo", "lambd": 0.5},
@@ -591,13 +579,15 @@ def test_with_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(nu
     ]
     assert returns[0] == returns[1]
     names = [name for name, _ in actors.calls]
-    assert names.index("compute_teacher_logprobs") < names.index("train_critic")
+    assert names.index("compute_logprobs") < names.index("train_critic")
 
 
 def test_with_a_critic_the_form_loss_changes_neither_advantages_nor_returns():
     plain, actors = Actors(), Actors()
     train(plain, advantage_estimator="ppo", lambd=0.5)
-    distilling(actors, groups(), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5})
+    distilling(
+        actors, scored(groups()), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5}
+    )
     for name, position in (("train_critic", 2), ("train_step", 2)):
         ours, theirs = ([list(map(list, call[0][position])) for call in each.named(name)]
                         for each in (actors, plain))  # fmt: skip
