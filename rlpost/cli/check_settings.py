@@ -18,8 +18,6 @@ from rlpost.config.checks import engine_groups as group_checks
 from rlpost.config.checks.agents import agent_problems, sandbox_problems
 from rlpost.config.checks.algorithm import (
     algorithm_problems,
-    own_critic_model_problems,
-    own_critic_problems,
 )
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
@@ -137,7 +135,6 @@ def _settings_problems(config: Config) -> list[str]:
         *batch_problems(config),
         *algorithm_problems(config),
         *no_effect_problems(config),
-        *own_critic_problems(config),
         *distillation_problems(config),
         *group_checks.engine_group_problems(config),
         *agent_problems(config),
@@ -216,7 +213,6 @@ def _interval_note(config: Config, shape: Shape | None) -> str | None:
         save_interval(
             config,
             checkpoint_bytes=made.checkpoint_bytes,
-            critic_bytes=made.critic_checkpoint_bytes,
             times=times,
         ),
     )
@@ -233,7 +229,6 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = json.loads((path / "config.json").read_text())
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
-        problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)

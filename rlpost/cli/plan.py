@@ -167,7 +167,6 @@ class Speed:
         return save_interval(
             made.config,
             checkpoint_bytes=made.checkpoint_bytes,
-            critic_bytes=made.critic_checkpoint_bytes,
             times=self.times,
             write_gbps=self.write_gbps,
         )
@@ -388,7 +387,7 @@ def table(
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{gb(rank.held.weights)}, gradients {gb(rank.held.gradients)}"),
         ("optimizer", f"{gb(rank.held.optimizer)}{offloaded}"),
-        *([("critic", f"{gb(result.critic.total)} in all")] if result.critic.total else []),
+        *([("critic", f"{gb(rank.critic.total)} in all")] if rank.critic.total else []),
         (
             "activations",
             f"{gb(rank.activations)} for {result.tokens} tokens a rank, recomputed: {again}",

@@ -376,8 +376,8 @@ def dump(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
-GONE = ("loss_unit",)
-"""Settings of earlier versions that no run depends on any more, whatever their value."""
+GONE = {"loss_unit": ("sample", "answer"), "critic_own_gpus": (False,)}
+"""Settings of earlier versions, and values of them on which nothing depends, beside no value."""
 
 
 def parse_dump(text: str) -> Config:
@@ -394,7 +394,7 @@ def parse_dump(text: str) -> Config:
 def read_dump(text: str) -> tuple[Config, list[str]]:
     """Return the settings of any version's ``dump``, without those that this one lacks or refuses.
 
-    Also returns a line for each of these, but for unset ones and those of GONE.
+    Also returns a line for each of these, but for unset ones and values of GONE.
     """
     tables = json.loads(text)
     for name, group in groups().items():
@@ -403,7 +403,7 @@ def read_dump(text: str) -> tuple[Config, list[str]]:
             tables[name] = {
                 key: value
                 for key, value in tables.get(name, {}).items()
-                if key in known or not (value is None or key in GONE)
+                if key in known or not (value is None or value in GONE.get(key, ()))
             }
     try:
         return Config.model_validate_json(json.dumps(tables)), []

@@ -17,6 +17,9 @@ _OF_ITS_TESTS = "it belongs to slime's own tests"
 _DEEPGEMM = (
     "use --fp8 with --fp8-recipe; engines generate in FP8 with an --hf-checkpoint in FP8 blocks"
 )
+CRITIC_LAYOUT = (
+    "the ranks of the policy train the critic too, with its layout and micro-batches; leave it out"
+)
 _TEACHER = (
     "a teacher runs on engines, not in the trainer: use --opd-teacher-engines, or --opd-teacher-url"
 )
@@ -201,6 +204,15 @@ REMOVED = {
         "there is no router: the driver sends each request to the engine that it chooses"
     ),
     "loss-unit": "all samples of an answer always count as one answer, in baseline, loss and metrics",
+    "critic-num-nodes": CRITIC_LAYOUT,
+    "critic-num-gpus-per-node": CRITIC_LAYOUT,
+    "critic-own-gpus": CRITIC_LAYOUT,
+    "critic-tensor-model-parallel-size": CRITIC_LAYOUT,
+    "critic-pipeline-model-parallel-size": CRITIC_LAYOUT,
+    "critic-context-parallel-size": CRITIC_LAYOUT,
+    "critic-expert-model-parallel-size": CRITIC_LAYOUT,
+    "critic-max-tokens-per-gpu": CRITIC_LAYOUT,
+    "critic-micro-batch-size": CRITIC_LAYOUT,
     "opd-teacher-hf-checkpoint": TEACHER_IN_TRAINER,
     "otlp-endpoint": "use --trace-steps, which writes traces of all processes to RUN/traces",
 }

@@ -66,7 +66,7 @@ def _size(config: Config) -> tuple[object, ...]:
     """Settings that determine the times of a step, besides the lengths of its answers."""
     checkpoint = config.checkpoint
     return (
-        config.num_training_gpus,
+        config.actor_world_size,
         config.rollout_num_gpus,
         config.samples_per_rollout,
         Path(checkpoint.hf_checkpoint).name,

@@ -70,7 +70,7 @@ def rehearse_run(
     started = time.monotonic()
     description, world = description_of(config), config.actor_world_size
     expected = expected_of(config, description.hf_config)
-    policy = published(description.hf_config) if config.critic_shares_ranks else expected.published
+    policy = published(description.hf_config) if config.use_critic else expected.published
     step = planned_step(config, expected.shape, limit=options.micro_batches)
     say(f"building {counted(world, 'rank')}")
     facts = {

@@ -91,7 +91,7 @@ class Actor(Rank):
         self.inventory = inventory_of(self.chunks, self.description)
         if config.optimizer.optimizer == "muon":
             muon.install(self.optimizer, self.inventory, config)
-        if config.critic_shares_ranks:
+        if config.use_critic:
             layout, points = self.row_layout, self.stop_points
             self.critic = Critic(config, self.description, row_layout=layout, stop_points=points)
         if config.lora.lora_rank is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import (
     Activations,
     Pass,
@@ -87,19 +86,6 @@ class PlannedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCriticRank:
-    """A rank of a critic with separate ranks, at its fullest."""
-
-    held: RankMemory
-    activations: int
-    saved: int
-    """Bytes that it writes of a checkpoint."""
-    optimizer_host: int
-    context: int
-    """CUDA and NCCL."""
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPhase:
     """The memory of a GPU in a phase, by part."""
 
@@ -127,15 +113,11 @@ class Estimate:
     host_bytes_per_node: int
     checkpoint_bytes: int
     checkpoint_bytes_per_rank: int
-    """Most bytes of a checkpoint that one rank writes, of the policy or of a critic."""
+    """Most bytes of a checkpoint that one rank writes."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
     update: PlannedUpdate | None
     """None without engines."""
-    critic: RankMemory
-    """Memory of the fullest rank of a critic, separate or beside the policy; zeros without one."""
-    critic_checkpoint_bytes: int = 0
-    """Bytes of a checkpoint that the separate ranks of a critic write."""
 
     @property
     def fullest(self) -> PlannedRank:
@@ -144,8 +126,7 @@ class Estimate:
 
     def written_s(self, write_gbps: float) -> float:
         """Seconds that writing a checkpoint takes."""
-        sizes = self.checkpoint_bytes, self.critic_checkpoint_bytes
-        return written_s(self.config, *sizes, write_gbps=write_gbps)
+        return written_s(self.config, self.checkpoint_bytes, write_gbps=write_gbps)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -187,12 +168,9 @@ def estimate(
     matrices = muon_matrices(config, shape, Layout(), 0)
     stored_size = saved_bytes(config, Layout(), whole, matrices)
     stored_size += whole.total * stored.weights * config.num_kept_weights
-    stored_critic = 0
     if config.use_critic:
         critic = critic_parameters(shape, Layout(), 0)
-        stored_critic = saved_bytes(config, Layout(), critic, matrices)
-    of_critic = _own_critic(config, shape)
-    own_critic = max(of_critic, key=lambda rank: rank.held.total + rank.activations, default=None)
+        stored_size += saved_bytes(config, Layout(), critic, matrices)
     engine = None
     if config.num_engines:
         engine = planned_engine(
@@ -200,11 +178,8 @@ def estimate(
             shape,
             gpu_bytes=gpu_bytes,
             width=engine_width,
-            held=_held_by_trainer(config, ranks, own_critic),
+            held=_held_by_trainer(config, ranks),
         )
-    buffers = [_save_buffer(config, rank) for rank in ranks]
-    buffers += [_critic_save_buffer(config, rank) for rank in of_critic]
-    saved = [rank.saved for rank in ranks] + [rank.saved for rank in of_critic]
     fullest = max(ranks, key=lambda rank: rank.train)
     most_weights = max(rank.held.weights for rank in ranks)
     update = None
@@ -226,17 +201,12 @@ def estimate(
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=(
-            *_phases(config, fullest, engine, update, own_critic, most_weights=most_weights),
-            *_critic_phase(config, own_critic, engine, fullest.context),
-        ),
-        host_bytes_per_node=_host(config, ranks, own_critic, engine),
-        checkpoint_bytes=stored_size + stored_critic,
-        checkpoint_bytes_per_rank=max(saved),
-        save_buffer_bytes=max(buffers),
+        phases=_phases(config, fullest, engine, update, most_weights=most_weights),
+        host_bytes_per_node=_host(config, ranks, engine),
+        checkpoint_bytes=stored_size,
+        checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
+        save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
-        critic=fullest.critic if own_critic is None else own_critic.held,
-        critic_checkpoint_bytes=0 if own_critic is None else stored_critic,
     )
 
 
@@ -254,7 +224,7 @@ def _rank(
     held, host = held_memory(config, layout, parameters, trained, matrices)
     host += pinned_rounding(config, shape, layout, stage)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
-    if config.use_critic and not config.has_own_critic:
+    if config.use_critic:
         critic = critic_parameters(shape, layout, stage)
         of_critic, more = held_memory(config, layout, critic, critic, matrices)
         host += more
@@ -275,19 +245,13 @@ def _rank(
     )
 
 
-def _held_by_trainer(
-    config: Config, ranks: tuple[PlannedRank, ...], own_critic: PlannedCriticRank | None
-) -> int:
+def _held_by_trainer(config: Config, ranks: tuple[PlannedRank, ...]) -> int:
     """Bytes that the trainer holds on the GPUs of an engine that starts."""
     if not config.cluster.colocate:
         return 0
-    processes = 2 if own_critic is not None and config.critic_shares_gpus else 1
-    held = processes * idle_context(config)
     if config.offload_train:
-        return held
-    if processes == 2 and own_critic is not None and not config.offloads_critic:
-        held += own_critic.held.total
-    return held + max(rank.held.total + rank.critic.total for rank in ranks)
+        return idle_context(config)
+    return idle_context(config) + max(rank.held.total + rank.critic.total for rank in ranks)
 
 
 def _phases(
@@ -295,36 +259,25 @@ def _phases(
     rank: PlannedRank,
     engine: PlannedEngine | None,
     update: PlannedUpdate | None,
-    own_critic: PlannedCriticRank | None = None,
     *,
     most_weights: int = 0,
 ) -> tuple[MemoryPhase, ...]:
     """The phases of the GPUs that train the policy.
 
     Args:
-        own_critic: the separate ranks of a critic. On these GPUs its process has a CUDA context,
-            and all of its memory unless policy and critic are offloaded for each other.
         most_weights: of any rank, because the rank that sends weights may have more of them than
             this one.
     """
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
-    resident, computing = rank.critic.total, rank.critic.total
-    contexts = rank.context
-    if own_critic is not None and config.critic_shares_gpus:
-        contexts += own_critic.context
-        if not config.offloads_critic:
-            resident = own_critic.held.total
-            computing = resident + own_critic.activations
-    of_critic = (("critic", resident),) if resident else ()
-    with_pass = (("critic", computing),) if computing else ()
-    context = ("CUDA, NCCL", contexts)
+    of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
+    context = ("CUDA, NCCL", rank.context)
     at_peak = rank.passing
     if at_peak.logits > at_peak.layer:
         passing = (("activations", at_peak.kept), ("logits", at_peak.logits))
     else:
         passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
-    train = (*kept, *with_pass, *passing, context)
+    train = (*kept, *of_critic, *passing, context)
     if engine is None or update is None:
         return (MemoryPhase("train", train),)
     if not config.cluster.colocate:
@@ -348,53 +301,6 @@ def _phases(
     return tuple(phases)
 
 
-def _own_critic(config: Config, shape: Shape) -> list[PlannedCriticRank]:
-    """The separate ranks of a critic, one for each pipeline stage; empty without one."""
-    if not config.has_own_critic:
-        return []
-    own = critic_ranks(config)
-    layout, one = layout_of(own), forward_pass(own)[0]
-    ranks = []
-    for stage in range(layout.pipeline):
-        parameters = critic_parameters(shape, layout, stage)
-        matrices = muon_matrices(own, shape, layout, stage)
-        held, host = held_memory(own, layout, parameters, parameters, matrices)
-        chunk_tokens = own.grpo.log_probs_chunk_size
-        passing = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
-        activations = passing.kept + passing.layer
-        written = saved_bytes(own, layout, parameters, matrices)
-        context = trainer_context(own, layout, shape)
-        ranks.append(PlannedCriticRank(held, activations, written, host, context))
-    return ranks
-
-
-def _critic_phase(
-    config: Config,
-    rank: PlannedCriticRank | None,
-    engine: PlannedEngine | None,
-    policy_context: int,
-) -> tuple[MemoryPhase, ...]:
-    """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
-
-    The GPUs are separate ones, or those of the policy, which is offloaded at that time.
-    """
-    if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
-        return ()
-    contexts = rank.context + (policy_context if config.critic_shares_gpus else 0)
-    parts = [
-        ("weights", rank.held.weights),
-        ("gradients", rank.held.gradients),
-        ("optimizer", rank.held.optimizer),
-        ("activations", rank.activations),
-        ("CUDA, NCCL", contexts),
-    ]
-    if engine is not None and config.critic_shares_gpus and config.cluster.colocate:
-        parts.append(("engine's CUDA", engine.context))
-        if not config.offload_rollout:
-            parts.append(("engine", engine.resident))
-    return (MemoryPhase("critic", tuple(parts)),)
-
-
 def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> MemoryPhase:
     own = (
         ("engine", engine.weights),
@@ -413,10 +319,9 @@ def _save_buffer(config: Config, rank: PlannedRank) -> int:
 def _host(
     config: Config,
     ranks: tuple[PlannedRank, ...],
-    own_critic: PlannedCriticRank | None,
     engine: PlannedEngine | None,
 ) -> int:
-    """Return host memory of the fullest node, a critic on the same GPUs included.
+    """Return host memory of the fullest node.
 
     It holds the offloaded optimizer, what is offloaded while engines generate, CUDA graphs while
     the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference
@@ -434,19 +339,6 @@ def _host(
             own += rank.critic.weights + rank.critic.optimizer
         own += _save_buffer(config, rank)
         each = max(each, own)
-    if own_critic is not None and config.critic_shares_gpus:
-        each += _critic_host(config, own_critic)
     if engine is not None and config.offload_rollout:
         each += engine.graphs
     return each * config.cluster.actor_num_gpus_per_node
-
-
-def _critic_host(config: Config, rank: PlannedCriticRank) -> int:
-    """Host memory of a critic's rank: offloaded state, and the buffer of a checkpoint."""
-    away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
-    return rank.optimizer_host + away + _critic_save_buffer(config, rank)
-
-
-def _critic_save_buffer(config: Config, rank: PlannedCriticRank) -> int:
-    """Host memory that a checkpoint of a critic's rank passes through."""
-    return min(config.checkpoint.save_buffer_bytes, rank.saved)

@@ -46,7 +46,7 @@ class GpuLayout:
         return cls(
             gpus_per_node=cluster.num_gpus_per_node,
             num_nodes=config.num_nodes + cluster.spare_nodes,
-            trainer=config.num_training_gpus,
+            trainer=config.actor_world_size,
             engines=config.rollout_num_gpus,
             is_colocated=cluster.colocate,
             is_synchronous=config.rollout.rollout_mode == "sync",

@@ -9,8 +9,6 @@ import pytest
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.driver.calls import Calls
-from rlpost.driver.critic_training import CriticGroup
-from rlpost.driver.offload import CriticOffload
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.training import Training
 from rlpost.driver.worker_groups import ActorGroup
@@ -111,8 +109,6 @@ def train(
     given=None,
     distillation=None,
     critic=None,
-    critics=None,
-    offloads_critic=False,
     rollouts=1,
     versions=FRESH,
     **grpo,
@@ -132,11 +128,7 @@ def train(
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
-    group, own = ActorGroup(actors), None
-    if critics is not None:
-        ranks = ActorGroup(critics)
-        offload = CriticOffload(group, ranks) if offloads_critic else None
-        own = CriticGroup(ranks, [0, 1], Calls(ranks, stop), offload)
+    group = ActorGroup(actors)
     training = Training(
         config,
         group,
@@ -144,7 +136,6 @@ def train(
         calls=Calls(group, stop),
         is_fresh=is_fresh,
         break_even=1e9,
-        critics=own,
     )
 
     async def all_rollouts():
@@ -449,92 +440,6 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
             assert list(advantage) == pytest.approx([0.0, *expected])
             assert list(target) == pytest.approx([0.0, *(0.5 + each for each in expected)])
     assert metrics["train/value_mean"] == 0.5
-
-
-class Valuing(Actors):
-    """Ranks whose values depend on the sample; with ``all_ranks``, each returns its own batch's."""
-
-    def __init__(self, *, all_ranks=False):
-        super().__init__()
-        self.all_ranks = all_ranks
-
-    def of_sample(self, value, sample):
-        return FloatColumn(
-            [0.1 * sum(sample.token_ids) + place for place in range(len(sample.loss_mask))]
-        )
-
-    async def call_each_stored(self, method, arguments):
-        found = await super().call_each_stored(method, arguments)
-        if not self.all_ranks:
-            return found
-        batches = [batch.reference for (batch,) in arguments]
-        return [
-            Stored([[self.of_sample(None, one) for one in micro] for micro in batch.micro_batches])
-            for batch in batches
-        ]
-
-    def returns_by_sample(self):
-        """Token ids -> returns, for all samples of all critic steps and ranks."""
-        found = {}
-        for ranks in self.named("train_critic"):
-            for batch, _, returns in ranks:
-                pairs = zip(batch.samples, returns, strict=True)
-                found |= {tuple(sample.token_ids): list(column) for sample, column in pairs}
-        return found
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_critic_on_its_own_ranks_has_the_advantages_and_returns_of_one_on_the_policys_ranks(
-    num_steps,
-):
-    """The policy has two pipeline stages, the critic two data-parallel ranks."""
-    beside, policy, critics = Valuing(), Valuing(), Valuing(all_ranks=True)
-    given = {"advantage_estimator": "ppo", "num_steps": num_steps}
-    train(beside, **given)
-    own = {"critic_own_gpus": True, "critic_pipeline_model_parallel_size": 1}
-    train(policy, critics=critics, critic=own, **given)
-    assert {name for name, _ in critics.calls} == {"compute_values", "train_critic"}
-    assert {name for name, _ in policy.calls} == {"compute_logprobs", "train_step"} - (
-        {"compute_logprobs"} if num_steps == 1 else set()
-    )
-    assert critics.returns_by_sample() == beside.returns_by_sample()
-    ours, theirs = policy.trained(), beside.trained()
-    assert [list(one.advantages) for one in ours] == [list(one.advantages) for one in theirs]
-    sizes = [[len(batch.samples) for batch, *_ in ranks] for ranks in critics.named("train_critic")]
-    assert sizes == [[4 // num_steps // 2] * 2] * num_steps, "each rank has its share"
-
-
-class Leaving(Valuing):
-    """Ranks that check at each call that they are onloaded and the other group is offloaded."""
-
-    def __init__(self, *, here, **given):
-        super().__init__(**given)
-        self.here, self.others = here, None
-
-    async def call(self, method, *parts):
-        if not method.startswith("memory."):
-            return await super().call(method)
-        assert set(parts) == {"weights", "grads", "optimizer"}
-        self.here = method == "memory.restore"
-        return [None] * 2
-
-    async def call_each(self, method, arguments):
-        assert self.here and not self.others.here, method
-        return await super().call_each(method, arguments)
-
-    async def call_each_stored(self, method, arguments):
-        assert self.here and not self.others.here, method
-        return await super().call_each_stored(method, arguments)
-
-
-def test_policy_and_critic_on_the_same_gpus_compute_one_at_a_time():
-    policy, critics = Leaving(here=True), Leaving(here=False, all_ranks=True)
-    policy.others, critics.others = critics, policy
-    own = {"critic_pipeline_model_parallel_size": 1}
-    given = {"advantage_estimator": "ppo", "num_steps": 2, "rollouts": 2}
-    train(policy, critics=critics, critic=own, offloads_critic=True, **given)
-    assert len(critics.named("train_critic")) == len(policy.named("train_step")) == 4
-    assert policy.here and not critics.here
 
 
 def test_penalties_are_part_of_the_critics_rewards():
