@@ -45,7 +45,7 @@ from rlpost.config.load import Loaded, read_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_values
-from rlpost.durable.commit import COMMITTED, checkpoint_name, step_of, was_committed
+from rlpost.durable.commit import COMMITTED, PREFIX, checkpoint_name, step_of, was_committed
 from rlpost.errors import ConfigError
 from rlpost.observe.evaluation_answers import EVALUATION, Estimate, SetResult, read_results
 
@@ -149,7 +149,7 @@ def weights_of(run: RunFolder, config: Config, step: int | None) -> tuple[int, P
     ``step``: None for the newest checkpoint. Raises ConfigError and names the steps that there are.
     """
     saved = Path(config.checkpoint.save) if config.checkpoint.save else run.checkpoints
-    folders = [path for path in saved.glob("iter_*") if was_committed(path)]
+    folders = [path for path in saved.glob(f"{PREFIX}*") if was_committed(path)]
     steps = sorted(step_of(path) for path in folders)
     if step is None and steps:
         step = steps[-1]

@@ -20,6 +20,7 @@ from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.engines import engines
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.stages import ClusterStages
+from rlpost.durable.commit import checkpoint_name
 from rlpost.durable.state import RunState
 from rlpost.engines import engine_side_weights
 from rlpost.errors import MemoryHeld
@@ -213,7 +214,7 @@ def test_a_resumed_run_fits_and_its_engines_have_the_cache_of_a_first_start(name
     first, fresh = run_of(name, "tight")
     run_whole(fresh, cycles=0)
     cluster, run = run_of(name, "tight")
-    run_whole(run, checkpoint=tmp_path / "iter_0000001")
+    run_whole(run, checkpoint=tmp_path / checkpoint_name(1))
     assert "load" in cluster.log and "import_weights" not in cluster.log
     assert [engine.caches for engine in cluster.engines] == [
         engine.caches for engine in first.engines
