@@ -27,7 +27,7 @@ Driver:
     engine_lost  engines, phase, cause: engines no longer serve
     recovered    role, cause, seconds: a lost part works again, in the same attempt; by role also
                  driver: attempt, incarnation, step, steps_again, again;
-                 trainer, critic: ranks, phase, step, steps_again;
+                 trainer: ranks, phase, step, steps_again;
                  engine: engines, phase, version;
                  node: phase, host, replacement
     preempted    reason, step, saved, seconds_from_signal: the state is saved

@@ -1,4 +1,4 @@
-"""Submit a job through submitit: to Slurm, or to this machine if there is no Slurm.
+"""Submit a job: to Slurm through submitit, or to this machine if there is no Slurm.
 
 Input: a ``JobSpec`` and the run folder. Output: a job id. submitit writes and submits the batch
 script; ``render`` supplies its text, because submitit's own script runs a pickled function in every
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
-import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -35,7 +33,7 @@ from slurm.job_id import (
     printed_ids,
     read_submission,
 )
-from slurm.local import DetachedExecutor, LocalAttempt
+from slurm.local import LocalAttempt, start_detached
 from slurm.render import render_fleet, render_sandbox, render_sbatch
 from slurm.spec import JobSpec, completed
 from slurm.submissions import (
@@ -142,8 +140,8 @@ def submit(spec: JobSpec, run: RunFolder, *, home: Path, where: Where) -> str:
         spec: the job; ``completed`` fills the paths that it leaves open.
         run: the run folder, which must exist.
         home: folder with the code to run, usually ``run.code``.
-        where: ``slurm``; ``local``, this machine under submitit's LocalExecutor; or ``debug``, this
-            process under its DebugExecutor: the run is over when this returns, and a failure enters
+        where: ``slurm``; ``local``, a detached process on this machine; or ``debug``, this process
+            under submitit's DebugExecutor: the run is over when this returns, and a failure enters
             the debugger.
 
     Raises: SubmitError: sbatch rejected the job (with its output), or several nodes were requested
@@ -296,14 +294,6 @@ def _submit_locally(spec: JobSpec, run: RunFolder, *, debug: bool) -> str:
         with suppress(SlurmError):  # the attempt's folder holds the verdict
             submitit.DebugExecutor(folder=run.submitit).submit(LocalAttempt(spec)).result()
         return job_id
-    # The process must import this package from any working directory.
-    python = shlex.join(["env", f"PYTHONPATH={spec.home}", spec.python])
-    executor = DetachedExecutor(folder=run.submitit, python=python)
-    executor.update_parameters(
-        # A fallback: the attempt itself ends at the time limit.
-        timeout_min=math.ceil(spec.time_limit_s / 60) + 1,
-        signal_delay_s=spec.signal_lead_s + 60,
-    )
-    job_id = f"local-{executor.submit(LocalAttempt(spec)).job_id}"
+    job_id = f"local-{start_detached(spec, run.submitit)}"
     run.ledger.append("submitted", job_id=job_id, nodes=1, host=socket.gethostname())
     return job_id

@@ -1,9 +1,8 @@
-"""Run an attempt on this machine without Slurm, in a process of submitit's LocalExecutor.
+"""Run an attempt on this machine without Slurm, in a detached process: ``python -m slurm.local``.
 
-Input: the commands of an attempt. Output: the verdict. For one agent, this replaces the batch
-script: signals become the STOP file, the verdict becomes an exit code, and the ledger has the same
-events. There is no requeue:
-submit again to resume.
+Input: the commands of an attempt, pickled on standard input. Output: the verdict. For one agent,
+this replaces the batch script: signals become the STOP file, the verdict becomes an exit code, and
+the ledger has the same events. There is no requeue: submit again to resume.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import ctypes
 import io
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,10 +20,6 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-
-import submitit
-from submitit.core.core import R
-from submitit.local.local import LocalJob
 
 from common.attempt import VERDICT_FILE
 from common.files import text_or_empty
@@ -39,46 +35,39 @@ logger = logging.getLogger(__name__)
 NO_RESTART = "the run is on this machine; submit it again with --resume"
 NO_BUDGETS = Budgets(0, 0, max_stalled_attempts=1 << 30)  # ``NO_RESTART`` decides
 REPORT_S = 60.0
-CONTROLLER_LOG = "controller.log"
+LOG = "local.log"
+MODULE = "slurm.local"
 
 _PR_SET_PDEATHSIG = 1
 SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
 
 
-class DetachedExecutor(submitit.LocalExecutor):
-    """submitit's executor for this machine, with a controller that outlives the terminal.
+def start_detached(spec: JobSpec, folder: Path) -> int:
+    """Start an attempt in a process that outlives the terminal; return its pid.
 
-    submitit starts its controller in the terminal's process group, with the output of the caller:
-    at Ctrl-C it kills the task after one second, at a hang-up all end at once, and a pipe that reads
-    the caller's output stays open. Here the controller has a separate session, and its output is a
-    file of the run. To stop the run, write its STOP file.
+    It has a separate session, so neither Ctrl-C nor a hang-up reaches it, and its output is
+    ``folder``/local.log: a pipe that reads the caller's output does not stay open. To stop the run,
+    write its STOP file, or send TERM.
+
+    Raises OSError: the process cannot be started.
     """
-
-    def _submit_command(self, command: str) -> LocalJob[R]:
-        # What the controller reads (submitit 1.5.4, local/local.py, start_controller).
-        variables = {
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_NTASKS": "1",
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters["signal_delay_s"]),
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
-            "SUBMITIT_LOCAL_WITH_SHELL": "",
-            "SUBMITIT_STDERR_TO_STDOUT": "",
-        }
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / CONTROLLER_LOG).open("ab") as log:
-            controller = subprocess.Popen(
-                [sys.executable, "-m", "submitit.local._local", str(folder)],
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return LocalJob(folder=folder, job_id=str(controller.pid), process=controller)
+    assert spec.home and spec.python
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [spec.python, "-u", "-m", MODULE],
+            cwd=spec.home,
+            env={**os.environ, "PYTHONPATH": spec.home},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(pickle.dumps(spec))
+    process.returncode = 0  # nobody waits for it: no ResourceWarning when the object goes
+    return process.pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +83,16 @@ class LocalAttempt:
             SlurmError: the attempt failed or left no verdict; names the attempt's folder.
         """
         assert self.spec.home and self.spec.run_folder
-        job_id = f"local-{os.getpid()}"  # the user's own process
-        if os.environ.get("SUBMITIT_EXECUTOR") == "local":
-            _end_with(os.getppid())()  # submitit's controller, whose pid is the job id
-            job_id = f"local-{os.getppid()}"
+        job_id = f"local-{os.getpid()}"
         run = RunFolder(Path(self.spec.run_folder))
         attempt_dir = run.new_attempt()
         _record(run, record_start, int(attempt_dir.name), job_id, "", self._environment())
-        ends = time.time() + self.spec.time_limit_s  # submitit sends USR2 before this time
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        ends = time.time() + self.spec.time_limit_s
+        for number in (signal.SIGALRM, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _: _on_signal(attempt_dir, received, ends))
+        signal.alarm(max(1, self.spec.time_limit_s - self.spec.signal_lead_s))
         code = self._run_agent(attempt_dir)
+        signal.alarm(0)
         late = "" if code is not None else f"; its time limit {self.spec.time} was reached"
         ending = Ending("none", 1 if code is None else code, no_restart=NO_RESTART + late)
         environ = self._environment()
@@ -177,7 +165,7 @@ def _record(run: RunFolder, write: Callable[..., object], *words: object, **name
 def _end_with(parent: int) -> Callable[[], None]:
     """Return a function that makes its process end with ``parent``, even after KILL.
 
-    So the run does not outlive submitit's process: the agent's keepers end all others.
+    So the run does not outlive its own process: the agent's keepers end all others.
     """
     libc = ctypes.CDLL(None)  # before the fork, where a lock may be held
 
@@ -215,3 +203,8 @@ def _on_signal(attempt_dir: Path, number: int, deadline: float) -> None:
         request_stop(attempt_dir, reason, deadline=deadline)
     except OSError as error:  # an exception here would end the run without a checkpoint
         logger.error("%s: the STOP file cannot be written, send it again: %s", reason, error)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    LocalAttempt(pickle.load(sys.stdin.buffer))()

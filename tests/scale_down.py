@@ -22,7 +22,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.groups.engines import EngineGroup
 from rlpost.config.plan.shape import Layout, layout_of
 from rlpost.config.tree import Config
@@ -260,8 +259,6 @@ def _cluster_values(config: Config, layout: Layout, *, given_gpus: bool) -> Valu
         "cluster.num_gpus_per_node": layout.world + generates + len(config.engines.started),
         "cluster.actor_num_nodes": 1,
         "cluster.actor_num_gpus_per_node": layout.world,
-        "critic.critic_own_gpus": False,
-        **{f"critic.{key}": None for key in LAYOUT},
         "cluster.rollout_num_gpus_per_engine": size,
         "cluster.container": "none",
         "cluster.container_image": None,

@@ -190,11 +190,11 @@ def head_of(run: RunFolder, nodes: Sequence[str]) -> str:
 
 def _inside(run: RunFolder, job_id: str) -> Inside:
     from rlpost.cli.job import container_of_attempt
-    from rlpost.config.load import parse_dump
+    from rlpost.config.load import read_dump
 
     attempt, prefix = (run.attempts / "latest").resolve(), []
     try:
-        cluster = parse_dump(run.run_json.read_text()).cluster
+        cluster = read_dump(run.run_json.read_text())[0].cluster
         container = container_of_attempt(cluster, attempt)
         if container is not None and container.backend == "command":
             prefix = json.loads((attempt / CONTAINER_PREFIX).read_text())

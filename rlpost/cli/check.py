@@ -26,7 +26,6 @@ from rlpost.cli.startup_notes import CHECKS, explained
 from rlpost.cli.terminal import named_lines, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.missing import image_problems
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.engine_groups import engine_groups, engine_jobs
 from rlpost.config.load import Loaded
 from rlpost.config.plan.engine_memory import engine_weights
@@ -160,7 +159,6 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
             + (f", {config.num_group_gpus} in other groups" if config.num_group_gpus else ""),
         ),
         ("trainer", f"{counted(trains, 'rank')} = {_layout(config)}"),
-        *_critic_lines(config),
         (
             "engines",
             ", ".join(config.sglang.rollout_external_engine_addrs)
@@ -197,16 +195,6 @@ def _group_lines(config: Config) -> list[tuple[str, str]]:
     return lines
 
 
-def _critic_lines(config: Config) -> list[tuple[str, str]]:
-    """Lines about a critic with separate ranks."""
-    if not config.has_own_critic:
-        return []
-    own = critic_ranks(config)
-    place = "the policy's GPUs" if config.critic_shares_gpus else "their own GPUs"
-    ranks = counted(own.actor_world_size, "rank")
-    return [("critic", f"{ranks} = {_layout(own)}, on {place}")]
-
-
 def _layout(config: Config) -> str:
     perf = config.perf
     sizes = (("PP", perf.pipeline_model_parallel_size), ("CP", perf.context_parallel_size))
@@ -230,8 +218,7 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
         return [("model", f"{name}: {error}; memory is not estimated")]
     parameters, memory = shape.parameters, fullest_held(config, shape)
     routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
-    is_beside = config.use_critic and not config.has_own_critic
-    critic = ", as much again for the critic" if is_beside else ""
+    critic = ", as much again for the critic" if config.use_critic else ""
     return [
         ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
         (

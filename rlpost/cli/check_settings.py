@@ -14,13 +14,10 @@ from pathlib import Path
 
 from rlpost.cli.check_installed import lines_of, package_problems, pass_through_problems
 from rlpost.cli.engine_groups import group_folder_problems
-from rlpost.cli.teacher_folder import teacher_note, teacher_problems
 from rlpost.config.checks import engine_groups as group_checks
 from rlpost.config.checks.agents import agent_problems, sandbox_problems
 from rlpost.config.checks.algorithm import (
     algorithm_problems,
-    own_critic_model_problems,
-    own_critic_problems,
 )
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.container import container_problems, interpreter_note
@@ -140,7 +137,6 @@ def _settings_problems(config: Config) -> list[str]:
         *batch_problems(config),
         *algorithm_problems(config),
         *no_effect_problems(config),
-        *own_critic_problems(config),
         *distillation_problems(config),
         *group_checks.engine_group_problems(config),
         *agent_problems(config),
@@ -180,7 +176,6 @@ def absent(config: Config, recipe: str | None) -> list[str]:
             "the weights of --hf-checkpoint as the reference",
         ),
         *_weight_problems(config.critic.critic_load, "--critic-load", "those of the policy"),
-        *teacher_problems(config),
     ]
 
 
@@ -201,7 +196,6 @@ def notes(config: Config) -> list[str]:
     note_lines = (
         reference_note(config, shape),
         frozen_note(config),
-        teacher_note(config),
         sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),
@@ -221,7 +215,6 @@ def _interval_note(config: Config, shape: Shape | None) -> str | None:
         save_interval(
             config,
             checkpoint_bytes=made.checkpoint_bytes,
-            critic_bytes=made.critic_checkpoint_bytes,
             times=times,
         ),
     )
@@ -238,7 +231,6 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = read_config(path)
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
-        problems += own_critic_model_problems(config, hf_config)
         problems += fleet_model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)

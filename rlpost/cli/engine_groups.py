@@ -5,10 +5,11 @@ Input: the settings, and the folders that they name. Output: one line for each p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
-from rlpost.cli.teacher_folder import vocabulary_problem
 from rlpost.config.checks.engine_groups import group_model_problems
 from rlpost.config.engine_groups import group_config, teacher_group
 from rlpost.config.tree import Config
@@ -17,6 +18,7 @@ from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError
 from rlpost.models.config_file import read_config
 from rlpost.models.model_types import HfConfig
+from rlpost.tasks.tokenizer import VOCABULARIES
 from rlpost.trainer.weights.safetensors_files import file_problems, tensor_files
 
 HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
@@ -76,5 +78,74 @@ def group_folder_problems(config: Config) -> Iterator[str]:
             continue
         own = read_config(policy)
         yield from group_model_problems(config, name, theirs, own)
-        if name == teacher_group(config) and (problem := vocabulary_problem(policy, folder)):
-            yield f"{key}: {problem}; distillation needs a teacher with the same tokenizer"
+        if name == teacher_group(config):
+            yield from _teacher_problems(config, key, folder, theirs, own)
+
+
+def _teacher_problems(
+    config: Config, key: str, folder: Path, theirs: HfConfig, own: HfConfig
+) -> Iterator[str]:
+    """Yield problems of a teacher's vocabulary; ``own`` is the config.json of the policy."""
+    if theirs["vocab_size"] < own["vocab_size"]:
+        yield (
+            f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {own['vocab_size']} "
+            "of --hf-checkpoint, so it has no log-prob for the last tokens; use another teacher"
+        )
+    top_k = config.distillation.opd_top_k
+    if top_k is not None and top_k > own["vocab_size"]:
+        yield (
+            f"--opd-top-k {top_k} is more than vocab_size = {own['vocab_size']} of --hf-checkpoint; "
+            "use 64, for instance"
+        )
+    if problem := vocabulary_problem(Path(config.checkpoint.hf_checkpoint), folder):
+        yield f"{key}: {problem}; distillation needs a teacher with the same tokenizer"
+
+
+def vocabulary_problem(own: Path, theirs: Path) -> str | None:
+    """Return how the vocabulary of ``theirs`` differs from that of ``own``; None if it does not.
+
+    It may have more tokens. Where both folders have a tokenizer.json it decides; else the other
+    vocabulary files, byte for byte, and the added tokens. No tokenizer is loaded.
+    """
+    common = [name for name in VOCABULARIES if (own / name).is_file() and (theirs / name).is_file()]
+    if not common:
+        return f"no vocabulary file in common with {own} ({', '.join(VOCABULARIES)})"
+    is_whole = "tokenizer.json" in common
+    differs = [(own / name).read_bytes() != (theirs / name).read_bytes() for name in common]
+    if not is_whole and all(differs):
+        return f"{common[0]} differs from that of {own}"
+    read = _all_tokens if is_whole else _added_tokens
+    try:
+        ours, other = read(own), read(theirs)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"the tokenizer of {theirs} cannot be compared with that of {own}: {error!r}"
+    if not is_whole and not other:  # the folder does not say
+        return None
+    for token, number in sorted(ours.items(), key=lambda pair: pair[1]):
+        if other.get(token) != number:
+            return f"token {token!r} has id {number} in {own} and {other.get(token)} in {theirs}"
+    return None
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """The id of each token that a folder adds to its vocabulary file, special ones included."""
+    added: dict[str, int] = {}
+    if (folder / "added_tokens.json").is_file():
+        added |= json.loads((folder / "added_tokens.json").read_text())
+    if (folder / "tokenizer_config.json").is_file():
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        decoder = config.get("added_tokens_decoder") or {}
+        added |= {entry["content"]: int(number) for number, entry in decoder.items()}
+    if (folder / "tokenizer.json").is_file():
+        content = json.loads((folder / "tokenizer.json").read_text())
+        added |= {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    return added
+
+
+def _all_tokens(folder: Path) -> dict[str, int]:
+    """The id of each token of a folder with a tokenizer.json, added tokens included."""
+    content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # unigram models list [token, score] by id
+        vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+    return {**vocab, **_added_tokens(folder)}

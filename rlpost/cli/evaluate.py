@@ -41,11 +41,11 @@ from rlpost.config.checks.export_folder import (
     read_marker,
 )
 from rlpost.config.keys import without_keys
-from rlpost.config.load import Loaded, parse_dump
+from rlpost.config.load import Loaded, read_dump
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_values
-from rlpost.durable.commit import COMMITTED, checkpoint_name, step_of, was_committed
+from rlpost.durable.commit import COMMITTED, PREFIX, checkpoint_name, step_of, was_committed
 from rlpost.errors import ConfigError
 from rlpost.observe.evaluation_answers import EVALUATION, Estimate, SetResult, read_results
 
@@ -122,9 +122,13 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     Raises ConfigError when no weights of the step exist.
     """
     try:
-        config = parse_dump(run.run_json.read_text())
+        config, gone = read_dump(run.run_json.read_text())
     except OSError as error:
         raise ConfigError(f"{run.run_json}: {error.strerror}; was this run submitted?") from error
+    except ValueError as error:
+        raise ConfigError(f"{run.run_json}: cannot be read: {error}") from None
+    for line in gone:
+        print(f"note: {line}", file=sys.stderr)
     step, weights = weights_of(run, config, step)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     out = out or run.root / FOLDER / f"step_{step:07d}-{stamp}"
@@ -145,7 +149,7 @@ def weights_of(run: RunFolder, config: Config, step: int | None) -> tuple[int, P
     ``step``: None for the newest checkpoint. Raises ConfigError and names the steps that there are.
     """
     saved = Path(config.checkpoint.save) if config.checkpoint.save else run.checkpoints
-    folders = [path for path in saved.glob("iter_*") if was_committed(path)]
+    folders = [path for path in saved.glob(f"{PREFIX}*") if was_committed(path)]
     steps = sorted(step_of(path) for path in folders)
     if step is None and steps:
         step = steps[-1]

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.terminal import raw_stream
 from common.units import size_text
 from rlpost.cli import arithmetic_data
 from rlpost.cli import command_line as command_line
@@ -160,8 +159,6 @@ def _fetch_all(
     statuses: Sequence[AssetStatus], root: Path, hub: Hub | None, options: argparse.Namespace
 ) -> None:
     """Fetch the assets in order. Raises AssetError, also if disk space is short."""
-    from tqdm import tqdm  # comes with huggingface_hub
-
     from rlpost.cli.assets.fetch import Fetcher
 
     needed, free = sum(one.missing_bytes for one in statuses), free_bytes(root)
@@ -170,25 +167,10 @@ def _fetch_all(
             f"{size_text(needed)} to download, but {root} has {size_text(free)} free: free some "
             "space, or name another folder (--assets-dir, RLPOST_ASSETS)"
         )
-    interval_s, screen = 0.5 if sys.stderr.isatty() else 10, raw_stream(sys.stderr)
-
-    def say(text: str) -> None:
-        with tqdm.external_write_mode(file=screen):
-            print(text)
-
-    with tqdm(
-        file=screen,
-        total=needed,
-        disable=not needed,
-        unit="B",
-        unit_scale=True,
-        miniters=1,
-        mininterval=interval_s,
-    ) as bar:
-        fetcher = Fetcher(root, hub, options.workers, options.wait_s, say, bar.update)
-        for one in statuses:
-            done = fetcher.fetch(one.asset, compare=options.compare)
-            say(f"{done.folder}: {done.remark}")
+    fetcher = Fetcher(root, hub, options.workers, options.wait_s, print)
+    for one in statuses:
+        done = fetcher.fetch(one.asset, compare=options.compare)
+        print(f"{done.folder}: {done.remark}")
 
 
 def _hub(token: str | None) -> Hub:

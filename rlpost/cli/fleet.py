@@ -27,7 +27,7 @@ from rlpost.cli.fleet_jobs import (
 from rlpost.cli.fleet_view import EngineView, surplus, table
 from rlpost.cli.runs import add_run_options, find_run
 from rlpost.config.arguments import Parser, add_switch
-from rlpost.config.load import files_of, parse_dump, read_toml, unset_if_none
+from rlpost.config.load import files_of, read_dump, read_toml, unset_if_none
 from rlpost.config.tree import Config
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
@@ -185,7 +185,7 @@ def _settings(run: RunFolder, options: argparse.Namespace) -> Config:
 
 def _read_config(run: RunFolder) -> Config:
     try:
-        return parse_dump(run.run_json.read_text())
+        return read_dump(run.run_json.read_text())[0]
     except FileNotFoundError:
         raise ConfigError(f"{run.run_json}: no such file; has the run started?") from None
     except ValueError as error:

@@ -107,7 +107,7 @@ def _job_spec(
         agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
     if uses_sandboxes(config) and config.sandbox.sandbox_backend == "node":
         agent_args.append("--sandboxes")  # any node may become that of the driver
-    if cluster.colocate or config.critic_shares_gpus:
+    if cluster.colocate:
         agent_args.append("--share-gpus")
     container = container_of(cluster)
     targets = container.targets if container is not None else ()

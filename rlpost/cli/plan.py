@@ -30,7 +30,6 @@ from rlpost.cli.plan_engines import (
     update_rows,
 )
 from rlpost.cli.plan_time import time_object, time_rows
-from rlpost.cli.teacher_folder import teacher_shape
 from rlpost.cli.terminal import console, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.layout import layout_problems, model_problems
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     shape, width = model_of(config)
     gpu_bytes = parse_size(options.gpu_memory)
     speed = Speed(options.write_gbps, step_times(config, options.step_s, options.train_s))
-    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=width, teacher=teacher_shape(config))
+    sizes = Sizes(gpu_bytes=gpu_bytes, engine_width=width)
     if options.json:
         content = plan_object(config, shape, sizes, speed, wants_suggestions=options.suggest)
         print(json.dumps(content, indent=2))
@@ -170,7 +169,6 @@ class Speed:
         return save_interval(
             made.config,
             checkpoint_bytes=made.checkpoint_bytes,
-            critic_bytes=made.critic_checkpoint_bytes,
             times=self.times,
             write_gbps=self.write_gbps,
         )
@@ -390,8 +388,7 @@ def table(
         ("fullest rank", f"of stage {rank.stage} (of {layout.pipeline}): {of_rank} parameters"),
         ("weights", f"{gb(rank.held.weights)}, gradients {gb(rank.held.gradients)}"),
         ("optimizer", f"{gb(rank.held.optimizer)}{offloaded}"),
-        *([("critic", f"{gb(result.critic.total)} in all")] if result.critic.total else []),
-        *([("teacher", f"{gb(rank.teacher)} during its pass")] if rank.teacher else []),
+        *([("critic", f"{gb(rank.critic.total)} in all")] if rank.critic.total else []),
         (
             "activations",
             f"{gb(rank.activations)} for {result.tokens} tokens a rank, recomputed: {again}",

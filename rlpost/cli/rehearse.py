@@ -25,9 +25,7 @@ from rlpost.cli.rehearse_nodes import nodes_check
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
-from rlpost.config.flags import flag
 from rlpost.config.tree import Config
-from rlpost.config.wording import listed
 from rlpost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,13 +87,6 @@ def rehearse_config(
         raise ConfigError(
             "a rehearsal needs engines of this run, and --rollout-num-gpus is 0 or the engines are "
             "external; use rlpost plan"
-        )
-    if config.has_own_critic:
-        own_gpus = ("critic_own_gpus",) if config.critic.critic_own_gpus else ()
-        layout_settings = (*own_gpus, *config.critic.own_layout)
-        raise ConfigError(
-            "a rehearsal has the ranks of the policy alone, and this critic has its own; omit "
-            f"{listed(map(flag, layout_settings), 'and')} for it, or use rlpost plan"
         )
     # Libraries print, and Megatron repeats each of its warnings for every rank.
     with warnings.catch_warnings(), redirect_stdout(sys.stderr):

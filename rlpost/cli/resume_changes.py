@@ -6,7 +6,7 @@ line each, before anything is submitted.
 
 from __future__ import annotations
 
-from rlpost.config.load import parse_dump
+from rlpost.config.load import read_dump
 from rlpost.config.masking import mask
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_text
@@ -26,7 +26,7 @@ TRAINED = (
 def change_notes(earlier: str, config: Config) -> list[str]:
     """Return what a resume changes; empty if nothing, or if ``earlier`` cannot be read."""
     try:
-        before = parse_dump(earlier)
+        before, gone = read_dump(earlier)
     except (ValueError, TypeError, AttributeError):  # damaged, or of another version
         return []
     old, new = before.model_dump(mode="json"), config.model_dump(mode="json")
@@ -38,11 +38,11 @@ def change_notes(earlier: str, config: Config) -> list[str]:
         if old.get(table, {}).get(key) != value
     ]
     if not changed:
-        return []
+        return gone
     lines = [_line(key, old[table].get(key), new[table][key]) for table, key in changed]
     rest = len(lines) - MAX_SHOWN
     more = f" and {rest} more" if rest > 0 else ""
-    notes = [f"--resume changes {', '.join(lines[:MAX_SHOWN])}{more}"]
+    notes = [*gone, f"--resume changes {', '.join(lines[:MAX_SHOWN])}{more}"]
     results = compare(result_settings(before).to_json(), result_settings(config).to_json())
     for named, words in ((results.generated, GENERATED), (results.trained, TRAINED)):
         if named:

@@ -217,14 +217,15 @@ def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
 
 
 def local_is_alive(job_id: str) -> bool:
-    """Whether a local run's submitit process is alive; its number may have been reused."""
+    """Whether a local run's process is alive; its number may have been reused."""
     try:
         process = psutil.Process(int(job_id.removeprefix(LOCAL)))
         words = process.cmdline()
         # Linux closes the pipe that Popen waits for before the new program has its command line.
-        is_submitits = any("submitit" in word for word in words)
+        # submitit: the controller of a run that an earlier version started
+        is_local_run = any(name in word for word in words for name in ("slurm.local", "submitit"))
         is_starting = not words and process.ppid() != KTHREADD
-        return process.status() != psutil.STATUS_ZOMBIE and (is_submitits or is_starting)
+        return process.status() != psutil.STATUS_ZOMBIE and (is_local_run or is_starting)
     except psutil.NoSuchProcess:
         return False
 

@@ -61,7 +61,7 @@ def short_forms(config: Config) -> dict[str, NamedGroup]:
     """Return the groups that a flag declares: a teacher, a reward model."""
     distillation, rollout = config.distillation, config.rollout
     groups = {}
-    if distillation.use_opd and distillation.opd_type == "sglang" and distillation.opd_teacher_url:
+    if distillation.use_opd and distillation.opd_teacher_url:
         url, timeout_s = distillation.opd_teacher_url, distillation.opd_teacher_timeout_s
         groups[TEACHER_GROUP] = teacher_url_group(url, timeout_s)
     if rollout.rm_url is not None:
@@ -108,9 +108,7 @@ def reward_url_group(url: str, timeout_s: float) -> NamedGroup:
 def teacher_group(config: Config) -> str | None:
     """Return the name of the group with the teacher of distillation; None without one."""
     given = config.distillation
-    if not given.use_opd or given.opd_type != "sglang":
-        return None
-    return given.opd_teacher_engines or TEACHER_GROUP
+    return given.opd_teacher_engines or TEACHER_GROUP if given.use_opd else None
 
 
 def generate_url(url: str) -> str:

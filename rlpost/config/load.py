@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from common.fleet_name import POLICY
@@ -29,8 +28,9 @@ from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
-from rlpost.config.toml_faults import OTHER_WORDS, spelling, toml_fault
+from rlpost.config.toml_faults import toml_fault
 from rlpost.config.tree import Config
+from rlpost.config.value_faults import describe_fault
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
 
@@ -76,7 +76,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(
-            "\n".join(_describe(fault, origins) for fault in error.errors())
+            "\n".join(describe_fault(fault, origins) for fault in error.errors())
         ) from None
     config = without_idle_groups(config)
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
@@ -376,14 +376,25 @@ def dump(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
-GONE = ("loss_unit",)
-"""Settings of earlier versions that no run depends on any more, whatever their value."""
+GONE = {"loss_unit": ("sample", "answer"), "critic_own_gpus": (False,)}
+"""Settings of earlier versions, and values of them on which nothing depends, beside no value."""
 
 
 def parse_dump(text: str) -> Config:
     """The inverse of ``dump``.
 
-    An earlier version may have written settings that are gone: unset ones, and those of GONE.
+    Raises ConfigError for settings that this version does not have, or refuses; see ``read_dump``.
+    """
+    config, problems = read_dump(text)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def read_dump(text: str) -> tuple[Config, list[str]]:
+    """Return the settings of any version's ``dump``, without those that this one lacks or refuses.
+
+    Also returns a line for each of these, but for unset ones and values of GONE.
     """
     tables = json.loads(text)
     for name, group in groups().items():
@@ -392,109 +403,22 @@ def parse_dump(text: str) -> Config:
             tables[name] = {
                 key: value
                 for key, value in tables.get(name, {}).items()
-                if key in known or not (value is None or key in GONE)
+                if key in known or not (value is None or value in GONE.get(key, ()))
             }
-    return Config.model_validate_json(json.dumps(tables))
+    try:
+        return Config.model_validate_json(json.dumps(tables)), []
+    except ValidationError as error:
+        faults = error.errors()
+    for fault in faults:
+        table, *key = (str(part) for part in fault["loc"][:2])
+        (tables[table] if key else tables).pop(key[0] if key else table, None)
+    return Config.model_validate_json(json.dumps(tables)), [_describe_gone(one) for one in faults]
 
 
-_PLAIN = {
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_type": "must be a whole number",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_parsing": "must be true or false",
-    "bool_type": "must be true or false",
-    "string_type": "must be a text",
-}
-"""pydantic's types of faults, and what is needed."""
-_OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
-
-def _describe(fault: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """Describe an invalid value: its flag, the value, its origin, the constraint."""
-    where = [str(part) for part in fault["loc"]]
-    origin = origins.get(".".join(where[:2]), COMMAND_LINE)
-    named = flag(where[1]) if len(where) > 1 else f"[{where[0]}]"
-    given = fault["input"]
-    text = value_text(given) if isinstance(given, (str, int, float, tuple, list)) else repr(given)
-    source = "" if origin == COMMAND_LINE else f" ({near_path(origin)})"
-    if where[0] == "engines":
-        key = f"{where[2]} {text or repr(text)} in " if len(where) > 2 else ""
-        return f"{key}[{'.'.join(where[:2])}]{source}: {_needed(fault)}"
-    return f"{named} {text or repr(text)}{source}: {_needed(fault)}"
-
-
-def _needed(fault: ErrorDetails) -> str:
-    """Return the constraint in plain English."""
-    field = _field(fault["loc"])
-    limits = _limits(field) if field is not None else ""
-    if limits and fault["type"] in _OUT_OF_BOUNDS:
-        is_optional = field is not None and type(None) in typing.get_args(field.annotation)
-        return f"must be {limits}" + ("; none unsets it" if is_optional else "")
-    plain = spelling(fault["type"], fault["input"]) or _PLAIN.get(fault["type"])
-    if plain is not None:
-        return plain + (f", {limits}" if limits else "")
-    if fault["type"] == "literal_error" and field is not None:
-        words = _words(field)
-        near = suggestion(str(fault["input"]), words) or OTHER_WORDS.get(str(fault["input"]), "")
-        return f"must be {listed(words)}{near}"
-    message: str = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return message[0].lower() + message[1:]
-
-
-def _field(place: Sequence[object]) -> FieldInfo | None:
-    """The setting at a place of the tree."""
-    group: type[BaseModel] | None = groups().get(str(place[0])) if len(place) > 1 else None
-    if group is EnginesConfig:
-        return EngineGroup.model_fields.get(str(place[2])) if len(place) > 2 else None
-    return None if group is None else group.model_fields.get(str(place[1]))
-
-
-def _words(field: FieldInfo) -> list[str]:
-    literal = [
-        kind for kind in kinds(field.annotation) if typing.get_origin(kind) is typing.Literal
-    ]
-    return [str(word) for kind in literal for word in typing.get_args(kind)]
-
-
-def _limits(field: FieldInfo) -> str:
-    """``1 or more``, ``more than 0 and at most 1``: the bounds that a number has."""
-    found = _bounds([*field.metadata, field.annotation])
-    is_whole = int in _numbers(field.annotation)
-    texts = []
-    if (low := found.get("gt")) is not None:
-        texts.append(f"{low + 1} or more" if is_whole else f"more than {low:g}")
-    if (low := found.get("ge")) is not None:
-        texts.append(f"{int(low) if is_whole else format(low, 'g')} or more")
-    if (high := found.get("lt")) is not None:
-        texts.append(f"at most {high - 1}" if is_whole else f"less than {high:g}")
-    if (high := found.get("le")) is not None:
-        texts.append(f"at most {high:g}")
-    unit = " bytes" if (field.description or "").startswith("Bytes") and texts else ""
-    return " and ".join(texts) + unit
-
-
-def _bounds(parts: Iterable[object]) -> dict[str, float]:
-    """The bounds in the metadata of a field, or of a part of its annotation."""
-    found: dict[str, float] = {}
-    for part in parts:
-        inner = [
-            *getattr(part, "__metadata__", ()),
-            *typing.get_args(part),
-            *getattr(part, "metadata", ()),
-        ]
-        found |= _bounds([one for one in inner if not isinstance(one, str)]) if inner else {}
-        for name in ("gt", "ge", "lt", "le"):
-            if (bound := getattr(part, name, None)) is not None and not callable(bound):
-                found[name] = bound
-    return found
-
-
-def _numbers(annotation: object) -> set[type]:
-    """Return the plain types within an annotation."""
-    inner = typing.get_args(annotation)
-    if inner:
-        return set().union(*map(_numbers, inner))
-    return {annotation} if isinstance(annotation, type) else set()
+def _describe_gone(fault: ErrorDetails) -> str:
+    if fault["type"] != "extra_forbidden" or len(fault["loc"]) < 2:
+        return f"run.json of an earlier version: {describe_fault(fault, {})}"
+    key = str(fault["loc"][1])
+    line = meant(key)
+    reason = "this version has no such setting" if line is None else line.partition("; ")[2]
+    return f"run.json of an earlier version: {flag(key)} {value_text(fault['input'])}: {reason}"

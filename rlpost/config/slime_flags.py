@@ -17,6 +17,16 @@ _OF_ITS_TESTS = "it belongs to slime's own tests"
 _DEEPGEMM = (
     "use --fp8 with --fp8-recipe; engines generate in FP8 with an --hf-checkpoint in FP8 blocks"
 )
+CRITIC_LAYOUT = (
+    "the ranks of the policy train the critic too, with its layout and micro-batches; leave it out"
+)
+_TEACHER = (
+    "a teacher runs on engines, not in the trainer: use --opd-teacher-engines, or --opd-teacher-url"
+)
+TEACHER_IN_TRAINER = (
+    f"{_TEACHER}; a torch_dist folder is made one of Hugging Face by `rlpost convert`, and "
+    "--rollout-temperature must be 1"
+)
 
 LACKING: dict[str, str] = {
     "allgather-cp": "context parallelism here always balances causal attention over the ranks",
@@ -75,7 +85,8 @@ LACKING: dict[str, str] = {
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "multimodal-keys": "rlpost trains text models only",
     "offload": "use --offload-train --offload-rollout",
-    "opd-teacher-ckpt-step": f"{_LATEST} as --opd-teacher-load",
+    "opd-teacher-ckpt-step": f"{_TEACHER}; convert its checkpoint first (`rlpost convert`)",
+    "opd-teacher-load": TEACHER_IN_TRAINER,
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
     "give others with --rollout-external-engine-addrs",
@@ -193,6 +204,16 @@ REMOVED = {
         "there is no router: the driver sends each request to the engine that it chooses"
     ),
     "loss-unit": "all samples of an answer always count as one answer, in baseline, loss and metrics",
+    "critic-num-nodes": CRITIC_LAYOUT,
+    "critic-num-gpus-per-node": CRITIC_LAYOUT,
+    "critic-own-gpus": CRITIC_LAYOUT,
+    "critic-tensor-model-parallel-size": CRITIC_LAYOUT,
+    "critic-pipeline-model-parallel-size": CRITIC_LAYOUT,
+    "critic-context-parallel-size": CRITIC_LAYOUT,
+    "critic-expert-model-parallel-size": CRITIC_LAYOUT,
+    "critic-max-tokens-per-gpu": CRITIC_LAYOUT,
+    "critic-micro-batch-size": CRITIC_LAYOUT,
+    "opd-teacher-hf-checkpoint": TEACHER_IN_TRAINER,
     "otlp-endpoint": "use --trace-steps, which writes traces of all processes to RUN/traces",
 }
 """Flags of versions before this one, and what to use instead."""

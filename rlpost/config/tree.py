@@ -73,14 +73,12 @@ class Config(Group):
 
     @property
     def num_nodes(self) -> int:
-        """--nodes, else the nodes that trainer, critic on its own GPUs and engines need."""
+        """--nodes, else the nodes that trainer and engines need."""
         cluster, a_node = self.cluster, self.cluster.num_gpus_per_node
         if cluster.nodes is not None:
             return cluster.nodes
-        training = self.actor_num_nodes + self.critic_num_nodes
         free = [max(0, a_node - cluster.actor_num_gpus_per_node)] * self.actor_num_nodes
-        free += [0] * self.critic_num_nodes
-        return training + nodes_for(free, self.gpus_of_engines, a_node)
+        return self.actor_num_nodes + nodes_for(free, self.gpus_of_engines, a_node)
 
     @property
     def gpus_of_engines(self) -> list[int]:
@@ -239,40 +237,6 @@ class Config(Group):
         """Whether a value model is trained beside the policy."""
         has_critic = ESTIMATORS[self.grpo.advantage_estimator].has_critic
         return has_critic and not self.grpo.is_supervised
-
-    @property
-    def has_own_critic(self) -> bool:
-        """Whether the critic is a group of ranks with its own processes; see ``critic_ranks``."""
-        critic = self.critic
-        return self.use_critic and (critic.critic_own_gpus or bool(critic.own_layout))
-
-    @property
-    def critic_shares_ranks(self) -> bool:
-        """Whether the ranks of the policy train the critic too."""
-        return self.use_critic and not self.has_own_critic
-
-    @property
-    def critic_shares_gpus(self) -> bool:
-        """Whether these ranks are on the GPUs of the policy."""
-        return self.has_own_critic and not self.critic.critic_own_gpus
-
-    @property
-    def offloads_critic(self) -> bool:
-        """Whether policy and critic on the same GPUs are offloaded in turn."""
-        return self.critic_shares_gpus and self.offload_train
-
-    @property
-    def critic_num_nodes(self) -> int:
-        """Nodes of a critic on its own GPUs; 0 on those of the policy."""
-        if not self.has_own_critic or self.critic_shares_gpus:
-            return 0
-        return self.critic.critic_num_nodes or self.actor_num_nodes
-
-    @property
-    def num_training_gpus(self) -> int:
-        """GPUs of the policy and of a critic on its own."""
-        a_node = self.critic.critic_num_gpus_per_node or self.cluster.actor_num_gpus_per_node
-        return self.actor_world_size + self.critic_num_nodes * a_node
 
     @property
     def loss_settings(self) -> LossSettings:

@@ -142,7 +142,7 @@ class LeaveOnStop:
         except TimeoutError:
             raise HalfTrained(
                 f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
-                "micro-batches; their logs (attempts/K/actor-*.log, of a critic critic-*.log) show which rank hangs"
+                "micro-batches; their logs (attempts/K/actor-*.log) show which rank hangs"
             ) from None
 
 

@@ -1,16 +1,14 @@
 """The critic's part of the training stage: values, GAE, and the critic's optimizer steps.
 
 Input: scored groups, the batches of a rollout in the object store. Output: advantages for the
-policy; the critic is trained towards the returns. Values are computed once, before any step. A
-critic on its own GPUs has its own batches of the same samples, dealt to its ranks and micro-batches;
-values and returns pass through the driver as columns by sample.
+policy; the critic, on the policy's ranks, is trained towards the returns. Values are computed once,
+before any step; values and returns pass through the driver as columns by sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,39 +16,16 @@ from rlpost.algorithm.advantage import Penalties
 from rlpost.algorithm.gae import Discounts, Estimates, estimate_with_values
 from rlpost.algorithm.partition import by_group
 from rlpost.columns import FloatColumn
-from rlpost.config.tree import Config
+from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.driver.batches import DealtStep, by_position, in_order
 from rlpost.driver.calls import Calls
-from rlpost.driver.offload import CriticOffload
 from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredValues
 from rlpost.types import SampleGroup
-
-Deal = Callable[[Config], list[DealtStep]]
-"""Deals the samples of a rollout to the ranks of these settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class CriticGroup:
-    """The ranks that train the critic, the data-parallel rank of each, and how they are called.
-
-    ``offload`` is for ranks that share the policy's GPUs; ``is_own``: they are not the ranks of
-    the policy.
-    """
-
-    ranks: ActorGroup
-    data_ranks: Sequence[int]
-    calls: Calls
-    offload: CriticOffload | None = None
-    is_own: bool = True
-
-    def onloaded(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the critic has the GPUs."""
-        return nullcontext() if self.offload is None else self.offload.critic_onloaded()
 
 
 @dataclass(frozen=True, slots=True)
 class CriticBatches:
-    """The steps of a rollout as dealt to the critic's ranks, and their batches in the store."""
+    """The steps of a rollout as dealt to the ranks, and their batches in the store."""
 
     steps: Sequence[DealtStep]
     stored: Sequence[StoredBatches]
@@ -59,20 +34,11 @@ class CriticBatches:
 class CriticTraining:
     """Trains the critic of one run."""
 
-    def __init__(self, config: Config, group: CriticGroup) -> None:
-        """``config``: of the run, or of ``critic_ranks`` for ranks that are not the policy's."""
-        self._config = config
-        self._group = group
-        self._actors, self._data_ranks = group.ranks, group.data_ranks
-        self._calls = group.calls
-
-    async def batches(self, of_policy: CriticBatches, deal: Deal) -> CriticBatches:
-        """Return the critic's batches: the policy's, unless the critic has its own ranks."""
-        if not self._group.is_own:
-            return of_policy
-        steps = await asyncio.to_thread(deal, self._config)
-        stored = [await self._actors.send(step.batches, self._data_ranks) for step in steps]
-        return CriticBatches(steps, stored)
+    def __init__(
+        self, grpo: GrpoConfig, actors: ActorGroup, data_ranks: Sequence[int], calls: Calls
+    ) -> None:
+        """``data_ranks``: the data-parallel rank of each actor."""
+        self._grpo, self._actors, self._data_ranks, self._calls = grpo, actors, data_ranks, calls
 
     async def train(
         self,
@@ -85,10 +51,9 @@ class CriticTraining:
         Raises:
             Preempted: a stop was requested before the first optimizer step; nothing has changed.
         """
-        async with self._group.onloaded():
-            values = await self._values(batches)
-            estimates = await self._estimates(groups, batches, values, penalties)
-            metrics = await self._train(batches, values, estimates)
+        values = await self._values(batches)
+        estimates = await self._estimates(groups, batches, values, penalties)
+        metrics = await self._train(batches, values, estimates)
         return replace(estimates, metrics={**estimates.metrics, **metrics})
 
     async def _values(self, batches: CriticBatches) -> list[StoredValues]:
@@ -116,7 +81,7 @@ class CriticTraining:
                 assert own is not None, "the last pipeline stage has computed values"
                 of_ranks.append(own)
             of_position |= by_position(step, of_ranks)
-        grpo = self._config.grpo
+        grpo = self._grpo
         return await asyncio.to_thread(
             estimate_with_values,
             groups,

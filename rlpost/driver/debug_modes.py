@@ -96,7 +96,7 @@ class TrainOnly(RunStages):
         placement, ports = self.startup.layout()
         await self.startup.within_deadline(self.create_ranks(placement))
         await self.startup.within_deadline(self.start_trainer(placement, ports, checkpoint))
-        await self.observation.attach(self.ranks.actors, None, None)
+        await self.observation.attach(self.ranks, None, None)
 
     async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
         """Run the optimizer steps of a rollout."""
@@ -111,13 +111,9 @@ class TrainOnly(RunStages):
         return {}
 
     async def save(self, state: RunState, *, wait: bool) -> None:
-        """Commit; the policy is offloaded only while a critic on its GPUs computes."""
-        if self.critic_offload is not None:  # a stop request may have left the critic onloaded
-            await self.critic_offload.onload_policy()
+        """Commit."""
         await self.save_ranks(state, wait=wait, at_rest=contextlib.nullcontext())
-        if self.critic_offload is not None and not wait:  # a save onloads no gradients
-            await self.critic_offload.onload_policy()
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""
-        return await self.ranks.actors.weights_hash()
+        return await self.ranks.weights_hash()

@@ -47,13 +47,12 @@ REPEATS = ("CUDA out of memory", "OutOfMemoryError", "ncclInvalidUsage", "ncclIn
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Ranks of ``role`` that died or hang, and the cause in words.
+    """Ranks that died or hang, and the cause in words.
 
-    ``ranks`` count those of the policy, then those of a critic; empty when the failure does not
-    tell which one is to blame. ``hang`` has the details of a hang for the ledger.
+    ``ranks`` is empty when the failure does not tell which one is to blame. ``hang`` has the details
+    of a hang for the ledger.
     """
 
-    role: str
     ranks: tuple[int, ...]
     cause: str
     hang: dict[str, object] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The teacher's part of training on a rollout: divergences by token, and advantages with them.
 
-Input: the batches of a rollout with log-probs of the policy and the teacher, or samples that a
-server has scored. Output: the divergence at each response token, by the position of its sample in
-the rollout; advantages that include it.
+Input: samples that a teacher on engines has scored, and log-probs of the policy. Output: the
+divergence at each response token, by the position of its sample in the rollout; advantages that
+include it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,19 @@ def needs_policy_logprobs(config: Config) -> bool:
     return in_advantage(config.distillation) and not config.grpo.use_rollout_logprobs
 
 
-def rank_distances(
-    samples: Sequence[TrainSample], policy: Logprobs | None, teacher: Logprobs | None
-) -> list[DoubleColumn]:
+def rank_distances(samples: Sequence[TrainSample], policy: Logprobs | None) -> list[DoubleColumn]:
     """Return the divergence at each response token of a rank's samples, in order.
 
     Args:
         policy: None for the log-probs that the engines reported (--use-rollout-logprobs).
-        teacher: None for those that a server gave.
 
     Raises:
         DataError: a sample has no log-probs of the teacher, or one is not finite.
     """
     own = (sample.rollout_logprobs for sample in samples) if policy is None else policy
-    theirs = (_of_server(sample) for sample in samples) if teacher is None else teacher
     return [
-        distances(student, scored, sample.loss_mask)
-        for student, scored, sample in zip(own, theirs, samples, strict=True)
+        distances(student, _teacher_logprobs(sample), sample.loss_mask)
+        for student, sample in zip(own, samples, strict=True)
     ]
 
 
@@ -100,7 +96,7 @@ def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict
     return {REVERSE_KL: sum(map(sum, of_position.values())) / max(num_tokens, 1)}
 
 
-def _of_server(sample: TrainSample) -> FloatColumn:
+def _teacher_logprobs(sample: TrainSample) -> FloatColumn:
     if sample.teacher_logprobs is None:
         raise DataError("a sample has no log-probs of the teacher; generate it with --use-opd")
     return sample.teacher_logprobs

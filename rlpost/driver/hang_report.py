@@ -43,9 +43,9 @@ class Overdue(Exception):
 class HangReport:
     """Writes the files of a hang of one group of ranks."""
 
-    def __init__(self, folder: Path, *, hosts: Mapping[str, str], role: str = "trainer") -> None:
-        """``hosts`` are by address, ``role`` is for the ledger."""
-        self._folder, self._hosts, self._role = folder, hosts, role
+    def __init__(self, folder: Path, *, hosts: Mapping[str, str]) -> None:
+        """``hosts`` are by address."""
+        self._folder, self._hosts = folder, hosts
 
     async def write(self, overdue: Overdue, rule: OverdueRule, ranks: ActorGroup) -> Hang:
         """Write stacks and records of collectives; return the error."""
@@ -62,7 +62,7 @@ class HangReport:
         hosts = sorted({self._host(ranks.names[rank]) for rank in finding.ranks})
         details = {
             "call": overdue.call,
-            "role": self._role,
+            "role": "trainer",
             "ranks": list(finding.ranks),
             "hosts": hosts,
             "why": finding.why,

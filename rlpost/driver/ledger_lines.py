@@ -155,7 +155,7 @@ def gpus_by_role(config: Config) -> dict[str, Any]:
     """The GPUs of an attempt by role: run.json changes when a run is resumed with other GPUs."""
     return {
         "per_node": config.cluster.num_gpus_per_node,
-        "trainer": config.num_training_gpus,
+        "trainer": config.actor_world_size,
         "engines": config.rollout_num_gpus,
         "groups": config.gpus_by_group,
     }

@@ -204,8 +204,8 @@ class LostNodes:
         """Return where trainer ranks start after a death. Raises what ``wait_for_replacements`` raises."""
         if self._following is None:
             return placement
-        dead = {placement.ranks[rank].ip for rank in death.ranks}
-        living = enumerate(placement.ranks)
+        dead = {placement.actors[rank].ip for rank in death.ranks}
+        living = enumerate(placement.actors)
         living_on = {slot.ip for rank, slot in living if rank not in death.ranks}
         if dead - living_on and not self.ranks:
             await self._happens(lambda: bool(self.ranks), RANKS_MAY_FOLLOW_S)
@@ -255,7 +255,7 @@ class LostNodes:
     async def _write_replaceable(self) -> None:
         """Tell the agents which nodes may be lost: all that the run uses except the driver's."""
         assert self._placement is not None
-        with_ranks = {slot.ip for slot in self._placement.ranks}
+        with_ranks = {slot.ip for slot in self._placement.actors}
         used = {part.ip for parts in self._placement.all_engines for part in parts} | with_ranks
         if self._keeps_ranks:
             used -= with_ranks
@@ -323,7 +323,7 @@ class LostNodes:
         assert placement is not None
         workers: dict[Part, Sequence[Sequence[Slot]]] = {
             ENGINES: placement.engines,
-            RANKS: [[slot] for slot in placement.ranks],
+            RANKS: [[slot] for slot in placement.actors],
             **{part_of(name): engines for name, engines in placement.groups.items()},
         }
         on_node = {

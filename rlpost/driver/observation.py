@@ -54,8 +54,6 @@ class Observation:
         self._flops = Flops(config, hf)
         self._traces = traces
         self._actors: ActorGroup | None = None
-        self.critics: ActorGroup | None = None
-        """The ranks of a critic on its own GPUs."""
         self._fleet: Fleet | None = None
         self.groups: Sequence[Fleet] = ()
         """The engines of groups beside the policy's."""
@@ -159,8 +157,6 @@ class Observation:
         queries = [own()]
         if self._actors is not None:
             queries.append(self._actors.memory_use())
-        if self.critics is not None:
-            queries.append(self.critics.memory_use())
         if self._fleet is not None:
             queries.append(self._fleet.memory_use())
         queries += [group.memory_use() for group in self.groups]
@@ -190,7 +186,7 @@ class Observation:
         begins, self._begins = self._begins, {}
         begin = min(begins.values())
         processes = [ProcessSpans("driver", SPANS.since(begin))]
-        for group in (self._actors, self.critics, self._fleet, *self.groups):
+        for group in (self._actors, self._fleet, *self.groups):
             if group is not None:
                 processes += await self._answer(group.spans(begin)) or []
         path = self._traces / f"steps-{min(begins)}-{max(begins)}.json"
@@ -225,7 +221,7 @@ def pace(metrics: Mapping[str, float], config: Config) -> dict[str, float]:
     step_s = metrics.get("time/step_s")
     if not step_s:
         return {}
-    gpus = config.num_training_gpus + config.num_group_gpus
+    gpus = config.actor_world_size + config.num_group_gpus
     gpus += 0 if config.cluster.colocate else config.rollout_num_gpus
     return {
         "time/tokens_per_s_per_gpu": metrics.get("rollout/num_tokens", 0.0) / step_s / gpus,
@@ -278,7 +274,7 @@ class Flops:
         if is_compared or grpo.kl_coef or needs_policy_logprobs(config):
             passes += 1  # log-probs under the rollout's weights, or those of the old policy
         passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
-        if config.use_critic and not config.critic_num_nodes:  # on the GPUs of the policy
+        if config.use_critic:
             passes += 4  # values, forward and backward of the critic
         self._a_token = 2.0 * used_parameters(hf) * passes
         self._break_even = model_break_even(hf)

@@ -9,9 +9,6 @@ memory in the phases of a step:
     generate            trainer offloaded, engines onloaded
     train               engines offloaded, trainer onloaded
     save                the trainer's weights and optimizer, the engines' weights
-
-A critic with its own processes on the policy's GPUs is onloaded only while it computes or saves,
-and the policy is offloaded then.
 """
 
 from __future__ import annotations
@@ -31,49 +28,11 @@ SAVED = (WEIGHTS, OPTIMIZER)
 CACHE = ("kv_cache", "cuda_graph")
 
 
-class CriticOffload:
-    """Policy and critic on the same GPUs: one is offloaded while the other computes."""
-
-    def __init__(self, actors: ActorGroup, critics: ActorGroup) -> None:
-        self._actors, self._critics = actors, critics
-
-    async def offload_critic(self) -> None:
-        """Offload the critic; no-op if it is offloaded."""
-        await self._critics.offload_memory(*ALL)
-
-    @asynccontextmanager
-    async def critic_onloaded(self, *parts: str) -> AsyncIterator[None]:
-        """Onload ``parts`` of the critic (default: all) in place of the policy within the block.
-
-        After an error nothing moves, because ranks that hang would never answer; call
-        ``offload_critic`` or ``onload_policy`` before the policy is used again.
-        """
-        await self._actors.offload_memory(*ALL)
-        await self._critics.restore_memory(*(parts or ALL))
-        yield
-        await self.onload_policy(*parts)
-
-    async def onload_policy(self, *parts: str) -> None:
-        """Offload the critic and onload ``parts`` of the policy (default: all), if needed."""
-        await self.offload_critic()
-        await self._actors.restore_memory(*(parts or ALL))
-
-
 class Offload:
     """Moves both sides to the memory state of a phase; no-op when they are in it."""
 
-    def __init__(
-        self,
-        config: Config,
-        actors: ActorGroup,
-        fleet: Fleet,
-        *,
-        critics: ActorGroup | None = None,
-    ) -> None:
-        """Initially both sides are onloaded; ``critics`` share the actors' GPUs or are None."""
-        self._critic_offload: CriticOffload | None = None
-        if critics is not None and config.offloads_critic:
-            self._critic_offload = CriticOffload(actors, critics)
+    def __init__(self, config: Config, actors: ActorGroup, fleet: Fleet) -> None:
+        """Initially both sides are onloaded."""
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
@@ -82,11 +41,6 @@ class Offload:
     def ranks_see(self, gpus: Sequence[str]) -> None:
         """Record the GPUs of ranks that have started; engines that start later share them."""
         self._fleet.visible_gpus = gpus
-
-    async def _offload_critic(self) -> None:
-        """Offload a critic that an error or a stop request has left onloaded."""
-        if self._critic_offload is not None:
-            await self._critic_offload.offload_critic()
 
     async def free_gpus(self) -> None:
         """Offload the engines, for ranks that are started again: these begin onloaded."""
@@ -100,7 +54,6 @@ class Offload:
     async def train(self) -> None:
         """Offload the engines, onload the trainer."""
         await self.free_gpus()
-        await self._offload_critic()
         await self._onload_trainer(*ALL)
 
     async def send(self) -> None:
@@ -168,11 +121,8 @@ class Offload:
         was_offloaded = self._trainer_leaves and not self._fleet.is_released("kv_cache")
         if was_offloaded and self._engines_leave:
             await self._fleet.release_memory(*CACHE)
-        await self._offload_critic()
         await self._onload_trainer(*SAVED)
         yield
-        if not is_last:
-            await self._offload_critic()  # a save that failed leaves the critic onloaded
         if was_offloaded and not is_last:
             await self.generate()
             await self._fleet.resume()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from common.fleet_name import POLICY
 from common.units import counted
-from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place, group_config
 from rlpost.config.engine_nodes import part_sizes, take_nodes
 from rlpost.config.tree import Config
@@ -57,7 +56,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slots of the policy's ranks, of each engine's parts, and of a critic's own ranks.
+    """The slots of the ranks that train, and of each engine's parts.
 
     An engine has one part per node; part 0 serves. ``groups`` are the engines of the tables
     [engines.NAME] by name; ``engines`` those of the policy.
@@ -65,7 +64,6 @@ class Placement:
 
     actors: tuple[Slot, ...]
     engines: tuple[tuple[Slot, ...], ...]
-    critics: tuple[Slot, ...] = ()
     groups: Mapping[str, tuple[tuple[Slot, ...], ...]] = field(default_factory=dict)
 
     def of_group(self, name: str) -> Placement:
@@ -81,11 +79,6 @@ class Placement:
     def all_engines(self) -> tuple[tuple[Slot, ...], ...]:
         """The engines of all groups, the policy's first."""
         return (*self.engines, *itertools.chain.from_iterable(self.groups.values()))
-
-    @property
-    def ranks(self) -> tuple[Slot, ...]:
-        """All ranks that train: those of the policy, then those of a critic."""
-        return (*self.actors, *self.critics)
 
     @property
     def ranks_of_engines(self) -> tuple[tuple[int, ...], ...]:
@@ -104,7 +97,6 @@ class Ports:
     engine_groups: tuple[int, ...]  # rendezvous of each engine; derived ports follow
     actor_group: int  # rendezvous of the trainer ranks
     sync_groups: tuple[int, ...]  # rendezvous of each pipeline stage with the engines
-    critic_group: int = 0  # rendezvous of a critic's own ranks
     groups: Mapping[str, Ports] = field(default_factory=dict)  # of [engines.NAME], without trainer
 
     def of_group(self, name: str) -> Ports:
@@ -132,17 +124,12 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
             )
         )
     actors = _ranks_on(able, offers, free, per_node)
-    critics: tuple[Slot, ...] = ()
-    if config.critic_shares_gpus:
-        critics = tuple(replace(slot, shared_with=(rank,)) for rank, slot in enumerate(actors))
-    elif config.has_own_critic:
-        critics = _critics(offers, free, config)
     groups = _engines(offers, free, config, beside=counted(len(actors), "trainer rank"))
     engines = tuple(groups.pop(POLICY, ()))
     if config.cluster.colocate:
         engines = tuple(_beside(actors, config.cluster.rollout_num_gpus_per_engine))
     of_groups = {name: tuple(groups.get(name, ())) for name in config.engines.started}
-    return Placement(actors, engines, critics, of_groups)
+    return Placement(actors, engines, of_groups)
 
 
 def _engines(
@@ -166,17 +153,6 @@ def _engines(
     return placed
 
 
-def _critics(offers: Sequence[Offer], free: list[int], config: Config) -> tuple[Slot, ...]:
-    """Place the critic's own ranks and subtract their GPUs from ``free``."""
-    per_node = critic_ranks(config).cluster.actor_num_gpus_per_node
-    chosen = critic_nodes(free, config)
-    if chosen is None:
-        nodes, gpus = counted(config.critic_num_nodes, "node"), counted(per_node, "GPU")
-        wanted = f"{nodes} with {gpus} for the critic beside the trainer"
-        raise PlacementError(_missing(wanted, offers))
-    return _ranks_on(chosen, offers, free, per_node)
-
-
 def _ranks_on(
     chosen: Sequence[int], offers: Sequence[Offer], free: list[int], per_node: int
 ) -> tuple[Slot, ...]:
@@ -194,7 +170,7 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
     Raises PlacementError when the other node has fewer GPUs than the slots need.
     """
     parts = [part for engine in placement.all_engines for part in engine]
-    moving = [slot for slot in (*placement.ranks, *parts) if slot.ip == lost_ip]
+    moving = [slot for slot in (*placement.actors, *parts) if slot.ip == lost_ip]
     needed = sum(slot.num_gpus for slot in moving if not slot.shared_with)
     if needed > offer.num_gpus:
         raise PlacementError(
@@ -211,7 +187,6 @@ def replaced(placement: Placement, lost_ip: str, offer: Offer) -> Placement:
     return Placement(
         moved(placement.actors),
         tuple(map(moved, placement.engines)),
-        moved(placement.critics),
         {name: tuple(map(moved, engines)) for name, engines in placement.groups.items()},
     )
 
@@ -260,7 +235,6 @@ def service_ports(
     engines: Sequence[Sequence[Slot]],
     num_stages: int,
     over_tcp: bool = False,
-    has_critics: bool = False,
     groups: Mapping[str, Sequence[Sequence[Slot]]] | None = None,
 ) -> Ports:
     """Assign ports from the block ``[base, base + count)``; ``over_tcp``: add SGLang's TCP ports.
@@ -274,7 +248,7 @@ def service_ports(
     groups = groups or {}
     places = _places_on_nodes([*engines, *itertools.chain.from_iterable(groups.values())])
     num_places = max(places, default=-1) + 1
-    needed = an_engine * num_places + SHARED_PORTS + num_stages + has_critics
+    needed = an_engine * num_places + SHARED_PORTS + num_stages
     if needed > count:
         raise PlacementError(
             f"{num_places} engines on one node and {num_stages} pipeline stages need {needed} ports, the job's block "
@@ -293,7 +267,6 @@ def service_ports(
         groups=of_groups,
         actor_group=shared,
         sync_groups=tuple(range(shared + SHARED_PORTS, shared + SHARED_PORTS + num_stages)),
-        critic_group=shared + SHARED_PORTS + num_stages if has_critics else 0,
     )
 
 
@@ -313,7 +286,6 @@ def ports_of_run(config: Config, placement: Placement, *, base: int, count: int)
             group.sglang.shares_attention
             for group in (config, *(group_config(config, name) for name in config.engines.started))
         ),
-        has_critics=config.has_own_critic,
         groups=placement.groups,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +25,10 @@ from rlpost.driver.hf_export import HuggingFaceExport
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.loop import Rollouts, Stages
 from rlpost.driver.observation import Observation
-from rlpost.driver.offload import SAVED, CriticOffload
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.startup import Startup
-from rlpost.driver.worker_groups import TrainingRanks
+from rlpost.driver.worker_groups import ActorGroup
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, Fenced
@@ -86,7 +85,7 @@ class RunStages(Stages):
         self.versions = policy_versions(config, start=0, kept=None)
         """Versions of the policy in this attempt; those of the ranks, once a trainer has started."""
         self.closing = AsyncExitStack()
-        self.ranks: TrainingRanks
+        self.ranks: ActorGroup
         """The ranks that train; a mode that trains creates them."""
         attempt = Path(cluster.attempt_dir).name
         self._hf_export = HuggingFaceExport(
@@ -132,14 +131,13 @@ class RunStages(Stages):
     async def create_ranks(self, placement: Placement) -> None:
         """Create the worker of each rank that trains."""
         self.ranks = await self.startup.workers(placement)
-        self.observation.critics = self.ranks.critics
 
     async def start_trainer(
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
         self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
-        start, kept = await self.ranks.actors.versions()
+        start, kept = await self.ranks.versions()
         self.versions = policy_versions(self.config, start=start, kept=kept)
 
     async def save_ranks(
@@ -154,24 +152,16 @@ class RunStages(Stages):
         ``at_rest`` keeps weights and optimizer on the trainer's devices.
         """
         in_background = self.config.checkpoint.async_save and not wait
-        actors, critics = self.ranks.actors, self.ranks.critics
 
         async def write(folder: Path) -> None:
             self.stop.saves.begin()
-            await actors.save(folder, state.step, in_background=in_background)
-            if critics is not None:
-                async with self._critic_onloaded():
-                    await critics.save(folder, state.step, in_background=in_background)
-
-        async def are_done() -> list[bool]:
-            of_critics = [] if critics is None else await critics.save_is_done()
-            return [*await actors.save_is_done(), *of_critics]
+            await self.ranks.save(folder, state.step, in_background=in_background)
 
         async with at_rest:
             try:
                 if in_background:
                     begun = await self.checkpoints.start(
-                        state, write, partial(wait_until_written, are_done)
+                        state, write, partial(wait_until_written, self.ranks.save_is_done)
                     )
                 else:
                     begun = await self.checkpoints.commit(state, write)
@@ -204,27 +194,9 @@ class RunStages(Stages):
 
     async def _export(self, folder: str) -> None:
         """Write policy and, in a subfolder, critic."""
-        actors, critics = self.ranks.actors, self.ranks.critics
-        await actors.export(folder)
-        of_critic = f"{folder}/critic"
-        if critics is not None:
-            async with self._critic_onloaded():
-                await critics.export_critic(of_critic)
-        elif self.config.use_critic:
-            await actors.export_critic(of_critic)
-
-    @property
-    def critic_offload(self) -> CriticOffload | None:
-        """Moves policy and critic that share GPUs; None if there is none."""
-        actors, critics = self.ranks.actors, self.ranks.critics
-        if critics is None or not self.config.offloads_critic:
-            return None
-        return CriticOffload(actors, critics)
-
-    def _critic_onloaded(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a critic on the policy's GPUs has onloaded the SAVED parts."""
-        offload = self.critic_offload
-        return nullcontext() if offload is None else offload.critic_onloaded(*SAVED)
+        await self.ranks.export(folder)
+        if self.config.use_critic:
+            await self.ranks.export_critic(f"{folder}/critic")
 
     async def measure(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return metrics of throughput, weight sync, checkpoints and memory."""

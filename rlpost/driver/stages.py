@@ -66,8 +66,8 @@ class ClusterStages(RunStages):
         self.closing.callback(self._fleet.close)
         self.create_groups(placement, ports)
         await startup.within_deadline(self.create_ranks(placement))
-        self._actors = self.ranks.actors
-        self._offload = Offload(config, self._actors, self._fleet, critics=self.ranks.critics)
+        self._actors = self.ranks
+        self._offload = Offload(config, self._actors, self._fleet)
         # Other groups may load for many minutes on nodes of their own.
         await asyncio.gather(
             self._start_policy(placement, ports, checkpoint),

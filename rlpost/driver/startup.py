@@ -18,18 +18,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.cluster import Cluster, Node
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.tree import Config
 from rlpost.driver.calls import Calls, EndWhenHanging
-from rlpost.driver.critic_training import CriticGroup
 from rlpost.driver.hang_report import HangReport
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
-from rlpost.driver.offload import CriticOffload
 from rlpost.driver.placement import Placement, Ports, Slot, order_by_gpu, place, ports_of_run
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.role_environment import trainer_environment
 from rlpost.driver.training import Training
-from rlpost.driver.worker_groups import ActorGroup, TrainingRanks
+from rlpost.driver.worker_groups import ActorGroup
 from rlpost.driver.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
@@ -91,33 +88,13 @@ class Startup:
 
     async def workers(
         self, placement: Placement, standbys: Mapping[int, StandbyWorker] | None = None
-    ) -> TrainingRanks:
+    ) -> ActorGroup:
         """Create the worker of each rank that trains; it imports Megatron while others start.
 
-        ``standbys`` are used for their ranks of the policy instead of new workers.
+        ``standbys`` are used for their ranks instead of new workers.
         """
         make = partial(make_actor, self._config)
         workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
-        actors = ActorGroup(workers)
-        if not placement.critics:
-            return TrainingRanks(actors)
-        gpus = [""] * len(placement.critics)
-        if self._config.critic_shares_gpus:
-            gpus = await actors.visible_gpus()
-        return TrainingRanks(actors, self._critic_workers(placement, gpus))
-
-    def _critic_workers(self, placement: Placement, gpus: Sequence[str]) -> ActorGroup:
-        """Create the worker of each rank of a critic that has its own.
-
-        ``gpus``: CUDA_VISIBLE_DEVICES of each rank; empty: Ray sets it.
-        """
-        make = partial(make_critic, critic_ranks(self._config))
-        first = len(placement.actors)
-
-        def died(why: str, ranks: Sequence[int]) -> TrainerDied:
-            return TrainerDied(why, [first + rank for rank in ranks])
-
-        workers = self._ranks("critic", make, placement.critics, gpus=gpus, died=died)
         return ActorGroup(workers)
 
     def standby_workers(self, placement: Placement, gpus: Sequence[str]) -> WorkerGroup:
@@ -155,32 +132,23 @@ class Startup:
         own = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         return trainer_environment(self._config, os.environ) | own
 
-    def _calls(self, ranks: ActorGroup, role: str = "trainer") -> Calls:
+    def _calls(self, ranks: ActorGroup) -> Calls:
         cluster, stop = self._config.cluster, self._stop
         if cluster.hang_factor is None:
             return Calls(ranks, stop)
         rule = OverdueRule(cluster.hang_factor, cluster.hang_min_s)
-        report = HangReport(Path(self._cluster.attempt_dir), hosts=self._hosts, role=role)
+        report = HangReport(Path(self._cluster.attempt_dir), hosts=self._hosts)
         return Calls(ranks, stop, EndWhenHanging(ranks, rule, report, is_stopping=stop.requested))
 
     async def trainer(
-        self, ranks: TrainingRanks, placement: Placement, ports: Ports, checkpoint: Path | None
+        self, actors: ActorGroup, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> Training:
-        """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
-
-        A critic that shares the policy's GPUs is set up first, and offloaded.
-        """
-        actors, critics, of_critics = ranks.actors, ranks.critics, None
-        if critics is not None:
-            own = await _set_up(critics, placement.critics, ports.critic_group)
-            await _fill(critics, checkpoint)
-            offload = None
-            if self._config.offloads_critic:
-                offload = CriticOffload(actors, critics)
-                await offload.offload_critic()
-            of_critics = CriticGroup(critics, own, self._calls(critics, "critic"), offload)
+        """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights."""
         data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
-        await _fill(actors, checkpoint)
+        if checkpoint is None:
+            await actors.import_weights()
+        else:
+            await actors.load(checkpoint)
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         return Training(
             self._config,
@@ -191,16 +159,7 @@ class Startup:
             break_even=self._break_even,
             hosts=[self._hosts.get(slot.ip, slot.ip) for slot in placement.actors],
             record=self._record,
-            critics=of_critics,
         )
-
-
-async def _fill(group: ActorGroup, checkpoint: Path | None) -> None:
-    """Load ``checkpoint`` or, without one, the initial weights."""
-    if checkpoint is None:
-        await group.import_weights()
-    else:
-        await group.load(checkpoint)
 
 
 async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[int]:
@@ -213,14 +172,6 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     await ranks.reorder(order_by_gpu(slots, positions))
     await ranks.setup(slots[0].ip, port)
     return await ranks.data_parallel_ranks()
-
-
-def make_critic(config: Config) -> object:
-    """Return a rank of the critic, in the process of a worker."""
-    with _hidden("wandb"):
-        from rlpost.trainer.critic_rank import CriticRank  # late, as in ``make_actor``
-
-    return CriticRank(config)
 
 
 def make_actor(config: Config) -> object:

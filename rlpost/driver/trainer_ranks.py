@@ -16,7 +16,7 @@ from rlpost.driver.standby import Standby
 from rlpost.driver.startup import Startup
 from rlpost.driver.training import Training
 from rlpost.driver.weight_coordinator import WeightCoordinator
-from rlpost.driver.worker_groups import TrainingRanks
+from rlpost.driver.worker_groups import ActorGroup
 
 
 class TrainerRanks:
@@ -26,7 +26,7 @@ class TrainerRanks:
         self,
         startup: Startup,
         ports: Ports,
-        group: TrainingRanks,
+        group: ActorGroup,
         *,
         offload: Offload,
         weights: WeightCoordinator,
@@ -52,7 +52,7 @@ class TrainerRanks:
         await self._engine_health.leave_lost()
         await self._offload.free_gpus()
 
-    async def create(self, placement: Placement) -> TrainingRanks:
+    async def create(self, placement: Placement) -> ActorGroup:
         """Create a process for each rank, or use its standby."""
         await self._engine_health.begin_lost(placement)
         return await self._startup.workers(placement, await self._standby.take(placement))
@@ -63,10 +63,9 @@ class TrainerRanks:
 
     async def note_gpus(self) -> None:
         """Remember the GPUs of ranks that have started."""
-        actors = self._group.actors
-        gpus = await actors.visible_gpus()
+        gpus = await self._group.visible_gpus()
         self._offload.ranks_see(gpus)
-        have_gpus = await actors.have_gpus()
+        have_gpus = await self._group.have_gpus()
         self._gpus = [gpu if has else "" for gpu, has in zip(gpus, have_gpus, strict=True)]
 
     def stand_by(self, placement: Placement) -> None:

@@ -44,7 +44,7 @@ from rlpost.driver.placement import Placement
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.trainer_ranks import TrainerRanks
 from rlpost.driver.training import Training
-from rlpost.driver.worker_groups import TrainingRanks
+from rlpost.driver.worker_groups import ActorGroup
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.state import RunState
 from rlpost.durable.trained_batches import TrainedBatches
@@ -83,7 +83,7 @@ class TrainerRecovery:
     def __init__(
         self,
         config: Config,
-        group: TrainingRanks,
+        group: ActorGroup,
         ranks: TrainerRanks,
         *,
         placement: Placement,
@@ -231,8 +231,8 @@ class TrainerRecovery:
         )
         self._record(
             "recovered",
-            role=death.role,
-            ranks=[rank - self._first(death.role) for rank in death.ranks],
+            role="trainer",
+            ranks=list(death.ranks),
             cause=death.headline,
             phase=phase,
             step=self._step,
@@ -320,11 +320,10 @@ class TrainerRecovery:
     async def _death(self, error: RlpostError) -> Death | None:
         """Return which ranks died, if that is why an operation failed with ``error``."""
         if isinstance(error, Hang):
-            role = str(error.details.get("role", "trainer"))
-            ranks = tuple(self._first(role) + rank for rank in error.details.get("ranks", ()))
-            return Death(role, ranks, str(error), dict(error.details))
+            ranks = tuple(error.details.get("ranks", ()))
+            return Death(ranks, str(error), dict(error.details))
         if isinstance(error, TrainerDied):
-            return self._blame(error.ranks, str(error))
+            return Death(tuple(error.ranks), str(error))
         is_broken = isinstance(error, WorkerFailed) and lost_peer_or_device(str(error))
         end = time.monotonic() + (NAMED_S if is_broken else 0.0)
         while True:
@@ -334,19 +333,11 @@ class TrainerRecovery:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(POLL_S)
-        return self._blame((), str(error)) if is_broken else None
+        return Death((), str(error)) if is_broken else None
 
     def _death_of(self, dead: Sequence[int], more: str = "") -> Death:
         names = ", ".join(self._group.names[rank] for rank in dead)
-        return self._blame(dead, f"{names} died{more}")
-
-    def _blame(self, ranks: Sequence[int], cause: str) -> Death:
-        of_critic = bool(ranks) and min(ranks) >= self._first("critic")
-        return Death("critic" if of_critic else "trainer", tuple(ranks), cause)
-
-    def _first(self, role: str) -> int:
-        """Return the number of the first rank of a role."""
-        return len(self._placement.actors) if role == "critic" else 0
+        return Death(tuple(dead), f"{names} died{more}")
 
 
 class _Refused(RlpostError):

@@ -24,7 +24,6 @@ from rlpost.algorithm.shaping import shaped
 from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import DoubleColumn, FloatColumn
 from rlpost.compat.slime.filters import reward_post_process
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.tree import Config
 from rlpost.driver import distillation
@@ -39,7 +38,7 @@ from rlpost.driver.batches import (
     shaping_of,
 )
 from rlpost.driver.calls import Calls
-from rlpost.driver.critic_training import CriticBatches, CriticGroup, CriticTraining
+from rlpost.driver.critic_training import CriticBatches, CriticTraining
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredLogprobs
 from rlpost.driver.workers import Stored
@@ -68,7 +67,6 @@ class Training:
         break_even: float,
         hosts: Sequence[str] | None = None,
         record: RecordEvent = not_recorded,
-        critics: CriticGroup | None = None,
     ) -> None:
         """
         Args:
@@ -77,7 +75,6 @@ class Training:
             is_fresh: the weights are those of --hf-checkpoint.
             break_even: see ``batches.model_break_even``.
             hosts: the host of each actor. Default: one host.
-            critics: the ranks of a critic that has its own.
         """
         self._config = config
         self._actors = actors
@@ -91,11 +88,8 @@ class Training:
         self._post_process = reward_post_process(config)
         self._grpo = config.grpo
         self._critic = None
-        if critics is not None:
-            self._critic = CriticTraining(critic_ranks(config), critics)
-        elif config.use_critic:
-            beside = CriticGroup(actors, data_ranks, calls, is_own=False)
-            self._critic = CriticTraining(config, beside)
+        if config.use_critic:
+            self._critic = CriticTraining(config.grpo, actors, data_ranks, calls)
 
     async def train(
         self, groups: Sequence[SampleGroup], rollout: int, versions: PolicyVersions
@@ -138,16 +132,13 @@ class Training:
         distances: dict[int, DoubleColumn] = {}
         if trains_distilled:  # before the critic changes, while a stop may still interrupt
             for number, step in enumerate(steps):
-                distances |= await self._distances(step, batches[number], old[number])
+                distances |= await self._distances(step, old[number])
             metrics |= await asyncio.to_thread(
                 distillation.reverse_kl, distances, num_tokens(steps)
             )
         estimated: Sequence[Sequence[Advantage]] | None = None
         if self._critic is not None:
-            of_critic = await self._critic.batches(
-                CriticBatches(steps, batches), partial(self._deal, groups)
-            )
-            estimates = await self._critic.train(groups, of_critic, penalties)
+            estimates = await self._critic.train(groups, CriticBatches(steps, batches), penalties)
             metrics |= estimates.metrics
             estimated = estimates.advantages
         elif penalties is not None or trains_distilled:
@@ -238,20 +229,14 @@ class Training:
             if warning is not None:
                 logger.warning("%s", warning)
 
-    async def _distances(
-        self, step: DealtStep, batches: StoredBatches, old: StoredLogprobs
-    ) -> dict[int, DoubleColumn]:
+    async def _distances(self, step: DealtStep, old: StoredLogprobs) -> dict[int, DoubleColumn]:
         """Return divergences from the teacher of response tokens, by position of their sample."""
-        teacher: StoredLogprobs = self._nothing
-        if self._config.distillation.opd_type == "megatron":
-            teacher = await self._pass(self._actors.compute_teacher_logprobs, batches)
         own = old if distillation.needs_policy_logprobs(self._config) else self._nothing
         of_ranks = []
         for data_rank, batch in enumerate(step.batches):
             ours = await self._of_rank(own, data_rank)
-            theirs = await self._of_rank(teacher, data_rank)
             of_ranks.append(
-                await asyncio.to_thread(distillation.rank_distances, batch.samples, ours, theirs)
+                await asyncio.to_thread(distillation.rank_distances, batch.samples, ours)
             )
         return by_position(step, of_ranks)
 

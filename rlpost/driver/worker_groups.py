@@ -7,7 +7,6 @@ each name and its number of arguments against the remote class.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -36,9 +35,7 @@ BroadcastPlace = tuple[str, int, int, str]
 
 
 class ActorGroup:
-    """The ranks of the policy, or of a critic that has its own, in order.
-
-    Each runs a ``rlpost.trainer.actor.Actor`` or a ``rlpost.trainer.critic_rank.CriticRank``.
+    """The ranks that train, in order; each runs a ``rlpost.trainer.actor.Actor``.
 
     ``save_is_done``, ``memory_use``, ``positions``,
     ``write_flight_records``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently with
@@ -63,6 +60,26 @@ class ActorGroup:
     async def reorder(self, order: Sequence[int]) -> None:
         """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
         await self.workers.reorder(order)
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    async def dead(self, within_s: float) -> list[int]:
+        """Return the ranks whose process has ended."""
+        return await self.workers.dead(within_s)
+
+    async def processes(self) -> list[tuple[str, ProcessId]]:
+        """Return Ray's id of the node and the process of each rank."""
+        return await self.workers.processes()
+
+    async def kill(self) -> None:
+        """Kill the processes of all ranks."""
+        await self.workers.kill()
+
+    async def until_ended(
+        self, earlier: Sequence[tuple[str, ProcessId]], *, within_s: float
+    ) -> list[str]:
+        """Wait for the end of earlier processes on the nodes of these ranks; return those left."""
+        return await self.workers.until_ended(earlier, within_s=within_s)
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -137,10 +154,6 @@ class ActorGroup:
     async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
         """Like ``compute_logprobs``, under the reference weights."""
         return await self._compute("compute_ref_logprobs", batches)
-
-    async def compute_teacher_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Like ``compute_logprobs``, under the teacher of --opd-teacher-load."""
-        return await self._compute("compute_teacher_logprobs", batches)
 
     async def compute_values(self, batches: StoredBatches) -> StoredValues:
         """Compute the critic's value before each response token."""
@@ -302,54 +315,6 @@ class ActorGroup:
     async def spans(self, since: float) -> list[ProcessSpans]:
         """Return the spans of each rank after ``since`` on this process's clock."""
         return await self.workers.spans(since)
-
-
-class TrainingRanks:
-    """All ranks that train; a critic's own ranks are numbered after those of the policy."""
-
-    def __init__(self, actors: ActorGroup, critics: ActorGroup | None = None) -> None:
-        self.actors, self.critics = actors, critics
-
-    @property
-    def _groups(self) -> list[ActorGroup]:
-        return [self.actors] if self.critics is None else [self.actors, self.critics]
-
-    @property
-    def names(self) -> list[str]:
-        """The name of each rank with the address of its node."""
-        return [name for group in self._groups for name in group.names]
-
-    def replace(self, fresh: TrainingRanks) -> None:
-        """Use the workers of ``fresh`` from now on: calls through both groups reach them."""
-        for group, other in zip(self._groups, fresh._groups, strict=True):
-            group.replace(other)
-
-    async def dead(self, within_s: float) -> list[int]:
-        """Return the ranks whose process has ended."""
-        found = await asyncio.gather(*(group.workers.dead(within_s) for group in self._groups))
-        first = [0, len(self.actors)]
-        return [start + rank for start, ranks in zip(first, found, strict=False) for rank in ranks]
-
-    async def processes(self) -> list[tuple[str, ProcessId]]:
-        """Return Ray's id of the node and the process of each rank."""
-        return [one for group in self._groups for one in await group.workers.processes()]
-
-    async def kill(self) -> None:
-        """Kill the processes of all ranks."""
-        for group in self._groups:
-            await group.workers.kill()
-
-    async def until_ended(
-        self, earlier: Sequence[tuple[str, ProcessId]], *, within_s: float
-    ) -> list[str]:
-        """Wait for the end of earlier processes on the nodes of these ranks; return those left."""
-        waiting = (group.workers.until_ended(earlier, within_s=within_s) for group in self._groups)
-        return sorted({name for left in await asyncio.gather(*waiting) for name in left})
-
-    async def positions(self, within_s: float) -> list[Position | None]:
-        """Return where each rank is; None for a rank that does not answer."""
-        found = await asyncio.gather(*(group.positions(within_s) for group in self._groups))
-        return [position for positions in found for position in positions]
 
 
 class EngineWorkers:

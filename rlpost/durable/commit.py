@@ -48,7 +48,9 @@ LATEST = "latest"
 OWNER = "OWNER"
 WRITING, REPLACED, DELETING = ".writing-", ".replaced-", ".deleting-"
 NUM_HASH_THREADS = 8
-_NAME = re.compile(r"(?:\.replaced-)?iter_(\d{7,})")
+PREFIX = "iter_"
+"""Begins the name of a checkpoint's folder."""
+_NAME = re.compile(rf"(?:{re.escape(REPLACED)})?{PREFIX}(\d{{7,}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Search:
 
 def checkpoint_name(step: int) -> str:
     """Folder name of a step: iter_0000020."""
-    return f"iter_{step:07d}"
+    return f"{PREFIX}{step:07d}"
 
 
 def step_of(path: Path) -> int:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from rlpost.config.critic_ranks import LAYOUT
 from rlpost.config.masking import mask
 from rlpost.config.tree import Config
 
@@ -69,7 +68,7 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
                 "guard_grad_norm_factor"
             ),
         ),
-        "critic": Rule("trained", neither=frozenset({"critic_own_gpus", *LAYOUT})),
+        "critic": Rule("trained"),
         "optimizer": Rule(
             "trained",
             neither=_keys(

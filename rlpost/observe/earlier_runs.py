@@ -7,11 +7,11 @@ command.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
 from common.run_folder import RunFolder
+from rlpost.config.load import read_dump
 from rlpost.config.plan.save_interval import StepTimes
 from rlpost.config.tree import Config
 from rlpost.observe.writer import read_metrics
@@ -45,7 +45,7 @@ def _changed_at(path: Path) -> float:
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
-    earlier = Config.model_validate(json.loads(run.run_json.read_text()))
+    earlier, _ = read_dump(run.run_json.read_text())
     if _size(earlier) != _size(config):
         return None
     lines = read_metrics(run.metrics)
@@ -66,7 +66,7 @@ def _size(config: Config) -> tuple[object, ...]:
     """Settings that determine the times of a step, besides the lengths of its answers."""
     checkpoint = config.checkpoint
     return (
-        config.num_training_gpus,
+        config.actor_world_size,
         config.rollout_num_gpus,
         config.samples_per_rollout,
         Path(checkpoint.hf_checkpoint).name,

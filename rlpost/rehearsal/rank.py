@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
-from rlpost.config.critic_ranks import of_critic
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.models import names
@@ -25,6 +24,7 @@ from rlpost.rehearsal.coverage import EMBEDDING
 from rlpost.rehearsal.meta import as_rank, building
 from rlpost.rehearsal.rank_facts import CheckpointPart, Memory, RankFacts, UpdateRole, Weight
 from rlpost.trainer import muon, optimizer, parallel
+from rlpost.trainer.critic import of_critic
 from rlpost.trainer.lora.adapters import adapted_layers
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription
@@ -62,7 +62,7 @@ def rehearse_rank(
             chunks = build_model(description, config)
         inventory = inventory_of(chunks, description, gather=_own_stage_alone)
         policy = _facts(rank, chunks, inventory, config)
-        if not config.critic_shares_ranks:
+        if not config.use_critic:
             return policy
         critic = of_critic(config)
         with building():

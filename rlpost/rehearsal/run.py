@@ -71,11 +71,7 @@ def rehearse_run(
     description, world = description_of(config), config.actor_world_size
     file_config = description.file_config or description.hf_config
     expected = expected_of(config, file_config, description.family)
-    policy = (
-        published(file_config, description.family)
-        if config.critic_shares_ranks
-        else expected.published
-    )
+    policy = published(file_config, description.family) if config.use_critic else expected.published
     step = planned_step(config, expected.shape, limit=options.micro_batches)
     say(f"building {counted(world, 'rank')}")
     facts = {

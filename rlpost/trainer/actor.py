@@ -39,7 +39,7 @@ from rlpost.trainer import (
 )
 from rlpost.trainer.critic import Critic
 from rlpost.trainer.kept_weights import ReferenceWeights
-from rlpost.trainer.logprobs import TeacherScores, scores_of_server
+from rlpost.trainer.logprobs import scores_of_server
 from rlpost.trainer.lora.adapters import Adapters, checkpoint_settings
 from rlpost.trainer.memory import DeviceMemory, wait_until_free
 from rlpost.trainer.model import build_model, inventory_of
@@ -51,8 +51,6 @@ from rlpost.trainer.passes import Logprobs, Passes
 from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
-from rlpost.trainer.teacher import Teacher
-from rlpost.trainer.teacher_description import teacher_description
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.trainer_side import Broadcast, Buckets, Sharing
@@ -65,14 +63,11 @@ class Actor(Rank):
     saves: Saves
 
     def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
-        """Read the architectures of policy and teacher; see ``Rank``."""
+        """Read the architecture of the policy; see ``Rank``."""
         super().__init__(config, description)
         self._reference: ReferenceWeights | Adapters | None = None
         self._adapters: Adapters | None = None
-        self._teacher: Teacher | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
-        if config.distillation.teacher_in_trainer:
-            teacher_description(config)
 
     def build(self) -> None:
         """Build model and optimizer of this rank; needs the process groups."""
@@ -96,7 +91,7 @@ class Actor(Rank):
         self.inventory = inventory_of(self.chunks, self.description)
         if config.optimizer.optimizer == "muon":
             muon.install(self.optimizer, self.inventory, config)
-        if config.critic_shares_ranks:
+        if config.use_critic:
             layout, points = self.row_layout, self.stop_points
             self.critic = Critic(config, self.description, row_layout=layout, stop_points=points)
         if config.lora.lora_rank is not None:
@@ -108,10 +103,6 @@ class Actor(Rank):
         self.old_policy = OldPolicy(
             config, self.inventory, prepare=self._settle_weights, reference=self._reference
         )
-        if config.distillation.teacher_in_trainer:
-            self._teacher = Teacher(
-                config, row_layout=self.row_layout, stop_points=self.stop_points
-            )
         self.exporter = Exporter(self.inventory)
         self.buckets = Buckets(
             self.exporter,
@@ -207,7 +198,10 @@ class Actor(Rank):
         if advantages is not None:
             batch = batch.with_advantages(advantages)
         ref_logprobs = self.compute_ref_logprobs(batch) if self.config.grpo.use_kl_loss else None
-        teacher = self._teacher_scores(batch) if self.config.distillation.distils_in_loss else None
+        teacher = None
+        if self.config.distillation.distils_in_loss:
+            top_k, vocab_size = self.config.distillation.opd_top_k, self.description.dims.vocab_size
+            teacher = scores_of_server(batch, top_k=top_k, vocab_size=vocab_size)
         if self.config.grpo.enable_mtp_training:  # it reads the embedding before the forward pass
             self._finish_param_sync()
         gradients = partial(self.passes.gradients, batch, old_logprobs, ref_logprobs, teacher)
@@ -247,11 +241,6 @@ class Actor(Rank):
         self._settle_weights()
         with self._reference.swapped_in():
             return self.passes.logprobs(batch, records_routes=False)
-
-    def compute_teacher_logprobs(self, batch: TrainBatch) -> Logprobs:
-        """As ``compute_logprobs``, under the teacher of --opd-teacher-load."""
-        assert self._teacher is not None, "the settings have no teacher in the trainer"
-        return self._teacher.logprobs(batch)
 
     def save(self, folder: str | Path, step: int, *, in_background: bool = False) -> None:
         """Write model, optimizer (not with ``no_save_optim``) and ``step`` into ``folder``.
@@ -360,15 +349,6 @@ class Actor(Rank):
             import_weights(self.inventory, HuggingFaceFolder(folder))
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
-
-    def _teacher_scores(self, batch: TrainBatch) -> TeacherScores:
-        """Return the teacher's scores for the loss: of the trainer, or from a server's columns."""
-        top_k, vocab_size = self.config.distillation.opd_top_k, self.description.dims.vocab_size
-        if self._teacher is None:
-            return scores_of_server(batch, top_k=top_k, vocab_size=vocab_size)
-        if top_k is None:
-            return TeacherScores(logprobs=self.compute_teacher_logprobs(batch))
-        return TeacherScores(top=self._teacher.top_tokens(batch, count=top_k, limit=vocab_size))
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.config.grpo.enable_mtp_training:

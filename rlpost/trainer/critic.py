@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.partition import partition
 from rlpost.columns import FloatColumn
-from rlpost.config.critic_ranks import of_critic
 from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
 from rlpost.errors import CheckpointError
 from rlpost.trainer import device, megatron_checkpoint, optimizer, step
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
@@ -248,3 +248,23 @@ class Critic:
 def _response_values(output_1T1: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:
     """[1, T, 1] -> [R]: the value of the row that predicts each response token."""
     return output_1T1[0, packed.response_index, 0]
+
+
+def of_critic(config: Config) -> Config:
+    """Return the settings of the critic's model; ``config`` are those of the policy.
+
+    It has a separate learning rate and separate initial weights, but neither routing replay nor a
+    layer for multi-token prediction.
+    """
+    critic = config.critic
+    return with_values(
+        config,
+        ref_load=critic.critic_load or config.checkpoint.ref_load,
+        lr=config.optimizer.lr if critic.critic_lr is None else critic.critic_lr,
+        lr_warmup_iters=critic.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
+        lr_warmup_init=0.0,
+        enable_mtp_training=False,
+        use_rollout_routing_replay=False,
+        use_routing_replay=False,
+    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -26,7 +26,6 @@ from rlpost.columns import FloatColumn, IntColumn
 from rlpost.errors import DataError
 from rlpost.trainer import device, parallel
 from rlpost.trainer.packing import PackedMicroBatch, held_values, joined_columns
-from rlpost.trainer.weights.inventory import all_gather
 from rlpost.types import TrainBatch, TrainSample
 
 
@@ -83,47 +82,6 @@ def response_logprobs(
     """
     logprobs_RN, entropy_R = _VocabParallel.apply(logits_TV, rows, with_entropy)
     return logprobs_RN.reshape(rows.targets_R.shape), entropy_R
-
-
-@torch.no_grad()
-def top_logprobs(
-    logits_TV: torch.Tensor, rows: LogitRows, count: int, *, limit: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``count`` most likely tokens at ``rows`` and their log-probs, by falling log-prob.
-
-    Args:
-        logits_TV: of this rank's part of the vocabulary.
-        rows: without masks; their targets are not used.
-        count: at most ``limit``.
-        limit: only ids below it are returned; log-probs are over the whole vocabulary.
-
-    Returns:
-        Two tensors [R, count]: ids int64, log-probs float32.
-    """
-    group, width = parallel.tensor_parallel_group(), logits_TV.size(1)
-    below = min(rows.num_valid, max(0, limit - group.rank() * width))
-    of_ids = replace(rows, num_valid=below)
-    chunk_tops = [_chunk_top(logits_TV, of_ids, part, count) for part in _parts(rows)]
-    values, columns = (torch.cat(parts) for parts in zip(*chunk_tops, strict=True))
-    ids = columns + group.rank() * width
-    if group.size() > 1:
-        values, ids = (torch.cat(all_gather(each, group), dim=1) for each in (values, ids))
-    values, order = values.topk(count, dim=1)
-    ids = ids.gather(1, order)
-    log_sums = [_chunk_forward(logits_TV, rows, part, False)[0] for part in _parts(rows)]
-    return ids, values - torch.cat(log_sums)[:, None]
-
-
-def _chunk_top(
-    logits_TV: torch.Tensor, rows: LogitRows, part: slice, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's largest scaled logits and their columns: [r, count], -inf beyond them."""
-    values, columns = _scaled(logits_TV, rows, part).topk(min(count, rows.num_valid), dim=1)
-    missing = (0, count - values.size(1))
-    return (
-        torch.nn.functional.pad(values, missing, value=-torch.inf),
-        torch.nn.functional.pad(columns, missing),
-    )
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -308,10 +266,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Scores of a teacher for the loss: by micro-batch and sample, log-probs or its top tokens.
-
-    Empty on all pipeline stages but the last.
-    """
+    """Scores of a teacher for the loss: by micro-batch and sample, log-probs or its top tokens."""
 
     logprobs: Sequence[Sequence[FloatColumn]] = ()
     top: Sequence[Sequence[TopTokens]] = ()
@@ -386,15 +341,3 @@ def _top(sample: TrainSample, top_k: int, vocab_size: int) -> TopTokens:
             "tokens; distillation needs a teacher with the same vocabulary"
         )
     return TopTokens(ids, logprobs)
-
-
-def unpack_top(
-    ids_RK: torch.Tensor, logprobs_RK: torch.Tensor, packed: PackedMicroBatch
-) -> list[TopTokens]:
-    """Split ids and log-probs [R, k] of all response tokens by sample, in order."""
-    ids = ids_RK.to(device="cpu", dtype=torch.int32).split(packed.response_lengths)
-    logprobs = logprobs_RK.float().cpu().split(packed.response_lengths)
-    return [
-        TopTokens(IntColumn(one.flatten().numpy()), FloatColumn(other.flatten().numpy()))
-        for one, other in zip(ids, logprobs, strict=True)
-    ]

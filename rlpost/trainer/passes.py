@@ -10,8 +10,7 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from rlpost.algorithm.objective import Stats
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.trainer import device, parallel, step
-from rlpost.trainer.logprobs import TeacherScores, TopTokens, held_scores, unpack_top
+from rlpost.trainer.logprobs import TeacherScores, held_scores
 from rlpost.trainer.mtp import LossOf, MtpTraining, shifted
 from rlpost.trainer.packing import (
     PackedMicroBatch,
@@ -38,11 +37,6 @@ from rlpost.types import MicroBatch, TrainBatch
 
 Logprobs = list[list[FloatColumn]]
 """Log-probs of the response tokens, per micro-batch and per sample."""
-
-
-T = TypeVar("T")
-Collect = Callable[[int, PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, list[T]]]
-"""(index, micro-batch, logits) -> a scalar for Megatron, and a value for each sample."""
 
 
 class Passes:
@@ -93,33 +87,6 @@ class Passes:
                 of_all_context_ranks(logprobs_R, micro_batch), micro_batch
             )
 
-        return self._without_gradients(batch, collect, records_routes=records_routes)
-
-    def top_tokens(self, batch: TrainBatch, *, count: int, limit: int) -> list[list[TopTokens]]:
-        """Compute the ``count`` most likely ids below ``limit`` at all response tokens.
-
-        Returns:
-            By micro-batch and sample; empty on all pipeline stages but the last.
-
-        Raises:
-            Interrupted: at one of the stop points.
-        """
-        loss = self._micro_batch_loss(batch)
-
-        def collect(
-            index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
-        ) -> tuple[torch.Tensor, list[TopTokens]]:
-            ids, logprobs = loss.top_logprobs(logits, micro_batch, count=count, limit=limit)
-            whole_ids = of_all_context_ranks(ids, micro_batch)
-            whole_logprobs = of_all_context_ranks(logprobs, micro_batch)
-            return logprobs.sum(), unpack_top(whole_ids, whole_logprobs, micro_batch)
-
-        return self._without_gradients(batch, collect, records_routes=False)
-
-    def _without_gradients(
-        self, batch: TrainBatch, collect: Collect[T], *, records_routes: bool
-    ) -> list[list[T]]:
-        """Run a forward pass; the values of ``collect`` by micro-batch and sample of ``batch``."""
         micro_batches = log_prob_micro_batches(batch)
         packed = self._pack(micro_batches)
         set_mode(self._model, training=False)

@@ -35,7 +35,6 @@ from rlpost.trainer.logprobs import (
     LogitRows,
     SamplingMasks,
     response_logprobs,
-    top_logprobs,
 )
 from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.packing import PackedMicroBatch
@@ -120,16 +119,6 @@ class MicroBatchLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, T, V / tp] -> log-probs and entropies [R]; entropies are 0 unless requested."""
         return response_logprobs(logits[0], self._rows(packed), with_entropy=with_entropy)
-
-    def top_logprobs(
-        self, logits: torch.Tensor, packed: PackedMicroBatch, *, count: int, limit: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, V / tp] -> the ``count`` most likely ids below ``limit``, and log-probs.
-
-        Both are [R, count].
-        """
-        rows = replace(self._rows(packed), masks=None)
-        return top_logprobs(logits[0], rows, count, limit=limit)
 
     def _logprobs_with_top(
         self, logits: torch.Tensor, packed: PackedMicroBatch, top_ids: torch.Tensor | None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.columns import FloatColumn
-from rlpost.config.tree import Config
 from rlpost.types import Sample, SampleGroup, ScoredSample, TrainBatch, TrainSample
 from tests.contract.actor_ranks import logits, my_batch, whole_tensors
 
@@ -107,38 +105,6 @@ def leave_and_come_back(
     actor.load(folder)
     loaded = (actor.critic.weights_hash(max_bytes=10_000), actor.weights_hash())
     return [before, back, loaded]
-
-
-def own_rank(settings: Config) -> Any:
-    """Make a rank of a critic on its own GPUs."""
-    from rlpost.trainer.critic_rank import CriticRank
-
-    return CriticRank(settings)
-
-
-def train_alone(
-    rank: Any, steps: Sequence[Sequence[TrainSample]], *, load: str | None = None, save: str
-) -> dict[str, Any]:
-    """Train a critic as ``train_critic`` does, on ranks without a policy.
-
-    Saves in the background after the second step, and continues training before the save ends.
-    """
-    first = 0 if load is None else 2
-    rank.import_weights() if load is None else rank.load(load)
-    seen: dict[str, Any] = {"metrics": [], "values": []}
-    for number, samples in enumerate(steps[first:], start=first + 1):
-        batch = my_batch(rank, samples, 64)
-        values = rank.compute_values(batch)
-        seen["values"].append(by_sample(batch, values))
-        returns = [returns_of(sample) for sample in batch.samples]
-        for _ in range(2):
-            seen["metrics"].append(dict(rank.train_critic(batch, values, returns).metrics))
-        if number == 2:
-            rank.save(save, number, in_background=True)
-    while not rank.save_is_done():
-        time.sleep(0.05)
-    weights = rank.critic.weights_hash(max_bytes=10_000)
-    return seen | {"hash": weights, "num_steps": rank.critic.num_optimizer_steps}
 
 
 def values_of(actor: Any, samples: Sequence[TrainSample]) -> dict[str, Any]:

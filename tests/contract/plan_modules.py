@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from rlpost.trainer import optimizer as actor_optimizer
 from rlpost.trainer import parallel
 from rlpost.trainer.memory import DeviceMemory
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.teacher_description import teacher_config, teacher_description
 from tests.rare_collections import collect_rarely
 from tests.settings import rank_config
 
@@ -60,24 +58,6 @@ def count(case: dict[str, Any]) -> dict[str, int]:
     """Count the parameters of one rank's modules, on the meta device."""
     settings = rank_config(hf_checkpoint="model", **case["settings"])
     facts = rehearse_rank(settings, described(case["hf"]), rank=case["rank"], world=case["world"])
-    return asdict(parameters_of(facts))
-
-
-def count_teacher(case: dict[str, Any]) -> dict[str, int]:
-    """Count the parameters of one rank's part of a teacher in the trainer, on the meta device."""
-    with tempfile.TemporaryDirectory() as made:
-        folders = {name: Path(made) / name for name in ("policy", "teacher")}
-        for name, folder in folders.items():
-            folder.mkdir()
-            hf = {"max_position_embeddings": 4096} | case[name]
-            (folder / "config.json").write_text(json.dumps(hf))
-        settings = rank_config(
-            hf_checkpoint=str(folders["policy"]),
-            opd_teacher_load=str(folders["teacher"]),
-            **case["settings"],
-        )
-        own, description = teacher_config(settings), teacher_description(settings)
-        facts = rehearse_rank(own, description, rank=case["rank"], world=case["world"])
     return asdict(parameters_of(facts))
 
 
@@ -135,5 +115,5 @@ if __name__ == "__main__":
     collect_rarely()
     for line in sys.stdin:
         case = json.loads(line)
-        made = {"measure": measure, "count": count, "teacher": count_teacher}[case["what"]](case)
+        made = {"measure": measure, "count": count}[case["what"]](case)
         print("RESULT " + json.dumps(made))

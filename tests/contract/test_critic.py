@@ -23,9 +23,7 @@ from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import (
     learn,
     leave_and_come_back,
-    own_rank,
     returns_of,
-    train_alone,
     train_critic,
     values_of,
 )
@@ -207,33 +205,6 @@ def test_a_checkpoint_holds_critic_and_optimizer(models, alone, name):
         assert ranks[0]["hash"] == expected["hash"]
         assert ranks[0]["policy_hash"] == expected["policy_hash"]
         assert ranks[0]["metrics"] == expected["metrics"][4:]
-
-
-def test_a_critic_on_its_own_ranks_trains_as_one_beside_the_policy(models, alone, tmp_path):
-    """Values and loss on the same data agree to 1e-6, later steps as between two layouts.
-
-    A critic on its own ranks resumes a checkpoint saved beside the policy, bit for bit at the same
-    layout.
-    """
-    beside, saved = alone("qwen3")
-    folder = str(tmp_path / "own")
-    sharded = settings(models, "qwen3", **tp(2, sp=False))
-    ranks = run_ranks(train_alone, 2, sharded, make=own_rank, steps=STEPS, save=folder)
-    assert len({rank["hash"] for rank in ranks}) == 1
-    ours, theirs = ranks[0]["values"][0], beside["values"][0]
-    assert ours.keys() == theirs.keys()
-    for tokens, column in ours.items():
-        np.testing.assert_allclose(column, theirs[tokens], atol=1e-6)
-    assert ranks[0]["metrics"][0] == pytest.approx(beside["metrics"][0], rel=1e-6, abs=1e-6)
-    for step, expected in zip(ranks[0]["metrics"], beside["metrics"], strict=True):
-        assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    one = {"make": own_rank, "steps": STEPS, "save": str(tmp_path / "again")}
-    (of_own,) = run_ranks(train_alone, 1, settings(models, "qwen3"), load=folder, **one)
-    assert of_own["num_steps"] == ranks[0]["num_steps"] == 2 * len(STEPS)
-    assert of_own["metrics"][-1] == pytest.approx(ranks[0]["metrics"][-1], rel=1e-4, abs=1e-6)
-    of_beside = {**one, "load": str(saved / "saved")}
-    (found,) = run_ranks(train_alone, 1, settings(models, "qwen3"), **of_beside)
-    assert (found["hash"], found["metrics"]) == (beside["hash"], beside["metrics"][-2:])
 
 
 def test_a_critic_starts_from_the_policy_a_checkpoint_or_a_reward_model(models, alone, tmp_path):

@@ -1,11 +1,10 @@
-"""Tasks in Harbor's format in sandboxes of this kernel: roots, agents, and verifiers out of reach."""
+"""Tasks in Harbor's format in sandboxes of this kernel: images, agents, verifiers out of reach."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.agents.environments.harbor.check import main as check
-from rlpost.agents.environments.harbor.roots import BuildFailed
 from rlpost.agents.environments.harbor.trial import Trial, TrialOptions, runnable
 from rlpost.agents.environments.make import make_environments
 from rlpost.agents.environments.of_harbor import HarborEnvironment
@@ -33,21 +31,53 @@ from rlpost.types import Prompt
 from tests.contract.test_sandbox import WHY_NOT
 from tests.contract.test_sandbox_servers import servers
 from tests.unit.agents import test_environment_episodes as episodes
-from tests.unit.agents.harbor_tasks import DOCKERFILE, SOLUTION, TOML, write_task
+from tests.unit.agents.harbor_tasks import SOLUTION, TOML, write_task
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-NODE = TrialOptions(images={"*": "node"})
+PROGRAMS = ("/usr", "/lib64", "/lib")
+"""Folders of the node that an image of ``make_image`` needs."""
+READ_ONLY = [word for folder in PROGRAMS for word in ("--read-only", folder)]
 LIMITS = Limits(memory_mib=256, disk_mib=64, processes=64)
 Work = Callable[[Trial], Awaitable[object]]
 
 
-def trial(
-    folder: Path, work: Work, options: TrialOptions = NODE, root: Root | None = None
-) -> Verdict:
+OWNER = 54321
+
+
+def make_image(folder: Path) -> str:
+    """Make a folder with the root of an image with /app/words.txt, which needs PROGRAMS."""
+    for name in ("bin", "etc/app", "lib64", "usr/lib", "dev", "app", "home/old"):
+        (folder / name).mkdir(parents=True)
+    for link in ("bin/sh", "bin/bash"):
+        (folder / link).symlink_to(f"/usr/{link}")
+    (folder / "etc/app/conf").write_text("of the image\n")
+    (folder / "etc/environment").write_text('COLOUR="blue"\n')
+    (folder / "etc/rc").write_text('cd "/app" && unset OLDPWD || exit 1\n')
+    (folder / "app/old.txt").write_text("of the image\n")
+    (folder / "app/words.txt").write_text("c\na\nb\n")
+    give_away(folder)
+    return str(folder)
+
+
+def give_away(folder: Path) -> None:
+    """Give all files of an image to a user who is not root."""
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.lchown(path, OWNER, OWNER)
+
+
+def images_of(folder: Path) -> dict[str, str]:
+    """Return the argument images for all tasks, with one image that is made here."""
+    image = folder / "image"
+    return {"*": str(image) if image.exists() else make_image(image)}
+
+
+def trial(folder: Path, work: Work, options: TrialOptions | None = None) -> Verdict:
     """Begin the task ``count``, do the agent's work, and verify."""
+    options = options or TrialOptions(images=images_of(folder))
 
     async def whole() -> Verdict:
-        async with LocalPool(LIMITS, size=1, warm=0, root=root) as pool:
+        async with LocalPool(LIMITS, size=1, warm=0, root=Root(None, PROGRAMS)) as pool:
             one = Trial(runnable(folder, "count", options), pool, Archives(folder / "store"))
             try:
                 await one.begin()
@@ -69,49 +99,6 @@ def test_the_solution_of_a_task_is_rewarded_and_an_idle_agent_is_not(tmp_path):
     assert trial(tmp_path, lambda one: one.run_solution()).score == 1.0
     assert trial(tmp_path, command("true")).score == 0.0
     assert trial(tmp_path, command("echo 4 > count.txt")).score == 0.0
-
-
-def test_a_root_is_built_from_the_dockerfile(tmp_path):
-    dockerfile = f"""\
-{DOCKERFILE}ENV GREETING="good day"
-ADD . /opt/all/
-COPY words.txt link/
-COPY run.sh /usr/../run.sh
-RUN <<END
-echo "$GREETING" > greeting
-mkdir deep
-END
-WORKDIR deep
-"""
-    task = write_task(tmp_path, dockerfile=dockerfile, more={"environment/run.sh": "echo hi\n"})
-    (task / "environment/run.sh").chmod(0o750)
-    (task / "environment/link.txt").symlink_to("/etc/passwd")
-
-    async def work(one: Trial) -> None:
-        shown = "pwd; cat /app/greeting /app/sorted.txt; echo $GREETING $HOME; /run.sh; ls -l /app"
-        text = (await one.run(shown)).text
-        begin = "/app/deep\ngood day\na\nb\nc\ngood day /root\nhi\n"
-        assert text.startswith(begin) and "link" in text
-        copied = (await one.run("ls /opt/all; readlink /opt/all/link.txt; cat ../link/*")).text
-        assert copied == "Dockerfile\nlink.txt\nrun.sh\nwords.txt\n/etc/passwd\nc\na\nb\n"
-
-    trial(tmp_path, work)
-
-
-@pytest.mark.parametrize(
-    ("dockerfile", "reason"),
-    [
-        ("FROM a\nRUN echo no >&2; exit 3", "line 2: RUN: exit code 3: no"),
-        ("FROM a\nCOPY missing /x", "line 2: the task has no file environment/missing"),
-        ("FROM a\nCOPY words.txt /usr/share/x", "words|Read-only|Permission"),
-        ("FROM a\nRUN sleep 60", "line 2: RUN: timeout"),
-    ],
-)
-def test_a_failed_step_names_its_line(tmp_path, dockerfile, reason):
-    toml = TOML.replace("build_timeout_sec = 30.0", "build_timeout_sec = 1.0")
-    write_task(tmp_path, dockerfile=dockerfile, toml=toml)
-    with pytest.raises(BuildFailed, match=reason):
-        trial(tmp_path, command("true"))
 
 
 @pytest.mark.parametrize(
@@ -136,14 +123,14 @@ def test_an_agent_does_not_reach_the_verifier(tmp_path, attack):
 def test_what_the_agent_made_of_its_folders_is_what_the_verifier_sees(tmp_path):
     tests = """\
 #!/bin/sh
-cd /app && test ! -e words.txt && test ! -e sorted.txt || exit 1
+cd /app && test ! -e words.txt && test ! -e old.txt || exit 1
 test "$(readlink python)" = /usr/bin/python3 && test -x tool && test -f /root/note || exit 1
 test -f /output/x && test ! -e "$HOME/note" && test "$KEY" = secret || exit 1
 echo '{"reward": 0.5, "checks": 7}' > /logs/verifier/reward.json
 """
     write_task(tmp_path, tests=tests, toml=TOML + '[verifier.env]\nKEY = "secret"\n')
     work = """
-        rm words.txt sorted.txt && ln -s /usr/bin/python3 python && echo x > tool && chmod 755 tool
+        rm words.txt old.txt && ln -s /usr/bin/python3 python && echo x > tool && chmod 755 tool
         echo x > ~/note && mkdir /output && echo x > /output/x; echo "key: $KEY"
     """
 
@@ -165,12 +152,19 @@ test "$(cat /app/count.txt /app/out/x | tr '\\n' ' ')" = "3 y " || exit 1
 test -e /tests/truth && test ! -e /app/words.txt && test ! -e /tmp/hidden || exit 1
 echo 1 > /logs/verifier/reward.txt
 """
-    dockerfile = "FROM a\nCOPY test.sh /tests/\nRUN echo 42 > /tests/truth\n"
-    write_task(tmp_path, toml=toml, tests=tests, more={"tests/Dockerfile": dockerfile})
+    write_task(tmp_path, toml=toml, tests=None, more={"tests/Dockerfile": "FROM a\n"})
+    (tmp_path / "count/tests/test.sh").write_text("#!/bin/sh\nexit 1\n")  # that of the image counts
+    of_verifier = Path(make_image(tmp_path / "verifier"))
+    (of_verifier / "app/words.txt").unlink()
+    (of_verifier / "tests").mkdir()
+    (of_verifier / "tests/test.sh").write_text(tests)
+    (of_verifier / "tests/truth").write_text("42\n")
+    give_away(of_verifier / "tests")
+    options = TrialOptions(images={"count-tests": str(of_verifier), **images_of(tmp_path)})
     work = "mkdir out /tests; echo y > out/x; echo 3 > count.txt; touch /tmp/hidden /tests/truth"
-    verdict = trial(tmp_path, command(work))
+    verdict = trial(tmp_path, command(work), options)
     assert verdict.score == 1.0, verdict.reason
-    assert trial(tmp_path, command("mkdir out; echo y > out/x")).score == 0.0
+    assert trial(tmp_path, command("mkdir out; echo y > out/x"), options).score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -194,30 +188,6 @@ def test_a_verifier_without_a_reward_gives_none_and_says_why(tmp_path, tests, re
     assert verdict.score == 0.0 and reason in verdict.reason
 
 
-def test_installations_succeed_with_what_the_root_has(tmp_path):
-    write_task(tmp_path)
-    packages = Path("/var/lib/dpkg")
-    has_dpkg = packages.is_dir() and shutil.which("dpkg-query") is not None
-
-    async def work(one: Trial) -> None:
-        async def text(command: str) -> str:
-            return (await one.run(command)).text
-
-        if has_dpkg:
-            install = "apt-get update && apt-get install -y --no-install-recommends"
-            assert await text(f"{install} dpkg coreutils=1 && echo ok") == "ok\n"
-            lacking = await text(f"{install} dpkg no-such-package && echo ok")
-            assert lacking.endswith("there is no network: no-such-package\n")
-        installer = "curl -LsSf https://astral.sh/uv/0.9.5/install.sh | sh"
-        assert await text(f'{installer} && . "$HOME/.local/bin/env" && echo ok') == "ok\n"
-        await one.run("echo 'print(1)' > platform.py")  # never imported in place of Python's own
-        assert (await text("uvx -p 3.13 platform")).startswith("Linux")
-        lacking = await text("uvx -w no-such-package==1 platform")
-        assert "no-such-package==1 (this root has none)" in lacking
-
-    trial(tmp_path, work, root=Root(read_only=(str(packages),) if has_dpkg else ()))
-
-
 def turn(text: str) -> Turn:
     return Turn(0, text, IntColumn(), "stop", "</bash>")
 
@@ -226,16 +196,16 @@ def test_an_interrupted_episode_goes_on_in_another_sandbox(tmp_path):
     write_task(tmp_path)
 
     async def whole() -> tuple[bytes, float]:
-        async with LocalPool(LIMITS, size=2, warm=0) as pool:
+        async with LocalPool(LIMITS, size=2, warm=0, root=Root(None, PROGRAMS)) as pool:
 
             def environment() -> HarborEnvironment:
-                made = HarborEnvironment(str(tmp_path), images={"*": "node"})
+                made = HarborEnvironment(str(tmp_path), images=images_of(tmp_path))
                 made.sandboxes, made.archives = pool, Archives(tmp_path / "store")
                 return made
 
             first, second = environment(), environment()
             await first.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
-            step = await first.step(turn("<bash>wc -l < words.txt | tee /tmp/n; rm sorted.txt"))
+            step = await first.step(turn("<bash>wc -l < words.txt | tee /tmp/n; rm old.txt"))
             assert step.text == "\n<output>\n3\n[exit code 0]\n</output>\n" and not step.done
             state = await first.save()
             await first.close()
@@ -255,8 +225,8 @@ def test_an_interrupted_episode_goes_on_in_another_sandbox(tmp_path):
 
 async def test_an_episode_ends_when_the_agents_time_is_used_up(tmp_path):
     write_task(tmp_path, toml=TOML.replace("timeout_sec = 60.0", "timeout_sec = 1.0"))
-    async with LocalPool(LIMITS, size=1, warm=0) as pool:
-        environment = HarborEnvironment(str(tmp_path), images={"*": "node"})
+    async with LocalPool(LIMITS, size=1, warm=0, root=Root(None, PROGRAMS)) as pool:
+        environment = HarborEnvironment(str(tmp_path), images=images_of(tmp_path))
         environment.sandboxes, environment.archives = pool, Archives(tmp_path / "store")
         await environment.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
         step = await environment.step(turn("<bash>sleep 60"))
@@ -271,9 +241,14 @@ def test_a_run_makes_the_environment_and_plays_an_episode(tmp_path, monkeypatch)
     values = {
         "env": {
             "env": [f"h=harbor:{tmp_path}/tasks"],
-            "env_args": {"h": {"images": {"*": "node"}}},
+            "env_args": {"h": {"images": images_of(tmp_path)}},
         },
-        "sandbox": {"sandbox_places": 1, "sandbox_memory_mib": 256, "sandbox_disk_mib": 64},
+        "sandbox": {
+            "sandbox_places": 1,
+            "sandbox_memory_mib": 256,
+            "sandbox_disk_mib": 64,
+            "sandbox_read_only": PROGRAMS,
+        },
     }
     environments, gateway = make_environments(load([], values).config, tmp_path)
     assert gateway is None
@@ -300,71 +275,43 @@ def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys)
     tasks = tmp_path / "tasks"
     write_task(tasks)
     write_task(tasks, "wrong", solution=SOLUTION.replace("wc -l", "wc -c"))
-    write_task(tasks, "broken", dockerfile="FROM a\nRUN false")
+    write_task(tasks, "unbuilt")
     write_task(tasks, "other", toml=TOML + "gpus = 1\n")
     write_task(tasks, "unsolved", solution=None)
     out = tmp_path / "prompts.jsonl"
-    arguments = ["--env-args", '{"images": {"*": "node"}}', "--disk-mib", "64"]
+    images = {f"{name}*": path for name in "cwo" for path in images_of(tmp_path).values()}
+    images["unsolved"] = images["c*"]
+    arguments = ["--env-args", json.dumps({"images": images}), "--disk-mib", "64", *READ_ONLY]
     assert check([str(tasks), *arguments, "--oracle", "--out", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 of 5 tasks run"
     for line in (
         "other: it needs 1 GPUs",
-        "broken: environment/Dockerfile, line 2: RUN: exit code 1: ",
         "unsolved: it has no solution/solve.sh",
         "wrong: the solution gets 0",
     ):
         assert line in lines
+    assert any(line.startswith("unbuilt: environment/Dockerfile describes") for line in lines)
     assert [json.loads(row)["task"] for row in out.read_text().splitlines()] == ["count"]
-    assert check([str(tasks), *arguments, "--build", "--limit", "1"]) == 1
-    assert capsys.readouterr().out.endswith("0 of 1 tasks run\n")
-
-
-OWNER = 54321
-
-
-def make_image(folder: Path) -> Root:
-    """Make a folder with the root of an image, with the programs of this node."""
-    for name in ("bin", "etc/app", "lib64", "usr/lib", "dev", "app", "home/old"):
-        (folder / name).mkdir(parents=True)
-    for link in ("bin/sh", "bin/bash"):
-        (folder / link).symlink_to(f"/usr/{link}")
-    (folder / "etc/app/conf").write_text("of the image\n")
-    (folder / "etc/environment").write_text('COLOUR="blue"\n')
-    (folder / "etc/rc").write_text('cd "/app" && unset OLDPWD || exit 1\n')
-    (folder / "app/old.txt").write_text("of the image\n")
-    if os.geteuid() == 0:
-        for path in (folder, *folder.rglob("*")):
-            os.lchown(path, OWNER, OWNER)
-    return Root(str(folder), ("/usr", "/lib64", "/lib"))
 
 
 async def test_the_files_of_an_image_belong_to_the_agent(tmp_path):
-    root = make_image(tmp_path / "image")
+    root = Root(make_image(tmp_path / "image"), PROGRAMS)
     async with await LocalSandbox.start(LIMITS, root) as sandbox:
         changed = "echo new > /etc/app/conf && rm /app/old.txt && mkdir /home/old/x && id -u"
         assert (await sandbox.run(changed)).text == "1000\n"
     assert (tmp_path / "image/etc/app/conf").read_text() == "of the image\n"
 
 
-def test_each_task_has_the_root_of_its_image(tmp_path):
-    root = make_image(tmp_path / "image")
-    write_task(
-        tmp_path, dockerfile="FROM some:1\nRUN cat old.txt > new.txt; echo $COLOUR >> new.txt\n"
-    )
-    options = TrialOptions(images={"some:1": str(tmp_path / "image")})
+def test_a_task_has_the_variables_the_folder_and_the_files_of_its_image(tmp_path):
+    write_task(tmp_path)
 
-    async def whole() -> Verdict:
-        plain = Root(None, root.read_only)
-        async with LocalPool(LIMITS, size=1, warm=1, root=plain) as pool:
-            one = Trial(runnable(tmp_path, "count", options), pool, Archives(tmp_path / "store"))
-            await one.begin()
-            assert (await one.run("cat /app/new.txt")).text == "of the image\nblue\n"
-            assert (await one.run("pwd; echo $COLOUR")).text == "/app\nblue\n"
-            await one.run("rm old.txt; echo 3 > count.txt")
-            return await one.verify()
+    async def work(one: Trial) -> None:
+        shown = await one.run("pwd; echo $COLOUR $HOME; cat old.txt")
+        assert shown.text == "/app\nblue /root\nof the image\n"
+        await one.run("rm old.txt; echo 3 > count.txt")
 
-    verdict = asyncio.run(whole())
+    verdict = trial(tmp_path, work)
     assert verdict.score == 1.0, verdict.reason
 
 
@@ -411,10 +358,8 @@ def test_an_image_file_is_unpacked_once_and_removed_when_others_are_used(tmp_pat
 
 
 async def test_a_sandbox_server_starts_a_task_with_its_image(tmp_path):
-    image = make_image(tmp_path / "image").image
-    assert image is not None
-    read_only = ["--read-only", "/usr", "--read-only", "/lib64", "--read-only", "/lib"]
-    with servers(tmp_path, 1, more=read_only):
+    image = make_image(tmp_path / "image")
+    with servers(tmp_path, 1, more=READ_ONLY):
         async with RemotePool(tmp_path, LIMITS) as pool:
             sandbox = await pool.acquire(replace(LIMITS, cores=2), image)
             assert (await sandbox.run("cat /etc/app/conf")).text == "of the image\n"

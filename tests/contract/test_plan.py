@@ -14,7 +14,6 @@ import pytest
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, kept_and_recomputed
 from rlpost.config.plan.architecture import architecture
-from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.rank_memory import held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
 from rlpost.models.families import family
@@ -95,22 +94,6 @@ COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in rang
 MEASURED = [(name, bf16) for name in MODELS for bf16 in (False, True)]
 
 
-TEACHERS = [  # policy (both use its layout), teacher, stage
-    ("qwen3_4b", "qwen3_30b_a3b", 0),
-    ("qwen3_235b_a22b", "qwen3_30b_a3b", 0),
-    ("qwen3_235b_a22b", "qwen3_30b_a3b", 7),
-]
-
-
-def teacher_config(policy: str, teacher: str) -> dict[str, Any]:
-    """Return config.json of a teacher.
-
-    It has few layers where one rank holds all of its experts, whose modules take long to build.
-    """
-    hf = PUBLISHED[teacher]
-    return hf | {"num_hidden_layers": 4} if RANKS[policy][1].expert == 1 else hf
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[Any, dict[str, int]]:
     """Return counts and measurements by case, from one process, whose imports dominate its time."""
@@ -138,16 +121,6 @@ def found() -> dict[Any, dict[str, int]]:
             "hf": small(name),
         }
     cases["full"] = {"what": "measure", "settings": FULL, "hf": small("qwen3_4b")}
-    for policy, teacher, stage in TEACHERS:
-        settings, layout = RANKS[policy]
-        cases[policy, teacher, stage] = {
-            "what": "teacher",
-            "settings": settings,
-            "world": layout.world,
-            "rank": stage * layout.world // layout.pipeline,
-            "policy": PUBLISHED[policy],
-            "teacher": teacher_config(policy, teacher),
-        }
     lines = "".join(json.dumps(case) + "\n" for case in cases.values())
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.plan_modules"],
@@ -168,27 +141,6 @@ def test_a_rank_of_the_full_size_holds_as_many_parameters_as_planned(name, stage
     """The numbers are exact, with experts counted separately."""
     said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
-
-
-@pytest.mark.parametrize(("policy", "teacher", "stage"), TEACHERS)
-def test_a_rank_holds_as_much_of_a_teacher_as_planned(policy, teacher, stage, found):
-    """Built with the teacher's settings at the policy's layout.
-
-    The unequal pipeline stages of the policy do not apply to the teacher.
-    """
-    of_model, layout = RANKS[policy]
-    own = {"opd_teacher_load": "teacher", "use_opd": True, "opd_type": "megatron"}
-    cluster = {"actor_num_nodes": 1, "actor_num_gpus_per_node": layout.world}
-    bf16 = {"bf16": True}
-    config = load([], {"distillation": own, "cluster": cluster, "perf": of_model | bf16}).config
-    made = estimate(
-        config,
-        shape(PUBLISHED[policy]),
-        gpu_bytes=80 * 10**9,
-        teacher=shape(teacher_config(policy, teacher)),
-    )
-    counted = found[policy, teacher, stage]
-    assert made.ranks[stage].teacher == 2 * (counted["dense"] + counted["expert"])
 
 
 def model_of(recipe):

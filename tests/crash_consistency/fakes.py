@@ -471,7 +471,6 @@ def layout(*given: Any, **named: Any) -> SimpleNamespace:
     slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
     return SimpleNamespace(
         actors=[slot],
-        critics=[],
         engines=[[slot]],
         all_engines=[[slot]],
         actor_group=1,

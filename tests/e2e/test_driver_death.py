@@ -1,6 +1,5 @@
-"""Kills of the driver, an engine and a rank of the critic while a run generates and trains: real Ray,
-Megatron, SGLang. The critic has its own layout on the policy's GPUs, and the two are
-offloaded in turn.
+"""Kills of the driver, an engine and a rank of the trainer while a run with a critic generates and
+trains: real Ray, Megatron, SGLang.
 
 Each answer is requested from an engine, but its text is a function of the prompt, so that two runs
 can be compared bit for bit (tests/e2e/crash_answers.py).
@@ -24,13 +23,12 @@ SETTINGS = (
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--global-batch-size", "32"),
     *("--rm-type", "exact_match", "--rollout-health-check-interval", "1"),
     *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95"),
-    *("--critic-tensor-model-parallel-size", "1", "--offload-train", "true"),
 )
-KILLED_AFTER = {2: "driver", 3: "engine", 5: "critic"}
+KILLED_AFTER = {2: "driver", 3: "engine", 5: "trainer"}
 """Roles by the step after which one of their processes is killed. A checkpoint comes every 3 steps,
 so that steps are trained again.
 """
-LOGS = {"critic": "critic-1.log", "engine": "engine-1-server.log"}
+LOGS = {"trainer": "actor-1.log", "engine": "engine-1-server.log"}
 """The log that a process to be killed writes, by its role."""
 
 
@@ -69,7 +67,7 @@ def digest(value):
     return hashlib.sha256(content).hexdigest()
 
 
-def test_a_killed_driver_engine_and_critic_change_neither_weights_nor_metrics(assets, tmp_path):
+def test_a_killed_driver_engine_and_rank_change_neither_weights_nor_metrics(assets, tmp_path):
     """The engine that is not killed is the same process to the end; weights of policy and critic,
     metrics and prompts equal those of an undisturbed run, and no finished group is generated again.
     """
@@ -107,5 +105,5 @@ def test_a_killed_driver_engine_and_critic_change_neither_weights_nor_metrics(as
     assert [entry["role"] for entry in run.recovered] == list(KILLED_AFTER.values())
     (driver_entry,) = [entry for entry in run.recovered if entry["role"] == "driver"]
     assert driver_entry["incarnation"] == 1
-    (critic_entry,) = [entry for entry in run.recovered if entry["role"] == "critic"]
-    assert critic_entry["ranks"] == [1] and critic_entry["steps_again"] > 0
+    (of_rank,) = [entry for entry in run.recovered if entry["role"] == "trainer"]
+    assert of_rank["ranks"] == [1] and of_rank["steps_again"] > 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.durable.commit import PREFIX
 from rlpost.durable.recorded import read_groups
 from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
@@ -194,6 +195,6 @@ def test_rollout_only_mode_records_and_evaluates_without_a_trainer(
             step
         }
     assert not list((run / "attempts").rglob("actor-*")) and not list(
-        (run / "checkpoints").glob("iter_*")
+        (run / "checkpoints").glob(f"{PREFIX}*")
     )
     assert "eval/heldout/reward_mean" in read_metrics(run / "metrics.jsonl")[-1]

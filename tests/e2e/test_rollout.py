@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.durable.commit import PREFIX
 from rlpost.durable.recorded import read_groups
 from rlpost.durable.state import RunState
 from rlpost.observe.writer import read_metrics
@@ -124,7 +125,7 @@ def test_tool_output_is_in_the_answers_but_not_in_the_loss(run: Path, assets: Pa
 
 def test_every_fetched_prompt_is_trained_dropped_or_in_the_checkpoint(run: Path) -> None:
     """Fetched = trained + filtered + in the backlog of the last checkpoint, each prompt once."""
-    newest = sorted((run / "run/checkpoints").glob("iter_*"))[-1]
+    newest = sorted((run / "run/checkpoints").glob(f"{PREFIX}*"))[-1]
     state = RunState.from_json((newest / "run_state.json").read_text())
     trained = [
         group.prompt_id

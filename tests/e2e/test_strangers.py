@@ -387,7 +387,7 @@ def test_nothing_is_left_after_the_driver_was_killed_and_the_run_got_term(
     max(drivers, key=lambda process: process.cpu_times().user).kill()
     run.until(lambda: run.step >= step + 2, "two more steps")
     for process in own_processes(node):
-        if "submitit.core._submit" in process.cmdline():  # the batch script of a local run
+        if "slurm.local" in process.cmdline():  # the batch script of a local run
             process.send_signal(signal.SIGTERM)
     run.process.wait(120)
     _, alive = psutil.wait_procs(own_processes(node), timeout=60)

@@ -1,7 +1,7 @@
 """Ranks and engines that hold the bytes of ``rlpost plan`` in a ledger, in place of processes.
 
 Input: an estimate. Output: stand-ins for Ray workers, SGLang servers and their clients. Each GPU
-has a rank of the policy, one of a critic, an engine of one GPU, or several of them; a rank is the
+has a rank that trains, an engine of one GPU, or several of them; a rank is the
 fullest one of the plan. An engine sizes its KV cache as SGLang does: ``mem_fraction_static`` of the
 memory that is free when its process starts, less its weights. A standby holds nothing.
 """
@@ -47,13 +47,7 @@ class PlannedCluster:
         self.trainer_context = made.fullest.context
         self.engine_context = phases["generate"]["engine's CUDA"]
         num_gpus = NUM_ENGINES * (1 if self.colocated else 2)
-        self.first_critic_gpu = 0 if config.critic_shares_gpus else num_gpus
-        of_critic = phases.get("critic", {})
-        self.critic_activations = of_critic.get("activations", 0)
-        self.critic_context = of_critic.get("CUDA, NCCL", 0)
-        if config.critic_shares_gpus:
-            self.critic_context -= self.trainer_context
-        gpus = range(num_gpus + (NUM_ENGINES if config.critic_num_nodes else 0))
+        gpus = range(num_gpus)
         host = made.host_bytes_per_node // config.cluster.actor_num_gpus_per_node
         self.ledger = MemoryLedger(
             {f"GPU {gpu}": int(made.gpu_bytes * RESERVE) for gpu in gpus}
@@ -66,16 +60,11 @@ class PlannedCluster:
 
     @property
     def placement(self) -> Placement:
-        """Two ranks; engines and a critic's ranks share their GPUs, or have one each."""
-        config, slot = self.made.config, Slot("n0", "10.0.0.1", 1)
+        """Two ranks; engines share their GPUs, or have one each."""
+        slot = Slot("n0", "10.0.0.1", 1)
         shared = tuple(Slot("n0", "10.0.0.1", 1, (index,)) for index in range(NUM_ENGINES))
         alone = (slot,) * NUM_ENGINES
-        critics = shared if config.critic_shares_gpus else alone
-        return Placement(
-            alone,
-            tuple((own,) for own in (shared if self.colocated else alone)),
-            critics if config.has_own_critic else (),
-        )
+        return Placement(alone, tuple((own,) for own in (shared if self.colocated else alone)))
 
     def fail_at(self, event: str, act: Callable[[], None], *, number: int = 1) -> None:
         """Call ``act`` when ``event`` happens the ``number``-th time from now on."""
@@ -243,7 +232,7 @@ class EngineProcesses:
 
 
 class RankProcesses:
-    """The ranks of the policy or of a critic, or their standbys, in place of ``WorkerGroup``."""
+    """The ranks that train, or their standbys, in place of ``WorkerGroup``."""
 
     def __init__(
         self,
@@ -293,7 +282,7 @@ class RankProcesses:
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each rank."""
         assert self._role != "standby", f"a standby computes {method}"
-        self._cluster.happens(method if self._role == "actor" else f"{self._role} {method}")
+        self._cluster.happens(method)
         if self._dead:
             raise self._died(f"{self.names[0]} died", [0])
         await asyncio.sleep(0)
@@ -312,30 +301,23 @@ class RankProcesses:
     call_aside = call
 
     def _gpu(self, rank: int) -> str:
-        first = self._cluster.first_critic_gpu if self._role == "critic" else 0
-        return f"GPU {first + rank}"
+        return f"GPU {rank}"
 
     def _hold(self, rank: int, kind: str, num_bytes: int) -> None:
         self._cluster.ledger.hold(self._gpu(rank), self.names[rank], kind, num_bytes)
 
     def _hold_on_host(self, rank: int, kind: str, num_bytes: int) -> None:
-        """Hold host memory; the plan has none for the node of a critic on separate GPUs."""
-        if self._role == "actor" or self._cluster.made.config.critic_shares_gpus:
-            self._cluster.ledger.hold(f"host of rank {rank}", self.names[rank], kind, num_bytes)
+        self._cluster.ledger.hold(f"host of rank {rank}", self.names[rank], kind, num_bytes)
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Bytes of each part; a critic in the policy's ranks counts as ``DeviceMemory`` does."""
-        made = self._cluster.made
-        if self._role == "critic":
-            own, beside = made.critic, None
-        else:
-            own, beside = made.fullest.held, made.fullest.critic
-        sizes = {WEIGHTS: own.weights, GRADS: own.gradients, OPTIMIZER: own.optimizer}
-        if beside is not None:
-            sizes[GRADS] += beside.gradients
-            sizes[OPTIMIZER] += beside.optimizer + beside.weights
-        return sizes
+        """Bytes of each part; a critic counts as in ``DeviceMemory``."""
+        policy, critic = self._cluster.made.fullest.held, self._cluster.made.fullest.critic
+        return {
+            WEIGHTS: policy.weights,
+            GRADS: policy.gradients + critic.gradients,
+            OPTIMIZER: policy.optimizer + critic.optimizer + critic.weights,
+        }
 
     def _require(self, rank: int, *parts: str) -> None:
         """Check that a rank has these parts on its GPU."""
@@ -344,13 +326,10 @@ class RankProcesses:
             assert held >= self._sizes[part], f"{self.names[rank]} computes without its {part}"
 
     def _setup(self, rank: int) -> None:
-        cluster, is_policy = self._cluster, self._role == "actor"
-        context = cluster.trainer_context if is_policy else cluster.critic_context
-        self._hold(rank, "CUDA, NCCL", context)
+        self._hold(rank, "CUDA, NCCL", self._cluster.trainer_context)
         for part, size in self._sizes.items():
             self._hold(rank, part, size)
-        if is_policy:
-            self._hold_on_host(rank, "Adam", cluster.made.fullest.optimizer_host)
+        self._hold_on_host(rank, "Adam", self._cluster.made.fullest.optimizer_host)
 
     def _import_weights(self, rank: int) -> None:
         self._require(rank, WEIGHTS)
@@ -411,9 +390,7 @@ class RankProcesses:
     def _train_critic(self, rank: int) -> None:
         cluster = self._cluster
         self._require(rank, WEIGHTS, GRADS, OPTIMIZER)
-        is_own = self._role == "critic"
-        activations = cluster.critic_activations if is_own else cluster.made.fullest.activations
-        self._hold(rank, "activations", activations)
+        self._hold(rank, "activations", cluster.made.fullest.activations)
         cluster.ledger.free(self.names[rank], "activations")
 
     def _save(self, rank: int) -> None:

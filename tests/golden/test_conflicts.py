@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpost.config import flags
-from rlpost.config.checks.algorithm import algorithm_problems, own_critic_problems
+from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.distillation import distillation_problems
 from rlpost.config.checks.fleet import fleet_problems
@@ -41,7 +41,6 @@ CHECKS: dict[str, Callable[[Config], list[str]]] = {
         lora_problems,
         no_effect_problems,
         optimizer_problems,
-        own_critic_problems,
         precision_problems,
         rollout_problems,
         routing_problems,

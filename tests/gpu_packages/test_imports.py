@@ -23,7 +23,7 @@ class Role:
 
 
 ROLES = {
-    "trainer rank": Role(("rlpost.trainer.actor", "rlpost.trainer.critic_rank")),
+    "trainer rank": Role(("rlpost.trainer.actor",)),
     "converter": Role(("rlpost.cli.convert", "rlpost.trainer.conversion")),
     "driver": Role(("rlpost.driver.driver", "rlpost.driver.workers"), frozenset({"ray"})),
     "engine": Role(

@@ -63,7 +63,7 @@ the free space, and rejects a download that does not fit (quotas are not visible
 - A folder appears under its name when every file in it has the size and the digest that the hub names (SHA-256
   of large files, git's of small ones). Until then it is in `$RLPOST_ASSETS/.fetch`. `.rlpost-asset.json` in it
   keeps commit and digests; `--compare` checks all files against them and fetches damaged ones again.
-- After an interruption, the next call checks the present files and continues within a partial file.
+- After an interruption, the next call checks the present files and downloads incomplete files again.
 - If two processes fetch one repository, on any nodes, one downloads. The other waits (`--wait-s`) and prints the
   process that it waits for. The lock is a file with a heartbeat and does not depend on `flock`. When its holder dies,
   fetches on the same node continue at once, those on other nodes after three minutes.
@@ -73,7 +73,7 @@ the free space, and rejects a download that does not fit (quotas are not visible
   the token alone, or as `HF_TOKEN=...` such as in `secrets.env`). The token is sent to the hub only and appears in no
   command line or log.
 - `name@revision` in `[assets]` pins a commit. Weights in other formats are skipped where there are safetensors.
-- Through a mirror: `HF_ENDPOINT`. Downloads are plain HTTP, also of repositories in Xet storage.
+- Through a mirror: `HF_ENDPOINT`. Downloads are those of `huggingface_hub`.
 
 If a recipe names weights in Megatron's format (`--ref-load`), `rlpost convert RECIPE` (or
 `sbatch jobs/convert_NAME.sbatch`) converts the fetched folder, on two nodes for GLM-4.5; `--ref-load` also accepts the

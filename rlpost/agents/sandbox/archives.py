@@ -53,8 +53,6 @@ LISTINGS = "listings"
 LISTING_BYTES = 64 * MIB
 """Of a listing as JSON; paths are names that an agent chose."""
 FOLDERS = (WORK, HOME, "/tmp")
-EMPTY = "/run"
-"""A folder of a sandbox that has few files."""
 CONTENT_BYTES = 32 * MIB  # of one exchange with a sandbox, which is held in memory
 TRANSFERS = 4  # saves and restores at a time, for the same reason
 TICK_NS = 20_000_000
@@ -72,7 +70,7 @@ class ArchiveEntry:
     Attributes:
         path: relative to its folder.
         mtime: ns.
-        content: digest of a file's content, target of a link, names in a folder that changed.
+        content: digest of a file's content, or target of a link.
     """
 
     path: str
@@ -128,21 +126,8 @@ class Archives:
             weakref.WeakKeyDictionary()
         )
 
-    async def time(self, sandbox: Sandbox) -> int:
-        """Return now, for ``save(since=...)``: ns, by the clock of the sandbox's files.
-
-        Raises ArchiveRefused, SandboxLost.
-        """
-        stream = await sandbox.scan(EMPTY, (), bounds=self._bounds)
-        return decode_scan(stream, {}).began - TICK_NS
-
-    async def save(
-        self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS, *, since: int | None = None
-    ) -> bytes:
+    async def save(self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS) -> bytes:
         """Return a manifest of folders of a sandbox, whose contents are then on disk.
-
-        ``since``: only what changed, in their own file systems alone, with the names in each folder
-        that changed, so that ``restore(clear=False)`` deletes what was deleted.
 
         Raises:
             ArchiveRefused: the folders or the store are too large, or processes run in the
@@ -156,7 +141,7 @@ class Archives:
             known = await in_daemon(lambda: self._stored(self._known.get(sandbox, {})))
             try:
                 for folder in folders:
-                    scan = await self._scan(sandbox, folder, known, since)
+                    scan = await self._scan(sandbox, folder, known)
                     listing[folder] = tuple(scan.entries)
                     trusted |= trusted_digests(scan)
                 manifest = await in_daemon(lambda: self._write_listing(listing))
@@ -170,13 +155,11 @@ class Archives:
         missing = set(self.store.missing(set(known.values())))
         return {each: digest for each, digest in known.items() if digest not in missing}
 
-    async def _scan(
-        self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str], since: int | None
-    ) -> Scan:
+    async def _scan(self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str]) -> Scan:
         """Read a folder until all contents are in the store."""
         received, began = dict(known), None
         while True:
-            stream = await sandbox.scan(folder, received, bounds=self._bounds, since=since)
+            stream = await sandbox.scan(folder, received, bounds=self._bounds)
             scan = await in_daemon(lambda: self._store(stream, received))  # noqa: B023
             began = scan.began if began is None else began
             received |= scan.digests
@@ -203,23 +186,8 @@ class Archives:
             }
         ).encode()
 
-    async def is_complete(self, manifest: bytes) -> bool:
-        """Return whether all that a manifest needs is in the store; it counts as used now."""
-
-        def check() -> bool:
-            try:
-                listing = self._listing(manifest)
-            except ArchiveDamaged:
-                return False
-            entries = [entry for each in listing.values() for entry in each]
-            return not self.store.missing({each.content for each in entries if each.kind == "file"})
-
-        return await in_daemon(check)
-
-    async def restore(self, sandbox: Sandbox, manifest: bytes, *, clear: bool = True) -> None:
+    async def restore(self, sandbox: Sandbox, manifest: bytes) -> None:
         """Give a sandbox the folders of a manifest; what else they hold is deleted.
-
-        ``clear=False``: it stays, but for names that a changed folder lacks (``save``).
 
         Raises:
             ArchiveDamaged: the manifest or the store lacks something.
@@ -228,7 +196,7 @@ class Archives:
         async with self._places:
             listing = await in_daemon(lambda: self._listing(manifest))
             for folder, entries in listing.items():
-                streams, is_first = self._streams(entries), clear
+                streams, is_first = self._streams(entries), True
                 while (stream := await in_daemon(lambda: next(streams, None))) is not None:  # noqa: B023
                     try:
                         await sandbox.unpack(folder, stream, clear=is_first)

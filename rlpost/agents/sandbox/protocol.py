@@ -236,17 +236,11 @@ class Sandbox(abc.ABC):
         """Write the entries of a snapshot below a folder. Raises ``SandboxFileError``."""
         await self._on_path({"op": "restore", "path": folder}, encode(snapshot.entries))
 
-    async def scan(
-        self,
-        folder: str,
-        known: Iterable[bytes],
-        *,
-        bounds: ScanBounds,
-        since: int | None = None,
-    ) -> bytes:
+    async def scan(self, folder: str, known: Iterable[bytes], *, bounds: ScanBounds) -> bytes:
         """Return a stream of all entries below a folder (``inner.archive``).
 
-        Contents of files with a ``known`` signature are left out. ``since``: only what changed.
+        Contents of files with a ``known`` signature are left out.
+
         Raises ``ArchiveRefused`` when the folder exceeds the bounds, or when processes of the agent
         run in the background.
         """
@@ -257,8 +251,6 @@ class Sandbox(abc.ABC):
             "max_files": bounds.files,
             "max_content": bounds.content,
         }
-        if since is not None:
-            request["since"] = since
         result = await self._operate(request, b"".join(known))
         if not result.ok or result.stdout_truncated:
             raise ArchiveRefused(f"sandbox {self.name}: {folder}: {result.problem}")

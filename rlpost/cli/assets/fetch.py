@@ -6,17 +6,15 @@ on every node.
 
 A lease expires at once if its holder on the same node has died; for a holder on another node it
 expires after ``STALE_S`` without a heartbeat, by the waiter's clock. A holder that was suspended
-for longer detects the loss before its next chunk and stops. Every file is checked in any case.
+for longer detects the loss before it publishes and stops. Every file is checked in any case.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
@@ -24,7 +22,7 @@ from filelock import SoftFileLease, Timeout
 from common.files import sync
 from rlpost.cli.assets import store
 from rlpost.cli.assets.hub import Hub
-from rlpost.cli.assets.wanted import Asset, HubFile, Listing
+from rlpost.cli.assets.wanted import Asset, Listing
 from rlpost.errors import AssetError
 
 STALE_S = 180.0
@@ -36,8 +34,7 @@ POLL_S = 0.5
 class Fetcher:
     """Fetches into ``root`` from ``hub`` (None: offline), ``workers`` files at a time.
 
-    ``wait_s`` limits the wait for another fetch; ``report`` receives messages, ``advance`` numbers
-    of bytes.
+    ``wait_s`` limits the wait for another fetch; ``report`` receives messages.
     """
 
     root: Path
@@ -45,7 +42,6 @@ class Fetcher:
     workers: int
     wait_s: float
     report: Callable[[str], None]
-    advance: Callable[[int], None]
 
     def fetch(self, asset: Asset, *, compare: bool = False) -> store.AssetStatus:
         """Complete an asset's folder, or wait for another fetch; ``compare`` checks all digests.
@@ -76,7 +72,8 @@ class Fetcher:
                     self.report(
                         f"{folder}: {store.first(wrong)}; {len(wrong)} files are fetched again"
                     )
-                self._download(asset, listing, wrong, stage, check)
+                self._download(asset, listing, wrong, stage)
+                check()
                 _publish(stage, folder, wrong)
             elif not has_record:
                 self.report(f"{folder}: existing files match the hub")
@@ -84,55 +81,24 @@ class Fetcher:
             return store.inspect(asset, self.root)
 
     def _download(
-        self,
-        asset: Asset,
-        listing: Listing,
-        paths: Collection[str],
-        stage: Path,
-        check: Callable[[], None],
+        self, asset: Asset, listing: Listing, paths: Collection[str], stage: Path
     ) -> None:
-        """Download and check files, several at a time.
-
-        The first error stops all; partial files are kept.
-        """
-        stopped = threading.Event()
-
-        def advance(count: int) -> None:
-            if stopped.is_set():
-                raise AssetError("stopped")
-            check()
-            self.advance(count)
-
-        def download(file: HubFile) -> None:
-            path, digest = stage / file.path, ""
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if (store.size_of(path) or 0) > file.size:
-                path.unlink()
-                advance(-file.size)
-            for _ in range(2):
-                assert self.hub is not None
-                self.hub.download(asset, listing.commit, file, path, advance)
-                digest = store.digest_of(path, file.digest)
-                if digest == file.digest:
-                    return
-                path.unlink()
-                advance(-file.size)
+        """Download files into the stage and check them; complete files of a killed fetch are kept."""
+        assert self.hub is not None, "offline"
+        recorded = store.read_record(stage)
+        if recorded is None or recorded.commit != listing.commit:
+            shutil.rmtree(stage, ignore_errors=True)
+            stage.mkdir(parents=True)
+        store.write_record(stage, asset, listing)
+        self.hub.download(asset, listing.commit, paths, stage, workers=max(1, self.workers))
+        shutil.rmtree(stage / ".cache", ignore_errors=True)  # of huggingface_hub
+        files = [file for file in listing.files if file.path in paths]
+        if wrong := store.damage(stage, files, deep=True):
+            shutil.rmtree(stage)
             raise AssetError(
-                f"{asset.repository}: {file.path} was damaged in two downloads: its digest is {digest}, the hub "
-                f"expects {file.digest}; check the proxy, or try again later"
+                f"{asset.repository}: {store.first(wrong)}: a download was damaged; check the proxy, "
+                "and run the command again"
             )
-
-        store.open_stage(stage, asset, listing)
-        files = sorted(
-            (file for file in listing.files if file.path in paths), key=lambda file: -file.size
-        )
-        with ThreadPool(max(1, self.workers)) as pool:  # its threads do not keep a process alive
-            try:
-                for _ in pool.imap_unordered(download, files):
-                    pass
-            finally:
-                stopped.set()
-        check()
 
 
 def _publish(stage: Path, folder: Path, paths: Collection[str]) -> None:

@@ -1,33 +1,31 @@
 """List repositories of the Hugging Face hub and download their files, with the hub's own client.
 
 A token is sent only to the hub: httpx removes the header when a download is redirected to another
-host. Downloads use plain HTTP (``http_get``), also for repositories in Xet storage, because only
-``http_get`` resumes a partial file of a killed process. ``hf_hub_download`` names partial files by
-process and never finds them again (huggingface_hub, pull request 4228).
+host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
-import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
-from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers
 
+from common.terminal import raw_stream
 from rlpost.cli.assets.wanted import Asset, HubFile, Listing, chosen
 from rlpost.errors import AssetError
 
 TOKEN_REMEDY = (
     "set a token with access: HF_TOKEN in the environment, or --token-file FILE (mode 600)"
 )
-RETRY_REMEDY = "partial downloads are kept; run the command again"
+RETRY_REMEDY = "complete files are kept; run the command again"
 
 
 class UnreachableError(AssetError):
@@ -56,32 +54,21 @@ class Hub:
             return Listing(info.sha, chosen(files))
 
     def download(
-        self, asset: Asset, commit: str, file: HubFile, path: Path, advance: Callable[[int], None]
+        self, asset: Asset, commit: str, paths: Iterable[str], folder: Path, *, workers: int
     ) -> None:
-        """Download a file to ``path``, resuming at its current size.
-
-        ``advance`` receives the number of bytes of each chunk before it is written; an error that
-        it raises stops the download. Raises AssetError.
-        """
-        url = hf_hub_url(
-            asset.repository,
-            file.path,
-            repo_type=asset.kind,
-            revision=commit,
-            endpoint=self._api.endpoint,
-        )
-        with self._errors(asset), path.open("ab") as opened:
-            present = opened.tell()
-
-            def bar(*, initial: int = 0, **_: object) -> _Bar:
-                advance(initial - present)  # negative if the server cannot resume a file
-                return _Bar(advance)
-
-            headers = build_hf_headers(token=self._api.token)
-            sized: dict[str, int] = {"resume_size": present, "expected_size": file.size}
-            http_get(url, opened, headers=headers, tqdm_class=bar, **sized)
-            opened.flush()
-            os.fsync(opened.fileno())
+        """Download files of a commit into ``folder``, but for those that it has. Raises AssetError."""
+        # its progress bar draws on the terminal itself
+        with self._errors(asset), contextlib.redirect_stderr(raw_stream(sys.stderr)):
+            snapshot_download(
+                asset.repository,
+                repo_type=asset.kind,
+                revision=commit,
+                local_dir=folder,
+                allow_patterns=[glob.escape(path) for path in paths],
+                max_workers=workers,
+                token=self._api.token,
+                endpoint=self._api.endpoint,
+            )
 
     @contextlib.contextmanager
     def _errors(self, asset: Asset) -> Iterator[None]:
@@ -102,14 +89,6 @@ class Hub:
             raise UnreachableError(f"{where}: {_first_line(error)}; {RETRY_REMEDY}") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise AssetError(f"{where}: {_first_line(error)}; {RETRY_REMEDY}") from None
-
-
-class _Bar(contextlib.nullcontext[object]):
-    """The part of tqdm's interface that http_get uses."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        super().__init__(self)
-        self.update = advance
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +54,7 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
         return AssetStatus(
             asset, folder, listing, 0, False, "has no record: will be compared with the hub"
         )
-    staged = staged_bytes(root / STAGES / asset.folder, listing)
-    return AssetStatus(
-        asset, folder, listing, listing.size - staged, False, "started" if staged else ""
-    )
+    return AssetStatus(asset, folder, listing, listing.size, False)
 
 
 def is_occupied(folder: Path) -> bool:
@@ -148,25 +144,3 @@ def write_record(folder: Path, asset: Asset, listing: Listing) -> None:
         "files": files,
     }
     write_atomic(folder / RECORD, json.dumps(content, indent=1) + "\n", mode=0o666)
-
-
-def staged_bytes(stage: Path, listing: Listing) -> int:
-    """Return the bytes of a listing that an interrupted fetch has already downloaded."""
-    recorded = read_record(stage)
-    kept = set(recorded.files) & set(listing.files) if recorded else ()
-    return sum(min(size_of(stage / file.path) or 0, file.size) for file in kept)
-
-
-def open_stage(stage: Path, asset: Asset, listing: Listing) -> None:
-    """Prepare a staging folder.
-
-    Files of an earlier fetch are kept if ``listing`` has them, also of another commit.
-    """
-    recorded = read_record(stage)
-    if recorded is None:
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir(parents=True)
-    else:
-        for file in set(recorded.files) - set(listing.files):
-            (stage / file.path).unlink(missing_ok=True)
-    write_record(stage, asset, listing)

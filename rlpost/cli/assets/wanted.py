@@ -79,10 +79,6 @@ def from_elsewhere(config: Config, assets_dir: str, assets: Iterable[Asset]) -> 
     pairs = [
         (key, getattr(config.checkpoint, key)) for key in ("hf_checkpoint", "ref_load", "load")
     ]
-    pairs += [
-        (key, getattr(config.distillation, key))
-        for key in ("opd_teacher_load", "opd_teacher_hf_checkpoint")
-    ]
     pairs.append(("critic_load", config.critic.critic_load))
     pairs += [("prompt_data", path) for path in config.rollout.prompt_data]
     pairs += [("eval_prompt_data", path) for _, path in config.eval_sets]

@@ -9,13 +9,6 @@ from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 
-_OF_TYPE = {
-    "megatron": ("opd_teacher_load", "opd_teacher_hf_checkpoint"),
-    "sglang": ("opd_teacher_url", "opd_teacher_engines"),
-}
-_NEEDED = {"megatron": "opd_teacher_load", "sglang": "opd_teacher_url"}
-_EXAMPLE = {"opd_teacher_load": "FOLDER", "opd_teacher_url": "http://HOST:PORT"}
-
 
 def distillation_problems(config: Config) -> list[str]:
     """Problems of the table [distillation]."""
@@ -25,36 +18,25 @@ def distillation_problems(config: Config) -> list[str]:
             return []
         named = listed([flag(key) for key in sorted(given.changed_keys)], "and")
         return [f"{named} without --use-opd: no teacher is used; add --use-opd, or leave them out"]
-    if given.opd_type is None:
+    return _teacher_problems(config) + _conflicts(config)
+
+
+def _teacher_problems(config: Config) -> list[str]:
+    """Problems of the teacher's location: engines of a group, or a server."""
+    url, group = config.distillation.opd_teacher_url, config.distillation.opd_teacher_engines
+    if url is None and group is None:
         return [
-            "--use-opd needs --opd-type: megatron for weights of --opd-teacher-load in the trainer, "
-            "sglang for a server at --opd-teacher-url, or engines of --opd-teacher-engines"
+            "--use-opd needs a teacher; add --opd-teacher-engines NAME, or --opd-teacher-url "
+            "http://HOST:PORT"
         ]
-    return _teacher_problems(config, given.opd_type) + _conflicts(config)
-
-
-def _teacher_problems(config: Config, kind: str) -> list[str]:
-    """Problems of the teacher's location: in the trainer, or on a server."""
-    distillation, needed = config.distillation, _NEEDED[kind]
-    problems = []
-    if kind == "sglang" and distillation.opd_teacher_engines is not None:
-        if distillation.opd_teacher_url is not None:
-            problems.append(
-                f"{spelled(config, 'opd_teacher_engines')} and --opd-teacher-url name two teachers; "
-                "leave one of them out"
-            )
-    elif getattr(distillation, needed) is None:
-        problems.append(f"--opd-type {kind} needs a teacher; add {flag(needed)} {_EXAMPLE[needed]}")
-    for key in (key for other, keys in _OF_TYPE.items() if other != kind for key in keys):
-        if getattr(distillation, key) is not None:
-            problems.append(
-                f"{spelled(config, key)} is not used with --opd-type {kind}; leave it out, or "
-                "choose the other type"
-            )
-    url = distillation.opd_teacher_url
-    if kind == "sglang" and url is not None and not url.startswith(("http://", "https://")):
-        problems.append(f"--opd-teacher-url {url!r}: must start with http:// or https://")
-    return problems
+    if url is not None and group is not None:
+        return [
+            f"{spelled(config, 'opd_teacher_engines')} and --opd-teacher-url name two teachers; "
+            "leave one of them out"
+        ]
+    if url is not None and not url.startswith(("http://", "https://")):
+        return [f"--opd-teacher-url {url!r}: must start with http:// or https://"]
+    return []
 
 
 def _conflicts(config: Config) -> list[str]:
@@ -78,15 +60,10 @@ def _conflicts(config: Config) -> list[str]:
             "the one that was generated; add --opd-form loss",
         ),
         (
-            distillation.opd_top_k is not None and grpo.use_rollout_sampling_mask,
-            f"{spelled(config, 'opd_top_k')} compares both models over the vocabulary, and "
-            "--use-rollout-sampling-mask leaves a part of it; use one of them",
-        ),
-        (
-            distillation.opd_type == "sglang" and rollout.rollout_temperature != 1.0,
-            f"{spelled(config, 'rollout_temperature')}: a server scores given tokens at temperature "
-            "1, and the policy would be compared at another; use --rollout-temperature 1, or "
-            "--opd-type megatron",
+            rollout.rollout_temperature != 1.0,
+            f"{spelled(config, 'rollout_temperature')} with --use-opd: a server scores given tokens "
+            "at temperature 1, and the policy would be compared at another; use "
+            "--rollout-temperature 1",
         ),
         (
             is_alone and grpo.kl_coef > 0,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from common.fleet_name import POLICY
 from common.units import counted
-from rlpost.config.critic_ranks import critic_nodes, critic_ranks
 from rlpost.config.engine_groups import engines_to_place
 from rlpost.config.engine_nodes import nodes_for, num_that_fit
 from rlpost.config.flags import flag
@@ -294,7 +293,7 @@ def group_room_problems(config: Config) -> list[str]:
                 f"use nodes = {lower} or {lower + 1} instead of gpus"
             ]
     engines = engines_to_place(config)
-    free = _free(config)
+    free = gpus_beside_trainer(config)
     fits = num_that_fit(free, [gpus for _, gpus in engines], a_node)
     if not sizes or fits == len(engines):
         return []
@@ -334,22 +333,13 @@ def _room_problems(config: Config) -> list[str]:
     fewer = cluster.actor_num_gpus_per_node // 2
     if not remedies and fewer:
         remedies = [f"fewer --actor-num-gpus-per-node, such as {fewer}"]
-    free = ", ".join(map(str, _free(config)))
+    free = ", ".join(map(str, gpus_beside_trainer(config)))
     nodes = "node has" if config.num_nodes == 1 else f"{config.num_nodes} nodes have"
     return [
         f"{spelled(config, 'rollout_num_gpus')} is {counted(config.num_engines, 'engine')} of "
         f"{counted(size, 'GPU')}, but next to the trainer the {nodes} capacity for {fits} "
         f"(free GPUs per node: {free}); use {listed(remedies)}"
     ]
-
-
-def _free(config: Config) -> list[int]:
-    """Free GPUs of each node, those of the trainer and of a critic on its own GPUs subtracted."""
-    free = gpus_beside_trainer(config)
-    if config.critic_num_nodes:
-        for node in critic_nodes(free, config) or ():
-            free[node] -= critic_ranks(config).cluster.actor_num_gpus_per_node
-    return free
 
 
 def gpus_beside_trainer(config: Config) -> list[int]:
@@ -364,7 +354,7 @@ def gpus_beside_trainer(config: Config) -> list[int]:
 def _room(config: Config) -> int:
     """Engines that fit on the free GPUs."""
     size, a_node = config.cluster.rollout_num_gpus_per_engine, config.cluster.num_gpus_per_node
-    free = _free(config)
+    free = gpus_beside_trainer(config)
     if size <= a_node:
         return sum(gpus // size for gpus in free)
     return sum(gpus == a_node for gpus in free) * a_node // size

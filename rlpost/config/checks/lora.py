@@ -46,11 +46,6 @@ def lora_problems(config: Config) -> list[str]:
             "another estimator, or --lora-rank none",
         ),
         (
-            config.distillation.opd_teacher_load is not None,
-            f"--opd-teacher-load with {rank}: a teacher in the trainer takes the settings of the policy's layers, and "
-            "has no adapters; use --opd-type sglang with --opd-teacher-url, or --lora-rank none",
-        ),
-        (
             config.grpo.ref_update_interval is not None,
             f"{spelled(config, 'ref_update_interval')} with {rank}: the reference is the base, which never changes; "
             "omit one of them",

@@ -83,15 +83,13 @@ def is_made(path: str) -> bool:
 
 def read_paths(config: Config) -> list[str]:
     """Return each absolute path that the run reads, once: those that exist on this host."""
-    checkpoint, distillation = config.checkpoint, config.distillation
+    checkpoint = config.checkpoint
     functions = (str(getattr(getattr(config, table), key) or "") for table, key, _ in SETTINGS)
     optional = (
         checkpoint.ref_load,
         checkpoint.load,
         checkpoint.save,  # a resume reads it
         config.critic.critic_load,
-        distillation.opd_teacher_load,
-        distillation.opd_teacher_hf_checkpoint,
         config.rollout.judge,
         *environment_paths(config),
         *(name.rpartition(":")[0] for name in functions),  # FILE.py:function

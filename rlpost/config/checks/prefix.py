@@ -31,8 +31,6 @@ def prefix_problem(config: Config, fields: MegatronFields) -> str | None:
         return "--moe-expert-capacity-factor drops tokens by the number of rows"
     if backend == "unfused":
         return "--attention-backend unfused has as many keys as queries"
-    if config.distillation.opd_teacher_load is not None:
-        return f"{flag('opd_teacher_load')} scores the same rows with another model"
     return None
 
 

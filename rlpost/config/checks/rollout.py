@@ -166,9 +166,9 @@ def _mask_problems(config: Config) -> list[str]:
             "--sglang-speculative-algorithm, or the mask",
         ),
         (
-            config.distillation.use_opd and config.distillation.opd_type == "sglang",
-            f"{flag}: the teacher of --opd-type sglang has log-probs over the whole vocabulary; use "
-            "--opd-type megatron, or leave the mask out",
+            config.distillation.use_opd,
+            f"{flag}: the teacher of --use-opd has log-probs over the whole vocabulary; leave one of "
+            "them out",
         ),
     ]
     return [problem for is_broken, problem in rules if is_broken]

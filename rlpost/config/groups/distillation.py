@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber
+from rlpost.config.groups.base import Group, Positive, PositiveNumber
+from rlpost.config.slime_flags import TEACHER_IN_TRAINER
 
 
 class DistillationConfig(Group):
@@ -15,9 +16,8 @@ class DistillationConfig(Group):
     use_opd: bool = False
     """Add the reverse KL divergence from a teacher at each generated token (docs/distillation.md).
     The teacher must have the tokenizer of --hf-checkpoint."""
-    opd_type: Literal["sglang", "megatron"] | None = None
-    """Where the teacher is: a server with SGLang's /generate at --opd-teacher-url, or engines of
-    --opd-teacher-engines (sglang), or weights of --opd-teacher-load in the trainer (megatron)."""
+    opd_type: Literal["sglang"] | None = None
+    """Where the teacher is; engines or servers of SGLang are the only place."""
     opd_kl_coef: Annotated[float, Field(ge=0.0)] = 1.0
     """Coefficient of the divergence. 0 only measures train/opd_reverse_kl."""
     opd_form: Literal["advantage", "loss"] = "advantage"
@@ -29,13 +29,6 @@ class DistillationConfig(Group):
     opd_alone: bool = False
     """Train on the teacher alone: every advantage of a reward is 0. Rewards are still graded,
     filtered on and reported."""
-    opd_teacher_load: FilePath | None = None
-    """Weights of a teacher in the trainer: a Hugging Face folder, or a torch_dist folder written by
-    tools/convert_hf_to_torch_dist.py. Any supported family and size; it is sharded as the policy
-    is."""
-    opd_teacher_hf_checkpoint: FilePath | None = None
-    """Hugging Face folder with the configuration and the tokenizer of that teacher. Default:
-    --opd-teacher-load if that is one, else --hf-checkpoint."""
     opd_teacher_url: str | None = None
     """URL of the teacher's server, such as http://HOST:PORT; /generate is appended if the URL has
     no path."""
@@ -46,10 +39,12 @@ class DistillationConfig(Group):
     """Timeout in seconds of one scored response, retries included. A response that cannot be scored
     is left out."""
 
-    @property
-    def teacher_in_trainer(self) -> bool:
-        """Whether the trainer holds the weights of a teacher."""
-        return self.use_opd and self.opd_type == "megatron"
+    @field_validator("opd_type", mode="before")
+    @classmethod
+    def _refuse_a_teacher_in_the_trainer(cls, value: object) -> object:
+        if value == "megatron":
+            raise ValueError(TEACHER_IN_TRAINER)
+        return value
 
     @property
     def distils_in_loss(self) -> bool:

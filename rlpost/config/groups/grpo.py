@@ -134,7 +134,7 @@ class GrpoConfig(Group):
     itself before the rollout's first optimizer step: those of the update before the last one, or,
     with --update-weights-interval above 1, of the last one (docs/rollout.md)."""
     use_rollout_sampling_mask: bool = False
-    """Compute log-probs of policy, reference and teacher, and entropies, over the tokens that
+    """Compute log-probs of policy and reference, and entropies, over the tokens that
     --rollout-top-p and --rollout-top-k left to sample from at each position, which the engines
     return (DeepSeek-V3.2, 2025, section 3.1). Needs --rollout-top-k of at most 4096."""
     use_opsm: bool = False

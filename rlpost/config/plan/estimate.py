@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.plan.activations import (
     Activations,
     Pass,
-    logits_bytes,
     stage_activations,
-    transient_bytes,
 )
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
 from rlpost.config.plan.nccl_memory import idle_context, trainer_context
@@ -38,7 +35,6 @@ from rlpost.config.plan.shape import (
     critic_parameters,
     layout_of,
     rank_parameters,
-    teacher_layout,
 )
 from rlpost.config.plan.shortages import cache_problem, phase_problem
 from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
@@ -53,7 +49,6 @@ class Sizes(TypedDict):
 
     gpu_bytes: int
     engine_width: int
-    teacher: Shape | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +68,6 @@ class PlannedRank:
     passing: Activations
     context: int
     """CUDA and NCCL."""
-    teacher: int = 0
-    """Weights of a teacher in the trainer: in host memory, and on the GPU during its pass."""
-    teacher_pass: int = 0
-    """Bytes of its pass, in addition to the weights."""
 
     @property
     def train(self) -> int:
@@ -92,19 +83,6 @@ class PlannedRank:
     def logits(self) -> int:
         """With their gradient; 0 but on the last stage."""
         return self.passing.logits
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCriticRank:
-    """A rank of a critic with separate ranks, at its fullest."""
-
-    held: RankMemory
-    activations: int
-    saved: int
-    """Bytes that it writes of a checkpoint."""
-    optimizer_host: int
-    context: int
-    """CUDA and NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +113,11 @@ class Estimate:
     host_bytes_per_node: int
     checkpoint_bytes: int
     checkpoint_bytes_per_rank: int
-    """Most bytes of a checkpoint that one rank writes, of the policy or of a critic."""
+    """Most bytes of a checkpoint that one rank writes."""
     save_buffer_bytes: int
     """Host memory of a rank that a checkpoint passes through."""
     update: PlannedUpdate | None
     """None without engines."""
-    critic: RankMemory
-    """Memory of the fullest rank of a critic, separate or beside the policy; zeros without one."""
-    critic_checkpoint_bytes: int = 0
-    """Bytes of a checkpoint that the separate ranks of a critic write."""
 
     @property
     def fullest(self) -> PlannedRank:
@@ -152,8 +126,7 @@ class Estimate:
 
     def written_s(self, write_gbps: float) -> float:
         """Seconds that writing a checkpoint takes."""
-        sizes = self.checkpoint_bytes, self.critic_checkpoint_bytes
-        return written_s(self.config, *sizes, write_gbps=write_gbps)
+        return written_s(self.config, self.checkpoint_bytes, write_gbps=write_gbps)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -176,7 +149,6 @@ def estimate(
     *,
     gpu_bytes: int,
     engine_width: int = 2,
-    teacher: Shape | None = None,
 ) -> Estimate:
     """Estimate a run.
 
@@ -185,25 +157,20 @@ def estimate(
         shape: of the policy.
         gpu_bytes: memory of a GPU.
         engine_width: bytes of a weight in the engines, 1 for FP8.
-        teacher: shape of a teacher in the trainer; None without one.
     """
     layout = layout_of(config)
     one, longest = forward_pass(config)
     ranks = tuple(
-        _rank(config, shape, layout, one, stage=stage, teacher=teacher)
-        for stage in range(layout.pipeline)
+        _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
     )
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
     matrices = muon_matrices(config, shape, Layout(), 0)
     stored_size = saved_bytes(config, Layout(), whole, matrices)
     stored_size += whole.total * stored.weights * config.num_kept_weights
-    stored_critic = 0
     if config.use_critic:
         critic = critic_parameters(shape, Layout(), 0)
-        stored_critic = saved_bytes(config, Layout(), critic, matrices)
-    of_critic = _own_critic(config, shape)
-    own_critic = max(of_critic, key=lambda rank: rank.held.total + rank.activations, default=None)
+        stored_size += saved_bytes(config, Layout(), critic, matrices)
     engine = None
     if config.num_engines:
         engine = planned_engine(
@@ -211,11 +178,8 @@ def estimate(
             shape,
             gpu_bytes=gpu_bytes,
             width=engine_width,
-            held=_held_by_trainer(config, ranks, own_critic),
+            held=_held_by_trainer(config, ranks),
         )
-    buffers = [_save_buffer(config, rank) for rank in ranks]
-    buffers += [_critic_save_buffer(config, rank) for rank in of_critic]
-    saved = [rank.saved for rank in ranks] + [rank.saved for rank in of_critic]
     fullest = max(ranks, key=lambda rank: rank.train)
     most_weights = max(rank.held.weights for rank in ranks)
     update = None
@@ -237,18 +201,12 @@ def estimate(
         longest=longest,
         ranks=ranks,
         engine=engine,
-        phases=(
-            *_phases(config, fullest, engine, update, own_critic, most_weights=most_weights),
-            *_teacher_phase(config, ranks, engine, update, own_critic),
-            *_critic_phase(config, own_critic, engine, fullest.context),
-        ),
-        host_bytes_per_node=_host(config, ranks, own_critic, engine),
-        checkpoint_bytes=stored_size + stored_critic,
-        checkpoint_bytes_per_rank=max(saved),
-        save_buffer_bytes=max(buffers),
+        phases=_phases(config, fullest, engine, update, most_weights=most_weights),
+        host_bytes_per_node=_host(config, ranks, engine),
+        checkpoint_bytes=stored_size,
+        checkpoint_bytes_per_rank=max(rank.saved for rank in ranks),
+        save_buffer_bytes=max(_save_buffer(config, rank) for rank in ranks),
         update=update,
-        critic=fullest.critic if own_critic is None else own_critic.held,
-        critic_checkpoint_bytes=0 if own_critic is None else stored_critic,
     )
 
 
@@ -259,7 +217,6 @@ def _rank(
     one: Pass,
     *,
     stage: int,
-    teacher: Shape | None = None,
 ) -> PlannedRank:
     parameters = rank_parameters(shape, layout, stage)
     trained = trained_parameters(config, shape, layout, stage)
@@ -267,17 +224,10 @@ def _rank(
     held, host = held_memory(config, layout, parameters, trained, matrices)
     host += pinned_rounding(config, shape, layout, stage)
     critic, of_critic = Parameters(0), RankMemory(0, 0, 0)
-    if config.use_critic and not config.has_own_critic:
+    if config.use_critic:
         critic = critic_parameters(shape, layout, stage)
         of_critic, more = held_memory(config, layout, critic, critic, matrices)
         host += more
-    is_last = stage == layout.pipeline - 1
-    of_teacher, passing = 0, 0
-    if teacher is not None:
-        own = teacher_layout(config, layout)
-        of_teacher = rank_parameters(teacher, own, stage).total * parameter_bytes(config).weights
-        logits = logits_bytes(teacher, own, one, config.grpo.log_probs_chunk_size)
-        passing = transient_bytes(teacher, own, one) + (logits if is_last else 0)
     return PlannedRank(
         stage=stage,
         parameters=parameters,
@@ -292,24 +242,16 @@ def _rank(
             shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
         ),
         context=trainer_context(config, layout, shape),
-        teacher=of_teacher,
-        teacher_pass=passing,
     )
 
 
-def _held_by_trainer(
-    config: Config, ranks: tuple[PlannedRank, ...], own_critic: PlannedCriticRank | None
-) -> int:
+def _held_by_trainer(config: Config, ranks: tuple[PlannedRank, ...]) -> int:
     """Bytes that the trainer holds on the GPUs of an engine that starts."""
     if not config.cluster.colocate:
         return 0
-    processes = 2 if own_critic is not None and config.critic_shares_gpus else 1
-    held = processes * idle_context(config)
     if config.offload_train:
-        return held
-    if processes == 2 and own_critic is not None and not config.offloads_critic:
-        held += own_critic.held.total
-    return held + max(rank.held.total + rank.critic.total for rank in ranks)
+        return idle_context(config)
+    return idle_context(config) + max(rank.held.total + rank.critic.total for rank in ranks)
 
 
 def _phases(
@@ -317,36 +259,25 @@ def _phases(
     rank: PlannedRank,
     engine: PlannedEngine | None,
     update: PlannedUpdate | None,
-    own_critic: PlannedCriticRank | None = None,
     *,
     most_weights: int = 0,
 ) -> tuple[MemoryPhase, ...]:
     """The phases of the GPUs that train the policy.
 
     Args:
-        own_critic: the separate ranks of a critic. On these GPUs its process has a CUDA context,
-            and all of its memory unless policy and critic are offloaded for each other.
         most_weights: of any rank, because the rank that sends weights may have more of them than
             this one.
     """
     held = rank.held
     kept = (("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer))
-    resident, computing = rank.critic.total, rank.critic.total
-    contexts = rank.context
-    if own_critic is not None and config.critic_shares_gpus:
-        contexts += own_critic.context
-        if not config.offloads_critic:
-            resident = own_critic.held.total
-            computing = resident + own_critic.activations
-    of_critic = (("critic", resident),) if resident else ()
-    with_pass = (("critic", computing),) if computing else ()
-    context = ("CUDA, NCCL", contexts)
+    of_critic = (("critic", rank.critic.total),) if rank.critic.total else ()
+    context = ("CUDA, NCCL", rank.context)
     at_peak = rank.passing
     if at_peak.logits > at_peak.layer:
         passing = (("activations", at_peak.kept), ("logits", at_peak.logits))
     else:
         passing = (("activations", at_peak.kept + at_peak.layer), ("logits", 0))
-    train = (*kept, *with_pass, *passing, context)
+    train = (*kept, *of_critic, *passing, context)
     if engine is None or update is None:
         return (MemoryPhase("train", train),)
     if not config.cluster.colocate:
@@ -370,73 +301,6 @@ def _phases(
     return tuple(phases)
 
 
-def _own_critic(config: Config, shape: Shape) -> list[PlannedCriticRank]:
-    """The separate ranks of a critic, one for each pipeline stage; empty without one."""
-    if not config.has_own_critic:
-        return []
-    own = critic_ranks(config)
-    layout, one = layout_of(own), forward_pass(own)[0]
-    ranks = []
-    for stage in range(layout.pipeline):
-        parameters = critic_parameters(shape, layout, stage)
-        matrices = muon_matrices(own, shape, layout, stage)
-        held, host = held_memory(own, layout, parameters, parameters, matrices)
-        chunk_tokens = own.grpo.log_probs_chunk_size
-        passing = stage_activations(shape, layout, one, stage, chunk_tokens=chunk_tokens)
-        activations = passing.kept + passing.layer
-        written = saved_bytes(own, layout, parameters, matrices)
-        context = trainer_context(own, layout, shape)
-        ranks.append(PlannedCriticRank(held, activations, written, host, context))
-    return ranks
-
-
-def _critic_phase(
-    config: Config,
-    rank: PlannedCriticRank | None,
-    engine: PlannedEngine | None,
-    policy_context: int,
-) -> tuple[MemoryPhase, ...]:
-    """The memory of GPUs while a separate critic computes; empty if the critic stays resident.
-
-    The GPUs are separate ones, or those of the policy, which is offloaded at that time.
-    """
-    if rank is None or (config.critic_shares_gpus and not config.offloads_critic):
-        return ()
-    contexts = rank.context + (policy_context if config.critic_shares_gpus else 0)
-    parts = [
-        ("weights", rank.held.weights),
-        ("gradients", rank.held.gradients),
-        ("optimizer", rank.held.optimizer),
-        ("activations", rank.activations),
-        ("CUDA, NCCL", contexts),
-    ]
-    if engine is not None and config.critic_shares_gpus and config.cluster.colocate:
-        parts.append(("engine's CUDA", engine.context))
-        if not config.offload_rollout:
-            parts.append(("engine", engine.resident))
-    return (MemoryPhase("critic", tuple(parts)),)
-
-
-def _teacher_phase(
-    config: Config,
-    ranks: tuple[PlannedRank, ...],
-    engine: PlannedEngine | None,
-    update: PlannedUpdate | None,
-    own_critic: PlannedCriticRank | None,
-) -> tuple[MemoryPhase, ...]:
-    """The pass of a teacher in the trainer, on the rank where it takes most.
-
-    Empty without one.
-    """
-    rank = max(ranks, key=lambda rank: rank.held.total + rank.teacher + rank.teacher_pass)
-    if not rank.teacher:
-        return ()
-    train = _phases(config, rank, engine, update, own_critic)[0]
-    kept = (part for part in train.parts if part[0] not in ("activations", "logits"))
-    own = (("teacher", rank.teacher), ("its pass", rank.teacher_pass))
-    return (MemoryPhase("teacher", (*kept, *own)),)
-
-
 def _generate(engine: PlannedEngine, more: tuple[tuple[str, int], ...]) -> MemoryPhase:
     own = (
         ("engine", engine.weights),
@@ -455,14 +319,13 @@ def _save_buffer(config: Config, rank: PlannedRank) -> int:
 def _host(
     config: Config,
     ranks: tuple[PlannedRank, ...],
-    own_critic: PlannedCriticRank | None,
     engine: PlannedEngine | None,
 ) -> int:
-    """Return host memory of the fullest node, a critic on the same GPUs included.
+    """Return host memory of the fullest node.
 
     It holds the offloaded optimizer, what is offloaded while engines generate, CUDA graphs while
-    the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference,
-    old policy and teacher, and the buffer of a checkpoint.
+    the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference
+    and old policy, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and config.grpo.needs_reference
@@ -474,21 +337,8 @@ def _host(
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer
-        own += rank.teacher + _save_buffer(config, rank)
+        own += _save_buffer(config, rank)
         each = max(each, own)
-    if own_critic is not None and config.critic_shares_gpus:
-        each += _critic_host(config, own_critic)
     if engine is not None and config.offload_rollout:
         each += engine.graphs
     return each * config.cluster.actor_num_gpus_per_node
-
-
-def _critic_host(config: Config, rank: PlannedCriticRank) -> int:
-    """Host memory of a critic's rank: offloaded state, and the buffer of a checkpoint."""
-    away = rank.held.weights + rank.held.optimizer if config.offloads_critic else 0
-    return rank.optimizer_host + away + _critic_save_buffer(config, rank)
-
-
-def _critic_save_buffer(config: Config, rank: PlannedCriticRank) -> int:
-    """Host memory that a checkpoint of a critic's rank passes through."""
-    return min(config.checkpoint.save_buffer_bytes, rank.saved)

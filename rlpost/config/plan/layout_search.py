@@ -97,7 +97,6 @@ def suggest(
     *,
     gpu_bytes: int,
     engine_width: int = 2,
-    teacher: Shape | None = None,
     card: Card | None = None,
 ) -> list[FittingLayout]:
     """All layouts that fit, the fastest first; each with the smallest engines that do.
@@ -112,9 +111,7 @@ def suggest(
             continue  # with smaller engines
         if fullest_held(candidate, shape).total > gpu_bytes * RESERVE:
             continue  # spares the rest of the estimate, for most candidates
-        memory_estimate = estimate(
-            candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width, teacher=teacher
-        )
+        memory_estimate = estimate(candidate, shape, gpu_bytes=gpu_bytes, engine_width=engine_width)
         if not memory_estimate.problems:
             time = step_time(memory_estimate, card)
             fitting_layouts[key] = FittingLayout(memory_estimate, time)

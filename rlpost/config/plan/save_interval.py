@@ -82,21 +82,17 @@ def optimum_s(save_s: float, mtbf_s: float) -> float:
 def written_s(
     config: Config,
     checkpoint_bytes: float,
-    critic_bytes: float = 0.0,
     *,
     write_gbps: float = WRITE_GBPS,
 ) -> float:
-    """Seconds to write a checkpoint: the policy's nodes write first, then the critic's own."""
-    nodes_of_critic = config.critic_num_nodes or config.actor_num_nodes
-    of_policy = (checkpoint_bytes - critic_bytes) / config.actor_num_nodes
-    return (of_policy + critic_bytes / nodes_of_critic) / (write_gbps * 1e9)
+    """Seconds to write a checkpoint: each node that trains writes its part."""
+    return checkpoint_bytes / config.actor_num_nodes / (write_gbps * 1e9)
 
 
 def save_interval(
     config: Config,
     *,
     checkpoint_bytes: float,
-    critic_bytes: float = 0.0,
     times: StepTimes | None = None,
     write_gbps: float = WRITE_GBPS,
 ) -> SaveInterval:
@@ -104,11 +100,10 @@ def save_interval(
 
     Args:
         checkpoint_bytes: of one checkpoint, all ranks together.
-        critic_bytes: of these, what the ranks of a critic write that has its own.
         times: of a step; without them all of the time between saves counts as training.
         write_gbps: what a node writes, in GB/s; used where ``times`` has no measured save.
     """
-    in_full_s = written_s(config, checkpoint_bytes, critic_bytes, write_gbps=write_gbps)
+    in_full_s = written_s(config, checkpoint_bytes, write_gbps=write_gbps)
     measured_s = None if times is None else times.save_s
     save_s = in_full_s if measured_s is None else measured_s
     mtbf_s = config.cluster.node_mtbf_hours * 3600 / config.num_nodes

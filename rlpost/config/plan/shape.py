@@ -252,13 +252,6 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def teacher_layout(config: Config, layout: Layout) -> Layout:
-    """The policy's layout; unequal stages hold for a teacher from the policy's folder alone."""
-    given, policy = config.distillation, config.checkpoint.hf_checkpoint
-    folder = given.opd_teacher_hf_checkpoint or given.opd_teacher_load
-    return layout if folder == policy else replace(layout, first=None, last=None)
-
-
 def layers_of(layout: Layout, num_layers: int, stage: int) -> Sequence[int]:
     """The layers of a pipeline stage, of all its chunks if interleaved (arXiv 2104.04473)."""
     if layout.chunk is not None:

@@ -76,9 +76,7 @@ REMEDIES: dict[str, Remedy] = {
     "CUDA, NCCL": lambda config: (
         "use --environment NCCL_NVLS_ENABLE=0, or fewer kinds of parallelism"
     ),
-    "critic": lambda config: f"give the critic GPUs of its own ({flag('critic_own_gpus')})",
-    "teacher": _more_shards,
-    "its pass": _activations,
+    "critic": _more_shards,
 }
 """What helps against each part of a phase."""
 

@@ -79,7 +79,7 @@ def step_time(planned: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
     parts = {name: seconds * steps for name, seconds in train_step(job).items()}
     forward = forward_pass_time(job) * steps
     parts[PASSES] = passes * forward
-    if config.use_critic and not config.has_own_critic:
+    if config.use_critic:
         parts[CRITIC] = 4 * forward  # values, forward and backward
     training = sum(parts.values()) - parts.get(CRITIC, 0.0)
     share = mfu(job, training / steps) * (3 + passes) / 3

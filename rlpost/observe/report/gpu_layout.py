@@ -5,6 +5,7 @@ Input: the settings of a run. Output: a ``GpuLayout``, of which the goodput of t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -45,7 +46,7 @@ class GpuLayout:
         return cls(
             gpus_per_node=cluster.num_gpus_per_node,
             num_nodes=config.num_nodes + cluster.spare_nodes,
-            trainer=config.num_training_gpus,
+            trainer=config.actor_world_size,
             engines=config.rollout_num_gpus,
             is_colocated=cluster.colocate,
             is_synchronous=config.rollout.rollout_mode == "sync",
@@ -59,9 +60,9 @@ class GpuLayout:
         """The layout of a run.json; None when it is missing or of another version."""
         if not settings:
             return None
-        from rlpost.config.tree import Config
+        from rlpost.config.load import read_dump
 
         try:
-            return cls.of(Config.model_validate(settings))
+            return cls.of(read_dump(json.dumps(settings))[0])
         except ValueError:  # pydantic's ValidationError is one
             return None

@@ -74,10 +74,8 @@ def ports_of_engine(source: Source, ports: Ports, index: int, *, nnodes: int) ->
 @pytest.mark.parametrize(("num_engines", "nnodes"), [(1, 1), (2, 1), (8, 1), (1, 4)])
 def test_the_ports_of_all_engines_of_a_node_and_of_the_services_are_disjoint(num_engines, nnodes):
     nodes = [Slot(f"node-{number}", f"10.0.0.{number + 1}", 8) for number in range(nnodes)]
-    ports = service_ports(
-        10600, 400, engines=[nodes] * num_engines, num_stages=4, over_tcp=True, has_critics=True
-    )
-    of_run = [ports.actor_group, ports.critic_group]
+    ports = service_ports(10600, 400, engines=[nodes] * num_engines, num_stages=4, over_tcp=True)
+    of_run = [ports.actor_group]
     used: list[int] = [*of_run, *ports.sync_groups]
     for index in range(num_engines):
         used += ports_of_engine(Source(), ports, index, nnodes=nnodes)

@@ -11,15 +11,9 @@ timeout_sec = 60.0
 [verifier]
 timeout_sec = 20.0
 [environment]
-build_timeout_sec = 30.0
 memory_mb = 256
 """
-DOCKERFILE = """\
-FROM ubuntu:24.04
-WORKDIR /app
-COPY words.txt /app/words.txt
-RUN sort words.txt > sorted.txt
-"""
+DOCKERFILE = "FROM ubuntu:24.04\nWORKDIR /app\nCOPY words.txt /app/words.txt\n"
 SOLUTION = "#!/bin/sh\nwc -l < words.txt > /app/count.txt\n"
 TESTS = """\
 #!/bin/sh

@@ -13,21 +13,11 @@ from rlpost.agents.environments.export import main as export
 from rlpost.agents.environments.harbor.check import kind_of
 from rlpost.agents.environments.harbor.check import main as check
 from rlpost.agents.environments.harbor.compose import read_compose
-from rlpost.agents.environments.harbor.dockerfile import (
-    Copy,
-    MakeFolder,
-    NotSupported,
-    Run,
-    Write,
-    expand,
-    parse_dockerfile,
-)
 from rlpost.agents.environments.harbor.roots import (
-    BuildFailed,
     ImageDefaults,
     TaskSkipped,
+    UploadFailed,
     candidates,
-    copied_files,
     files_below,
     image_defaults,
 )
@@ -73,7 +63,8 @@ services:
 
 def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_context(tmp_path):
     write_task(tmp_path, more={"environment/docker-compose.yaml": COMPOSE})
-    assert runnable(tmp_path, "count", NODE).root.folder == "."
+    assert runnable(tmp_path, "count", NODE)
+    assert "-f environment/Dockerfile .`" in reason_of(tmp_path, TrialOptions())
     assert read_compose("services: {main: {build: .}}") == "environment"
     assert read_compose("services: {main: {}}") == "environment"
 
@@ -108,8 +99,8 @@ def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):
     toml = TOML.replace("memory_mb = 256", 'memory = "2G"\ncpus = 1.5')
     write_task(tmp_path, toml=toml + more)
     task = read_task(tmp_path, "count", {"MY_KEY": "k"})
-    assert (task.agent_seconds, task.verifier_seconds, task.build_seconds) == (60.0, 20.0, 30.0)
-    assert (task.memory_mib, task.cores, task.root.image) == (2048, 2, None)
+    assert (task.agent_seconds, task.verifier_seconds) == (60.0, 20.0)
+    assert (task.memory_mib, task.cores, task.root.image) == (2048, 2, "count")
     assert task.root.environment == {"A": "1"} and task.verifier_env == {"KEY": "k"}
     assert task.lacking == () and task.instruction.startswith("Write the number")
 
@@ -187,68 +178,34 @@ def test_an_image_is_taken_from_the_first_path_that_exists(tmp_path):
     image = '[environment]\ndocker_image = "org/all:1"\n'
     write_task(tmp_path, toml=TOML.replace("[environment]\n", image))
     both = TrialOptions(images={"org/*": "/images/{name}.sqsh", "*": "/base"})
-    complete = runnable(tmp_path, "count", both, lambda path: True).root
-    assert complete.image == "/images/org+all+1.sqsh"
-    plan = complete.plan(ImageDefaults({"A": "1"}, "/base"))
-    assert plan.steps == (MakeFolder("/app", 0),) and plan.workdir == "/app"
-    assert plan.env == {"A": "1"}
-    base = TrialOptions(images={"org/*": "/images/{name}.sqsh", "ubuntu:*": "/base"})
-    built = runnable(tmp_path, "count", base, lambda path: path == "/base").root
-    assert built.image == "/base" and len(built.plan().steps) == 4
+    assert runnable(tmp_path, "count", both, lambda path: True).root.image == (
+        "/images/org+all+1.sqsh"
+    )
+    assert runnable(tmp_path, "count", both, lambda path: path == "/base").root.image == "/base"
     with pytest.raises(TaskSkipped, match=r"image org/all:1: not at /images/org\+all\+1.sqsh"):
         runnable(tmp_path, "count", both, lambda path: False)
-    missing = "image ubuntu:24.04: no path in the argument images"
-    assert missing in reason_of(tmp_path, TrialOptions())
-
-
-def test_a_dockerfile_becomes_steps_with_their_folder_and_variables():
-    recipe = parse_dockerfile(
-        """\
-# syntax=docker/dockerfile:1
-ARG TAG=24.04
-FROM --platform=linux/amd64 ubuntu:${TAG} AS main
-ARG WHO=me
-ENV A=1 B="two words"
-ENV PATH=/opt/bin:$PATH
-WORKDIR /app
-RUN echo $A && \\
-    # a comment within
-    echo ${WHO}
-
-WORKDIR sub
-COPY --chmod=755 run.sh data/ ./
-COPY ["a file", "/x y"]
-RUN ["make", "all"]
-RUN [ -e /x ] || true
-RUN <<END
-one
-two
-END
-COPY <<CONF /etc/app.conf
-port = 1
-CONF
-RUN cat <<EOF >> log
-text
-EOF
-EXPOSE 80
-CMD ["bash"]
-"""
+    assert reason_of(tmp_path, TrialOptions()) == (
+        "image org/all:1: no path in the argument images"
     )
-    assert recipe.base == "ubuntu:24.04" and recipe.workdir == "/app/sub"
-    assert recipe.env["A"] == "1" and recipe.env["B"] == "two words"
-    assert recipe.env["PATH"].startswith("/opt/bin:/usr/local/sbin:")
-    folder, first, below, scripts, spaces, argv, shell, script, conf, cat = recipe.steps
-    assert (folder, below) == (MakeFolder("/app", 7), MakeFolder("/app/sub", 12))
-    assert isinstance(first, Run) and first.cwd == "/app" and first.env["WHO"] == "me"
-    assert first.argv[:2] == ("/bin/sh", "-c")
-    assert first.argv[2].split() == ["echo", "$A", "&&", "echo", "${WHO}"]
-    assert scripts == Copy(("run.sh", "data/"), "/app/sub", True, 0o755, 13)
-    assert spaces == Copy(("a file",), "/x y", False, None, 14)
-    assert isinstance(argv, Run) and argv.argv == ("make", "all")
-    assert isinstance(shell, Run) and shell.argv[-1] == "[ -e /x ] || true"
-    assert isinstance(script, Run) and script.argv[-1] == "one\ntwo\n"
-    assert conf == Write("/etc/app.conf", "port = 1\n", 21)
-    assert isinstance(cat, Run) and cat.argv[-1] == "cat <<EOF >> log\ntext\nEOF"
+
+
+def test_a_task_with_a_dockerfile_alone_needs_a_root_of_its_name_and_is_told_how_to_build_it(
+    tmp_path,
+):
+    write_task(tmp_path, "set/Count_3")
+    images = TrialOptions(images={"*": "/roots/{name}.sqsh"})
+    root = runnable(tmp_path, "set/Count_3", images, lambda path: True).root
+    assert root.image == "/roots/set+Count_3.sqsh"
+    with pytest.raises(TaskSkipped) as skipped:
+        runnable(tmp_path, "set/Count_3", images, lambda path: False)
+    assert str(skipped.value) == (
+        "environment/Dockerfile describes a root that is not built; build one where Docker and "
+        "enroot are: in the task's folder `docker build -t set-count-3 -f environment/Dockerfile "
+        "environment` and `enroot import -o /roots/set+Count_3.sqsh dockerd://set-count-3`; image "
+        "set/Count_3: not at /roots/set+Count_3.sqsh"
+    )
+    (tmp_path / "set/Count_3/environment/Dockerfile").unlink()
+    assert "neither names a root" in reason_of(tmp_path, images, "set/Count_3")
 
 
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
@@ -259,12 +216,12 @@ def test_a_separate_verifier_has_a_root_of_its_own_and_gets_declared_files(tmp_p
     write_task(tmp_path, toml=artifacts + SEPARATE, more={"tests/Dockerfile": "FROM other:1\n"})
     task = read_task(tmp_path, "count", {})
     assert task.artifacts == ("/logs/artifacts", "/app/out", "/root/x.json")
-    options = TrialOptions(images={"ubuntu:*": "/a", "other:*": "/b"})
+    options = TrialOptions(images={"count": "/a", "count-tests": "/b"})
     found = runnable(tmp_path, "count", options, lambda path: True)
     assert (found.root.image, found.verifier_root.image) == ("/a", "/b")
-    assert (found.root.folder, found.verifier_root.folder) == ("environment", "tests")
-    missing = TrialOptions(images={"ubuntu:*": "node"})
-    assert "image other:1: no path in the argument images" in reason_of(tmp_path, missing)
+    assert (found.root.brings_tests, found.verifier_root.brings_tests) == (False, True)
+    missing = reason_of(tmp_path, TrialOptions(images={"count": "node"}))
+    assert "-f tests/Dockerfile tests`" in missing and "image count-tests: no path" in missing
 
 
 def test_a_separate_verifier_without_a_dockerfile_has_the_root_of_the_agent(tmp_path):
@@ -303,10 +260,7 @@ def test_an_artifact_that_would_reach_the_tests_makes_a_task_unreadable(tmp_path
 
 
 SECRET = "the key of the user"
-PARTS = (
-    *("instruction.md", "task.toml", "environment", "environment/Dockerfile"),
-    *("tests", "tests/Dockerfile", "solution"),
-)
+PARTS = (*("instruction.md", "task.toml", "environment", "tests", "solution"),)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -328,7 +282,7 @@ def test_no_link_of_a_task_leads_out_of_its_folder(tmp_path, part, is_relative):
         runnable(tmp_path / "tasks", "count", NODE)
     assert SECRET not in str(refused.value)
     if not is_file:
-        with pytest.raises(BuildFailed, match="not below"):
+        with pytest.raises(UploadFailed, match="not below"):
             files_below(path)
     path.unlink()
     (tmp_path / "moved").rename(task / "inside")  # the same file, below the task's folder
@@ -361,59 +315,19 @@ def test_no_name_of_an_image_leads_out_of_the_folder_of_images(image, pattern):
         assert posixpath.dirname(posixpath.normpath(path)) == "/images"
 
 
-def test_a_dockerfile_continues_with_the_variables_and_the_folder_of_its_image():
+def test_commands_have_the_variables_and_the_folder_of_the_image():
     environment = 'PATH="/opt/conda/bin:/bin"\nexport LANG=C\n# A=1\nno line\n'
     script = 'mkdir -p "/srv/x" 2> /dev/null\ncd "/srv/x" && unset OLDPWD || exit 1\n'
     defaults = image_defaults(environment, script)
     assert defaults == ImageDefaults({"PATH": "/opt/conda/bin:/bin", "LANG": "C"}, "/srv/x")
     assert image_defaults("", 'cd "$HOME"\nexec "$@"') == ImageDefaults()
-    recipe = parse_dockerfile("FROM a\nENV PATH=/x:$PATH\nRUN y", defaults.env, defaults.workdir)
-    (step,) = recipe.steps
-    assert isinstance(step, Run) and step.cwd == recipe.workdir == "/srv/x"
-    assert step.env["PATH"] == "/x:/opt/conda/bin:/bin"
+    assert defaults.command_env["HOME"] == "/root"
+    assert defaults.command_env["PATH"] == "/opt/conda/bin:/bin"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("RUN x", "RUN before FROM"),
-        ("", "no FROM"),
-        ("FROM a\nFROM b", "more than one FROM"),
-        ("FROM a\nCOPY --from=b /x /y", "COPY --from"),
-        ("FROM a\nADD https://x/y /y", "needs the network"),
-        ("FROM a\nADD x.tar.gz /y", "unpacks an archive"),
-        ("FROM a\nUSER dev", "USER dev"),
-        ("FROM a\nENTRYPOINT x", "ENTRYPOINT is not supported"),
-        ("FROM a\nRUN --mount=type=secret,id=x y", "--mount=type=secret"),
-        ("FROM a\nRUN <<END\nx", "END has no end"),
-        ("FROM a\nCOPY x", "names no target"),
-    ],
-)
-def test_a_dockerfile_that_needs_docker_is_refused_with_the_line(text, reason):
-    with pytest.raises(NotSupported, match=reason):
-        parse_dockerfile(text)
-
-
-def test_variables_are_replaced_as_in_docker():
-    known = {"A": "a", "E": ""}
-    assert expand(r"$A ${A} ${X:-d} ${E:-d} ${A:+s} ${X:+s}. \$A", known) == "a a d d s . $A"
+def test_variables_of_the_host_are_replaced():
     assert resolve({"K": "x${N:-1}y"}, {}) == ({"K": "x1y"}, ())
     assert resolve({"K": "${N}"}, {}) == ({"K": ""}, ("N",))
-
-
-def test_copy_takes_files_below_the_context_alone(tmp_path):
-    context = write_task(tmp_path) / "environment"
-    (context / "data/deep").mkdir(parents=True)
-    (context / "data/deep/x.csv").write_text("1")
-    (context / "out").symlink_to("/etc")
-    paths = [file.entry.path for file in copied_files(context, "data")]
-    assert paths == ["deep", "deep/x.csv"]
-    assert [file.entry.path for file in copied_files(context, "*.txt")] == ["words.txt"]
-    (link,) = copied_files(context, "out")
-    assert link.entry.kind == "link"  # never followed
-    for source in ("../task.toml", "out/passwd", "missing", "*.md"):
-        with pytest.raises(BuildFailed):
-            copied_files(context, source)
 
 
 @pytest.mark.parametrize(
@@ -526,6 +440,8 @@ def test_check_counts_the_tasks_that_run_and_the_reasons(tmp_path, capsys):
     assert check([str(tmp_path / "missing")]) == 2
 
 
-def test_reasons_are_counted_without_names():
-    reason = "environment/Dockerfile, line 7: RUN: exit code 100: E: not in this root: r-base"
-    assert kind_of(reason) == kind_of(reason.replace("r-base", "php").replace("7", "31"))
+def test_reasons_are_counted_without_names(tmp_path):
+    write_task(tmp_path, "one")
+    write_task(tmp_path, "two")
+    kinds = {kind_of(reason_of(tmp_path, TrialOptions(), name)) for name in ("one", "two")}
+    assert kinds == {"environment/Dockerfile describes a root that is not built"}

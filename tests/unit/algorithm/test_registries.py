@@ -27,7 +27,7 @@ def test_every_value_of_a_setting_has_an_entry_and_every_entry_a_value():
     assert choices("advantage_estimator") == ESTIMATORS.keys()
     assert choices("policy_loss") == POLICY_LOSSES.keys() == POLICY_LOSS_ROWS.keys()
     assert choices("loss_type") == LOSSES.keys() | {"custom_loss"}
-    assert {row.loss for row in ESTIMATORS.values()} == POLICY_LOSSES.keys()
+    assert {row.loss for row in ESTIMATORS.values()} <= POLICY_LOSSES.keys()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from rlpost.cli.check_settings import check
 from rlpost.cli.main import main
 from rlpost.config.load import load
+from rlpost.durable.commit import checkpoint_name
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import MODEL, make_project
 
@@ -123,7 +124,7 @@ def test_a_reference_that_is_no_checkpoint_is_named_with_the_tool_that_converts(
 
 
 @pytest.mark.parametrize(
-    ("word", "part"), [("release", "release"), ("20", "iter_0000020"), (None, ".")]
+    ("word", "part"), [("release", "release"), ("20", checkpoint_name(20)), (None, ".")]
 )
 def test_a_reference_is_found_by_its_tracker_file_or_in_the_folder_itself(tmp_path, word, part):
     make_project(tmp_path)
@@ -140,7 +141,7 @@ def test_saving_into_a_folder_with_another_trainers_checkpoints_is_refused(tmp_p
     make_project(tmp_path)
     (tmp_path / "saved/iter_0000019").mkdir(parents=True)
     (problem,) = problems(tmp_path, checkpoint={"save": "saved"})
-    assert problem.startswith("--save ") and "iter_0000019" in problem
+    assert problem.startswith("--save ") and checkpoint_name(19) in problem
     (tmp_path / "saved/iter_0000019/MANIFEST.json").touch()
     assert problems(tmp_path, checkpoint={"save": "saved"}) == []
 

@@ -17,6 +17,7 @@ from rlpost.cli.convert import (
 )
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.transformer_engine import needs_transformer_engine
+from rlpost.durable.commit import checkpoint_name
 from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 
@@ -86,7 +87,7 @@ def test_a_conversion_never_writes_over_what_is_there(tmp_path, capsys):
     """
     model = make_project(tmp_path) / "model"
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    origin = ["--input-dir", str(tmp_path / "iter_0000020"), "--origin-hf-dir", str(model)]
+    origin = ["--input-dir", str(tmp_path / checkpoint_name(20)), "--origin-hf-dir", str(model)]
     assert torch_dist_to_hf([*origin, "--output-dir", str(model)]) == 1
     assert f"--output-dir {model} is there and not empty" in capsys.readouterr().err
     assert hf_to_torch_dist(["--hf-checkpoint", str(model), "--save", str(model)]) == 1

@@ -32,7 +32,7 @@ from rlpost.config.checks.export_folder import MARKER, Marker, mark, name_weight
 from rlpost.config.load import dump, files_of, load
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
-from rlpost.durable.commit import begin, commit
+from rlpost.durable.commit import begin, checkpoint_name, commit
 from rlpost.errors import ConfigError
 from rlpost.observe.writer import MetricsWriter
 from tests.cluster.lab_host import wait_until
@@ -61,8 +61,8 @@ def test_the_weights_of_a_step_are_exported_ones_or_a_committed_checkpoint(tmp_p
     template = str(tmp_path / "hf-{step}")
     run, config = run_of(tmp_path / "run", 10, 20, save_hf=template)
     begin(run.checkpoints, 30)  # not committed
-    assert weights_of(run, config, None) == (20, run.checkpoints / "iter_0000020")
-    assert weights_of(run, config, 10) == (10, run.checkpoints / "iter_0000010")
+    assert weights_of(run, config, None) == (20, run.checkpoints / checkpoint_name(20))
+    assert weights_of(run, config, 10) == (10, run.checkpoints / checkpoint_name(10))
     exported_by(run, tmp_path / "hf-15", 15)
     assert weights_of(run, config, 15) == (15, tmp_path / "hf-15")
     for step in (30, 5):
@@ -76,7 +76,7 @@ def test_the_weights_of_a_step_are_exported_ones_or_a_committed_checkpoint(tmp_p
 def test_a_folder_that_each_export_replaces_is_not_taken_for_that_of_a_step(tmp_path: Path) -> None:
     run, config = run_of(tmp_path / "run", 10, save_hf=str(tmp_path / "latest"))
     exported_by(run, tmp_path / "latest", 10)
-    assert weights_of(run, config, 10)[1] == run.checkpoints / "iter_0000010"
+    assert weights_of(run, config, 10)[1] == run.checkpoints / checkpoint_name(10)
 
 
 def test_weights_that_another_run_exported_are_never_those_of_a_step(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_weights_that_another_run_exported_are_never_those_of_a_step(tmp_path: P
     other, _ = run_of(tmp_path / "other", 10, save_hf=template)
     copy = RunFolder(shutil.copytree(run.root, tmp_path / "copy"))
     for each in (other, copy):
-        assert weights_of(each, config, 10)[1] == each.checkpoints / "iter_0000010"
+        assert weights_of(each, config, 10)[1] == each.checkpoints / checkpoint_name(10)
         with pytest.raises(ConfigError, match=r"save-hf no folder \(.*hf-11 has no config.json\)"):
             weights_of(each, config, 11)
     exported_by(other, tmp_path / "hf-12", 12)
@@ -98,12 +98,12 @@ def test_weights_that_another_run_exported_are_never_those_of_a_step(tmp_path: P
     for attempt in ("1", "2"):  # the second starts from step 5, and saves step 10 again
         run.ledger.append("started", attempt=attempt, step=0 if attempt == "1" else 5)
         run.ledger.append("committed", step=10)
-        expected = exported if attempt == "1" else run.checkpoints / "iter_0000010"
+        expected = exported if attempt == "1" else run.checkpoints / checkpoint_name(10)
         assert weights_of(run, config, 10)[1] == expected
     exported_by(run, exported, 10, attempt="2")
     assert weights_of(run, config, 10)[1] == exported
     (exported / MARKER).unlink()
-    assert weights_of(run, config, 10)[1] == run.checkpoints / "iter_0000010"
+    assert weights_of(run, config, 10)[1] == run.checkpoints / checkpoint_name(10)
 
 
 def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
@@ -118,7 +118,7 @@ def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
     other, _ = run_of(tmp_path / "other", 10)
 
     def conversion(run: RunFolder) -> Path:
-        return conversion_of(run, 10, run.checkpoints / "iter_0000010", str(model), out)
+        return conversion_of(run, 10, run.checkpoints / checkpoint_name(10), str(model), out)
 
     first = conversion(run)
     assert name_weights(first) == f"{run.root.name} step 10"
@@ -127,7 +127,7 @@ def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
     (model / "tokenizer.json").write_text("[]")
     second = conversion(run)
     assert second != first, "another model under the same path"
-    saved = run.checkpoints / "iter_0000010"
+    saved = run.checkpoints / checkpoint_name(10)
     shutil.rmtree(saved)
     writing = begin(run.checkpoints, 10)
     (writing / "weights").write_text("trained again")

@@ -77,8 +77,10 @@ def test_a_folder_whose_job_may_be_queued_is_not_used_again(
 
 
 def test_the_folder_of_a_run_on_this_machine_is_not_used_again(tmp_path: Path) -> None:
-    """Its process is a stand-in with submitit in its command line."""
-    sleeper = subprocess.Popen([sys.executable, "-c", "input()", "submitit"], stdin=subprocess.PIPE)
+    """Its process is a stand-in with slurm.local in its command line."""
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "input()", "slurm.local"], stdin=subprocess.PIPE
+    )
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
     run.ledger.append("submitted", job_id=f"{LOCAL}{sleeper.pid}")

@@ -30,6 +30,7 @@ from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS, without_keys
 from rlpost.config.load import dump, load
 from rlpost.config.tree import Config
+from rlpost.durable.commit import checkpoint_name
 from rlpost.engines.process import ServerProcess
 from rlpost.errors import ConfigError
 from rlpost.tasks.reward.pool import _GraderProcess
@@ -94,7 +95,7 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
         for n in (1, 2, 3)
     ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "rew')
-    run.ledger.append("committed", step=2, checkpoint="iter_0000002")
+    run.ledger.append("committed", step=2, checkpoint=checkpoint_name(2))
     run.new_attempt()
     run.ledger.append("started", attempt="0", changed=["lr: 1e-06 -> 2e-06"])
     assert main(["status", "--json"]) == 3
@@ -106,7 +107,7 @@ def test_status_tells_progress_from_the_folder_and_unknown_of_slurm(no_slurm, tm
         0.3,
     )
     assert (found["eta_s"], found["tokens_per_s"], found["evals"]) == (14.0, 50.0, {"heldout": 0.1})
-    assert (found["checkpoint"], found["attempt"]) == ("iter_0000002", "0")
+    assert (found["checkpoint"], found["attempt"]) == (checkpoint_name(2), "0")
     assert main(["status"]) == 3
     text = capsys.readouterr().out
     assert all(

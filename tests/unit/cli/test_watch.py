@@ -16,6 +16,7 @@ from rlpost.cli import watch as live
 from rlpost.cli.main import main
 from rlpost.cli.run_status import warnings_in
 from rlpost.cli.watch import is_over, page, read_view, sparkline
+from rlpost.durable.commit import checkpoint_name
 from rlpost.observe.report.panels import mean_phases
 from slurm.queue import FORGOTTEN, QueueEntry
 from slurm.states import JobState
@@ -58,7 +59,7 @@ def test_the_page_says_where_the_run_is(view):
         "tokens/s, 99.29 s a step",
         "generate 67%",
         "engine-0 0:0",
-        "iter_0000240",
+        checkpoint_name(240),
         "engine-1 was restarted",
     ):
         assert words in shown, words

@@ -17,9 +17,9 @@ from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
 from tools.pages.slime_flags import slime_flags
 
-ONLY_CHECKED = {"rollout_function_path", "eval_function_path", "wandb_mode"}
+ONLY_CHECKED = {"rollout_function_path", "eval_function_path", "wandb_mode", "opd_type"}
 """Flags whose values are settings here if slime provides the function; checks refuse all others. The
-mode of W&B acts through ``WandbConfig.mode_in``."""
+mode of W&B acts through ``WandbConfig.mode_in``; a teacher is always on SGLang."""
 NO_USE = (
     "config/groups/",
     "config/checks/",

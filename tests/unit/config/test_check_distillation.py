@@ -8,27 +8,42 @@ from pathlib import Path
 
 import pytest
 
-from common.units import size_text
-from rlpost.cli.check_settings import check, notes
-from rlpost.cli.teacher_folder import vocabulary_problem
+from rlpost.cli.engine_groups import group_folder_problems, vocabulary_problem
+from rlpost.config import flags
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.load import load
-from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.config.load import dump, load, parse_dump, read_dump
 from rlpost.errors import ConfigError
 from tests.unit.cli.projects import MODEL, make_project
 
-IN_TRAINER = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/teacher"}
-ON_SERVER = {"use_opd": True, "opd_type": "sglang", "opd_teacher_url": "http://host:1"}
+ON_SERVER = {"use_opd": True, "opd_teacher_url": "http://host:1"}
+ON_ENGINES = {"use_opd": True, "opd_type": "sglang", "opd_teacher_engines": "teacher"}
 
 
-def problems(distillation: dict[str, object], **groups: object) -> list[str]:
-    config = load([], groups | {"distillation": distillation}).config
-    return distillation_problems(config)
-
-
-@pytest.mark.parametrize("given", [{}, IN_TRAINER, ON_SERVER])
+@pytest.mark.parametrize("given", [{}, ON_SERVER, ON_ENGINES])
 def test_a_teacher_that_is_complete_has_no_problems(given):
-    assert problems(given) == []
+    assert distillation_problems(load([], {"distillation": given}).config) == []
+
+
+def test_a_teacher_in_the_trainer_is_refused_with_the_remedy(tmp_path):
+    """In slime's words, in a recipe, and in the record of an older run."""
+    remedy = "use --opd-teacher-engines, or --opd-teacher-url"
+    for words in (["--opd-type", "megatron"], ["--opd-teacher-load", "/t"],
+                  ["--opd-teacher-hf-checkpoint", "/t"]):  # fmt: skip
+        with pytest.raises(ConfigError, match=remedy):
+            load([], flags.parse(flags.make_parser("rlpost", ""), words)[1])
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[distillation]\nopd_teacher_load = "/t"\n')
+    with pytest.raises(ConfigError, match=f"unknown key 'opd_teacher_load'.*{remedy}"):
+        load([recipe], {})
+    older = json.loads(dump(load([], {"distillation": ON_SERVER}).config))
+    older["distillation"] |= {"opd_type": "megatron", "opd_teacher_load": "/t"}
+    config, gone = read_dump(json.dumps(older))
+    assert config.distillation.use_opd and config.distillation.opd_type is None
+    assert len(gone) == 2 and all(remedy in line for line in gone)
+    with pytest.raises(
+        ConfigError, match=r"--opd-type megatron: [^\n]*\n.*--opd-teacher-load /t: "
+    ):
+        parse_dump(json.dumps(older))
 
 
 @pytest.fixture
@@ -46,29 +61,17 @@ def tokenizer(vocab: dict[str, int], **more: int) -> str:
     return json.dumps({"model": {"vocab": vocab}, "added_tokens": added})
 
 
-def checked(project: Path, **groups: object) -> list[str]:
-    given = {"distillation": IN_TRAINER | {"opd_teacher_load": str(project / "teacher")}}
-    config = load([project / "recipe.toml"], given | groups, base=project).config
-    try:
-        check(config)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+def checked(project: Path, **distillation: object) -> list[str]:
+    tables = {
+        "distillation": ON_ENGINES | distillation,
+        "engines": {"teacher": {"model": str(project / "teacher")}},
+    }
+    config = load([project / "recipe.toml"], tables, base=project).config
+    return list(group_folder_problems(config))
 
 
 def test_a_teacher_of_another_size_is_accepted(project):
     assert checked(project) == []
-
-
-def test_the_memory_of_a_teacher_is_told(project):
-    """Its weights in bfloat16: on a rank, and on a node of two ranks that each hold all of them."""
-    given = {"distillation": IN_TRAINER | {"opd_teacher_load": str(project / "teacher")}}
-    config = load([project / "recipe.toml"], given, base=project).config
-    (note,) = [line for line in notes(config) if "teacher" in line]
-    hf = json.loads((project / "teacher/config.json").read_text())
-    each = 2 * hf_shape(hf).parameters.total
-    assert f"{size_text(2 * each)} of host memory a node" in note
-    assert f"{size_text(each)} on each GPU" in note
 
 
 def test_a_teacher_with_another_vocabulary_is_named_with_the_first_token_that_differs(project):
@@ -81,19 +84,6 @@ def test_a_teacher_with_fewer_columns_is_named(project):
     (project / "teacher/config.json").write_text(json.dumps(MODEL | {"vocab_size": 60}))
     (problem,) = checked(project)
     assert "vocab_size = 60 of the teacher is below 64" in problem
-
-
-def test_a_teacher_that_cannot_be_sharded_as_the_policy_is_is_named(project):
-    odd = MODEL | {"num_hidden_layers": 3}
-    (project / "teacher/config.json").write_text(json.dumps(odd))
-    (problem,) = checked(project, perf={"pipeline_model_parallel_size": 2})
-    assert "the teacher is sharded as the policy is" in problem and "--opd-type sglang" in problem
-
-
-def test_a_folder_without_weights_is_named(project):
-    (project / "teacher/model.safetensors").unlink()
-    (problem,) = checked(project)
-    assert "holds neither a torch_dist checkpoint nor *.safetensors" in problem
 
 
 def test_tokens_that_one_folder_adds_are_compared_beside_equal_files(project):
@@ -128,10 +118,5 @@ def test_vocabularies_are_compared_by_token_and_not_by_file(project):
 
 
 def test_more_tokens_than_the_vocabulary_has_are_named(project):
-    more = {"opd_form": "loss", "opd_top_k": 1000}
-    teacher = {"opd_teacher_load": str(project / "teacher")}
-    config = load(
-        [project / "recipe.toml"], {"distillation": IN_TRAINER | teacher | more}, base=project
-    ).config
-    with pytest.raises(ConfigError, match="--opd-top-k 1000 is more than vocab_size = 64"):
-        check(config)
+    (problem,) = checked(project, opd_form="loss", opd_top_k=1000)
+    assert "--opd-top-k 1000 is more than vocab_size = 64" in problem

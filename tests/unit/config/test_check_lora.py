@@ -78,12 +78,9 @@ def test_a_family_of_another_package_has_adapters_only_if_it_says_so(monkeypatch
 
 
 def test_what_has_no_adapters_beside_the_policy_is_refused():
-    """The critic, a teacher in the trainer, and a reference that would change."""
+    """The critic, and a reference that would change."""
     ppo = config(lora=LORA, grpo={"advantage_estimator": "ppo"})
     assert any("--advantage-estimator ppo with --lora-rank 8" in one for one in lora_problems(ppo))
-    teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"}
-    taught = lora_problems(config(lora=LORA, distillation=teacher))
-    assert any("--opd-teacher-load with --lora-rank 8" in one for one in taught)
     overlaps = config(lora=LORA, megatron={"moe_shared_expert_overlap": True})
     assert any("gathered rows" in one for one in lora_problems(overlaps))
     updated = config(lora=LORA, grpo={"use_kl_loss": True, "ref_update_interval": 2})

@@ -491,7 +491,7 @@ def shown(*words: str) -> tuple[int, str]:
     memory = 24 * GB if "24GB" in words else 80 * GB
     console = Console(file=out, width=plan.WIDTH)
     wants = "--suggest" in words
-    sizes = Sizes(gpu_bytes=memory, engine_width=2, teacher=None)
+    sizes = Sizes(gpu_bytes=memory, engine_width=2)
     code = plan.show(console, made, shape, sizes, plan.Speed(), wants_suggestions=wants)
     return code, out.getvalue()
 
@@ -576,33 +576,6 @@ def test_adapters_of_experts_are_cut_as_the_experts_are():
     lora = config(lora={"lora_rank": 1, "lora_targets": ["experts"]}).lora
     found = adapter_parameters(lora, shape, Layout(4, tensor=2, expert=4, expert_tensor=1), 0)
     assert found == Parameters(0, 4 * 2 * (2 * 8 + 3 * 4))
-
-
-@pytest.mark.parametrize("colocate", [True, False])
-def test_a_teacher_is_in_host_memory_and_on_the_gpu_in_a_phase_of_its_own(colocate):
-    given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/teacher"}
-    cluster = {"colocate": colocate, "rollout_num_gpus": 8}
-    made, without = (
-        estimate(
-            config(distillation=given, cluster=cluster), DENSE, gpu_bytes=80 * GB, teacher=teacher
-        )
-        for teacher in (BIG, None)
-    )
-    own = 2 * BIG.parameters.total  # bfloat16; every rank has all of it
-    assert made.host_bytes_per_node == without.host_bytes_per_node + 8 * own
-    assert made.phases[:-1] == without.phases
-    phase = made.phases[-1]
-    assert phase.name == "teacher" and dict(phase.parts)["teacher"] == own
-    held = made.ranks[0].held
-    assert phase.total >= held.total + own
-    assert made.checkpoint_bytes == without.checkpoint_bytes
-
-
-def test_a_teacher_that_does_not_fit_beside_the_policy_is_a_problem():
-    given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/teacher"}
-    huge = replace(DENSE, hidden=8192, ffn=32768, sparse=(False,) * 64)
-    made = estimate(config(distillation=given), DENSE, gpu_bytes=80 * GB, teacher=huge)
-    assert [problem for problem in made.problems if problem.startswith("teacher: ")]
 
 
 def test_a_size_that_the_model_cannot_have_does_not_fit():

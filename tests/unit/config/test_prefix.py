@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rlpost.config.checks.prefix import prefix_problem, with_prefix_sharing
-from rlpost.config.critic_ranks import critic_ranks
 from rlpost.config.load import load
 
 HF = {
@@ -34,7 +33,6 @@ def config(**tables):
         ({"megatron": {"moe_expert_capacity_factor": 1.5}}, {}, "--moe-expert-capacity-factor"),
         ({"megatron": {"moe_z_loss_coeff": 1e-3}}, {}, "--moe-z-loss-coeff 0.001"),
         ({"megatron": {"attention_backend": "unfused"}}, {}, "--attention-backend unfused"),
-        ({"distillation": {"opd_teacher_load": "/t"}}, {}, "--opd-teacher-load"),
     ],
 )
 def test_what_would_change_the_result_is_the_reason_against_it(tables, fields, word):
@@ -57,13 +55,6 @@ def test_by_default_it_is_on_without_gpus_alone():
     assert off.perf.share_prefix is False and "measured" in (reason or "")
     unknown = with_prefix_sharing(config(), {"architectures": ["Nobody"]}, has_gpus=False)
     assert unknown[0].perf.share_prefix is False and "Nobody" in (unknown[1] or "")
-
-
-@pytest.mark.parametrize("context", [1, 2])
-def test_a_critic_that_splits_sequences_over_its_own_ranks_shares_no_rows(context):
-    critic = {"critic_own_gpus": True, "critic_context_parallel_size": context}
-    shared = config(critic=critic, perf={"share_prefix": True})
-    assert critic_ranks(shared).perf.share_prefix is (context == 1)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.driver.checkpoints import Checkpoints, wait_until_written
-from rlpost.durable.commit import newest_committed
+from rlpost.durable.commit import PREFIX, checkpoint_name, newest_committed
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, ConfigError, Fenced
 
@@ -164,7 +164,9 @@ async def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
         assert await made.settle()
     else:
         await made.commit(RunState(step=2), fill)
-    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"], "older ones go"
+    assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [checkpoint_name(2)], (
+        "older ones go"
+    )
     assert "iter_0000002 is committed, but" in caplog.text and "committing step" not in caplog.text
 
 
@@ -274,7 +276,7 @@ def test_the_last_checkpoints_and_those_of_every_tenth_step_are_kept(tmp_path):
     made, committed = checkpoints(tmp_path, keep_last=2, keep_every=10)
     assert made.oldest_kept() is None and made.save_folder == tmp_path
     save(made, *range(4, 34, 3))
-    kept = sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*"))
+    kept = sorted(int(path.name[5:]) for path in tmp_path.glob(f"{PREFIX}*"))
     assert kept == [10, 28, 31] and committed[-1] == 31
     assert made.oldest_kept() == 28, "an archive is no place to fall back to"
 
@@ -374,12 +376,12 @@ def test_another_model_is_refused_and_changed_hyperparameters_are_named(tmp_path
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path):
     made, _ = checkpoints(tmp_path)
     save(made, 1)
-    (tmp_path / "iter_0000001" / "tensors").write_text("x")
+    (tmp_path / checkpoint_name(1) / "tensors").write_text("x")
     with pytest.raises(
         CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*choose another --save"
     ):
         made.newest()
-    (tmp_path / "iter_0000001" / "COMMITTED").unlink()
+    (tmp_path / checkpoint_name(1) / "COMMITTED").unlink()
     (tmp_path / "latest").unlink()
     assert made.newest()[0] is None, "what was never committed is nothing to lose"
 
@@ -455,8 +457,8 @@ def test_a_recovery_starts_from_a_commit_of_this_attempt_or_its_starting_point(t
     assert made.of_attempt() == (None, RunState(pending={}))
     save(made, 3)
     path, state = made.of_attempt()
-    assert (path.name, state.step) == ("iter_0000003", 3)
+    assert (path.name, state.step) == (checkpoint_name(3), 3)
     resumed, _ = checkpoints(tmp_path)
     resumed.newest()
     save(made, 5)  # by another attempt, so a recovery of this one must not use it
-    assert resumed.of_attempt()[0].name == "iter_0000003"
+    assert resumed.of_attempt()[0].name == checkpoint_name(3)

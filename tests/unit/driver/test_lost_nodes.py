@@ -26,7 +26,6 @@ def slot(node, num_gpus=1, shared_with=()):
 
 ENGINES_ON_2 = Placement((slot(N1), slot(N1)), ((slot(N1),), (slot(N2, 2),)))
 RANKS_ON_2 = Placement((slot(N1), slot(N2)), ((slot(N1),), (slot(N2),)))
-CRITICS_ON_2 = Placement((slot(N1), slot(N1)), ((slot(N1),),), (slot(N2), slot(N2)))
 LOST = LostNode("n2", N2.ip, "n2 is gone", 1_000.0)
 
 
@@ -95,7 +94,7 @@ async def test_the_agents_get_the_nodes_that_the_run_can_lose(
 async def test_without_begin_nothing_is_written_or_awaited(tmp_path):
     nodes = LostNodes.none()
     assert not await nodes.another(than=0)
-    assert await nodes.new_slots(Death("trainer", (0,), "died"), RANKS_ON_2) is RANKS_ON_2
+    assert await nodes.new_slots(Death((0,), "died"), RANKS_ON_2) is RANKS_ON_2
     assert await nodes.unless_lost(offer(N1)) == await offer(N1)
     assert read_replaceable(tmp_path) == set()
 
@@ -133,7 +132,7 @@ async def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
         with pytest.raises(TrainerDied):
             await driver.nodes.unless_ranks_lost(asyncio.Event().wait)
         driver.say(replace(LOST, state="replaced", replacement=N3))
-        death = Death("trainer", (1,), "died")
+        death = Death((1,), "died")
         moved = await driver.nodes.new_slots(death, RANKS_ON_2)
         assert [each.ip for each in moved.actors] == [N1.ip, N3.ip]
         await driver.nodes.back("ranks")
@@ -141,26 +140,6 @@ async def test_a_call_to_ranks_ends_when_their_node_is_lost(tmp_path):
         assert await driver.nodes.unless_ranks_lost(lambda: offer(N1)) == await offer(N1)
         await driver.nodes.back("engines")
         assert len(driver.events) == 1
-
-
-async def test_ranks_of_a_critic_on_a_lost_node_are_counted_after_those_of_the_policy_and_moved(
-    tmp_path,
-):
-    async with Scene(tmp_path, CRITICS_ON_2) as driver:
-        assert read_replaceable(tmp_path) == {"n2"}
-        driver.say(LOST)
-        await driver.until(lambda: driver.nodes.ranks == [2, 3])
-        with pytest.raises(TrainerDied, match="n2 is gone") as died:
-            driver.nodes.check_ranks()
-        assert died.value.ranks == (2, 3)
-        driver.say(replace(LOST, state="replaced", replacement=N3))
-        death = Death("critic", (2, 3), "died")
-        moved = await driver.nodes.new_slots(death, CRITICS_ON_2)
-        assert moved.actors == CRITICS_ON_2.actors
-        assert moved.critics == (slot(N3), slot(N3))
-        await driver.nodes.back("ranks")
-        ((event, details),) = driver.events
-        assert (event, details["replacement"]) == ("recovered", "n3")
 
 
 async def test_overlapping_calls_record_a_replaced_node_once(tmp_path):
@@ -179,7 +158,7 @@ async def test_overlapping_calls_record_a_replaced_node_once(tmp_path):
 async def test_the_recovery_of_ranks_that_die_with_their_node_waits_for_the_agents(tmp_path):
     """Ray raises as soon as a connection breaks, before the agents write anything."""
     async with Scene(tmp_path, RANKS_ON_2) as driver:
-        death = Death("trainer", (1,), "died")
+        death = Death((1,), "died")
         asking = asyncio.create_task(driver.nodes.new_slots(death, RANKS_ON_2))
         await asyncio.sleep(0.1)
         driver.say(replace(LOST, state="replaced", replacement=N3))

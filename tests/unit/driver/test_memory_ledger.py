@@ -17,10 +17,10 @@ from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import estimate
 from rlpost.driver import generation, stages, startup
 from rlpost.driver.checkpoints import Checkpoints
-from rlpost.driver.critic_training import CriticGroup
 from rlpost.driver.engines import engines
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.stages import ClusterStages
+from rlpost.durable.commit import checkpoint_name
 from rlpost.durable.state import RunState
 from rlpost.engines import engine_side_weights
 from rlpost.errors import MemoryHeld
@@ -43,8 +43,6 @@ RECIPES = sorted({path.stem for path in (JOBS / "recipes").glob("*.toml")} - {"t
 PPO = {"grpo": {"advantage_estimator": "ppo", "use_kl_loss": False}}
 CRITICS = {
     "critic in the policy's ranks": PPO,
-    "critic on the policy's GPUs": PPO | {"critic": {"critic_tensor_model_parallel_size": 4}},
-    "critic on separate GPUs": PPO | {"critic": {"critic_own_gpus": True}, "cluster": {"nodes": 2}},
 }
 WITH_CRITIC = "qwen3_4b"
 TIGHT = ["given", "tight"]
@@ -52,7 +50,7 @@ GPU_BYTES = 80 * 10**9
 
 
 def config_of(name, flags):
-    """The settings of a recipe, or of ``WITH_CRITIC`` with a kind of critic; ``flags`` of SGLang."""
+    """The settings of a recipe, or of ``WITH_CRITIC`` with a critic; ``flags`` of SGLang."""
     given = dict(CRITICS.get(name, {})) | {"sglang": flags}
     recipe = WITH_CRITIC if name in CRITICS else name
     return load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), given).config
@@ -77,15 +75,12 @@ def planned(name, fraction):
 class Training:
     """One optimizer step on all ranks, after one of the critic."""
 
-    def __init__(self, config, actors, *_, critics=None, **__):
-        self._actors, self._critics = actors, critics
-        if critics is None and config.use_critic:
-            self._critics = CriticGroup(actors, [], None, is_own=False)
+    def __init__(self, config, actors, *_, **__):
+        self._actors, self._has_critic = actors, config.use_critic
 
     async def train(self, groups, rollout, versions):
-        if self._critics is not None:
-            async with self._critics.onloaded():
-                await self._critics.ranks.train_critic([], [], [])
+        if self._has_critic:
+            await self._actors.train_critic([], [], [])
         await self._actors.train_step([], [], [], None)
         return {}
 
@@ -219,7 +214,7 @@ def test_a_resumed_run_fits_and_its_engines_have_the_cache_of_a_first_start(name
     first, fresh = run_of(name, "tight")
     run_whole(fresh, cycles=0)
     cluster, run = run_of(name, "tight")
-    run_whole(run, checkpoint=tmp_path / "iter_0000001")
+    run_whole(run, checkpoint=tmp_path / checkpoint_name(1))
     assert "load" in cluster.log and "import_weights" not in cluster.log
     assert [engine.caches for engine in cluster.engines] == [
         engine.caches for engine in first.engines
@@ -272,18 +267,7 @@ RANK_DEATHS = [("train_step", 1), ("save", 1), ("share_bucket", 5), ("send_bucke
 @pytest.mark.parametrize("name", [*RECIPES, *CRITICS])
 def test_ranks_that_die_are_started_again_beside_the_engines(name, event, number, run_of):
     cluster, run = run_of(name, "tight")
-    cluster.fail_at(event, lambda: run.stages.ranks.actors.workers.die(), number=number)
-    run_whole(run)
-    check_engines(cluster)
-
-
-@pytest.mark.parametrize(("event", "number"), [("critic train_critic", 2), ("critic save", 1)])
-@pytest.mark.parametrize("name", list(CRITICS)[1:])
-def test_ranks_of_a_critic_that_die_are_started_again_beside_the_engines(
-    name, event, number, run_of
-):
-    cluster, run = run_of(name, "tight")
-    cluster.fail_at(event, lambda: run.stages.ranks.critics.workers.die(), number=number)
+    cluster.fail_at(event, lambda: run.stages.ranks.workers.die(), number=number)
     run_whole(run)
     check_engines(cluster)
 
@@ -294,7 +278,7 @@ def test_standbys_take_over_twice_and_hold_no_memory_before(name, event, number,
     cluster, run = run_of(name, "tight")
 
     def die():
-        run.stages.ranks.actors.workers.die()
+        run.stages.ranks.workers.die()
 
     def die_twice():
         die()

@@ -1,7 +1,5 @@
 """Placement and ports are deterministic and within the offers; shortages are clear errors."""
 
-from dataclasses import replace
-
 import pytest
 
 from common.cluster import Cluster, Node
@@ -62,51 +60,6 @@ def test_a_run_whose_engines_are_in_other_jobs_needs_only_gpus_for_the_trainer()
     ports = service_ports(20000, 10, engines=placement.engines, num_stages=1)
     assert ports.engines == () and ports.actor_group == 20000
     assert settings.num_nodes == 1 and settings.num_engines == 0
-
-
-def test_a_critic_with_its_own_layout_has_a_rank_on_each_gpu_of_the_policy():
-    settings = load(
-        [],
-        {
-            "cluster": {
-                "nodes": 1,
-                "num_gpus_per_node": 4,
-                "actor_num_gpus_per_node": 2,
-                "rollout_num_gpus": 2,
-            },
-            "grpo": {"advantage_estimator": "ppo"},
-            "critic": {"critic_tensor_model_parallel_size": 1},
-        },
-    ).config
-    placement = place(offers(4), settings)
-    assert placement.critics == tuple(
-        replace(placement.actors[rank], shared_with=(rank,)) for rank in (0, 1)
-    )
-    assert [slot.num_gpus for (slot,) in placement.engines] == [1, 1], "the GPUs are counted once"
-    moved = replaced(placement, "10.0.0.0", Offer("id7", "10.0.0.7", 4))
-    assert {slot.ip for slot in moved.ranks} == {"10.0.0.7"}
-
-
-def test_a_critic_on_exclusive_gpus_gets_the_first_nodes_with_free_gpus_and_a_port():
-    critic = {"critic_own_gpus": True, "critic_num_gpus_per_node": 2}
-    cluster = {"nodes": 2, "num_gpus_per_node": 4, "actor_num_nodes": 1, "rollout_num_gpus": 1}
-    settings = load(
-        [],
-        {
-            "cluster": {**cluster, "actor_num_gpus_per_node": 3},
-            "grpo": {"advantage_estimator": "ppo"},
-            "critic": critic,
-        },
-    ).config
-    placement = place(offers(4, 4), settings)
-    assert placement.critics == (Slot("id1", "10.0.0.1", 1),) * 2
-    assert [part.ip for (part,) in placement.engines] == ["10.0.0.1"], "it has 2 free, the other 1"
-    ports = service_ports(20000, 10, engines=placement.engines, num_stages=2, has_critics=True)
-    assert ports.critic_group not in (ports.actor_group, *ports.sync_groups, 0)
-    with pytest.raises(PlacementError, match="1 node with 2 GPUs for the critic"):
-        place(offers(4, 1), settings)
-    moved = replaced(placement, "10.0.0.1", Offer("id7", "10.0.0.7", 3))
-    assert moved.critics == (Slot("id7", "10.0.0.7", 1),) * 2
 
 
 def test_one_node_is_used_if_everything_fits():

@@ -376,32 +376,6 @@ def test_a_hang_is_recorded_and_its_ranks_are_restarted(tmp_path):
     assert stages.ranks.log[0] == "kill"
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_dead_critic_is_recorded_by_its_role_and_all_ranks_are_restarted(tmp_path, is_named):
-    """Critic ranks are numbered after those of the policy; the ledger numbers them from 0."""
-    ranks = Ranks()
-    ranks.names = (*Ranks.names, "critic-0 on 10.0.0.1", "critic-1 on 10.0.0.1")
-    stages = begun(tmp_path, ranks)
-    ranks.dead_ranks = [] if is_named else [3]
-    died = TrainerDied("critic-1 on 10.0.0.1 died", [3]) if is_named else WorkerFailed(GLOO)
-    assert over(stages, died) == "done"
-    ((event, recovered),) = stages.events
-    assert (event, recovered["role"], recovered["ranks"]) == ("recovered", "critic", [1])
-    assert "critic-1" in recovered["cause"]
-    assert ranks.log == ["kill", "prepare", "create on n0", "load None", "connect"]
-
-
-@pytest.mark.parametrize("blamed", [[0], []])
-def test_a_hang_of_the_critic_is_recorded_with_its_role(tmp_path, blamed):
-    """This includes hangs for which no critic rank is to blame."""
-    stages = begun(tmp_path, Ranks())
-    details = {"call": "train_critic", "role": "critic", "ranks": blamed}
-    assert over(stages, Hang("train_critic hangs because of critic-0", details)) == "done"
-    (_, recorded), (_, recovered) = stages.events
-    assert recorded == details
-    assert (recovered["role"], recovered["ranks"]) == ("critic", blamed)
-
-
 def test_with_recovery_off_the_original_error_is_raised(tmp_path):
     stages = begun(tmp_path, Ranks(), settings=settings(max_trainer_recoveries=0))
     with pytest.raises(TrainerDied, match="killed"):
@@ -500,7 +474,7 @@ async def test_idle_ranks_are_not_watched_while_engines_use_their_gpus(tmp_path)
 
 
 def test_the_headline_of_a_death_is_its_first_line():
-    assert Death("trainer", (1,), "actor-1 died\nend of its log").headline == "actor-1 died"
+    assert Death((1,), "actor-1 died\nend of its log").headline == "actor-1 died"
 
 
 def test_engines_generate_while_the_trainer_is_restarted(tmp_path, monkeypatch):

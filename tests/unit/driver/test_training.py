@@ -9,8 +9,6 @@ import pytest
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.driver.calls import Calls
-from rlpost.driver.critic_training import CriticGroup
-from rlpost.driver.offload import CriticOffload
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.training import Training
 from rlpost.driver.worker_groups import ActorGroup
@@ -58,7 +56,6 @@ class Actors:
             "compute_logprobs": -1.0,
             "compute_ref_logprobs": -2.0,
             "compute_old_logprobs": -4.0,
-            "compute_teacher_logprobs": -3.0,
             "compute_values": 0.5,
         }[method]
         batch = arguments[-1][0].reference
@@ -112,8 +109,6 @@ def train(
     given=None,
     distillation=None,
     critic=None,
-    critics=None,
-    offloads_critic=False,
     rollouts=1,
     versions=FRESH,
     **grpo,
@@ -133,11 +128,7 @@ def train(
         }
     )
     stop = stop or StopRequest(Path("/nowhere"))
-    group, own = ActorGroup(actors), None
-    if critics is not None:
-        ranks = ActorGroup(critics)
-        offload = CriticOffload(group, ranks) if offloads_critic else None
-        own = CriticGroup(ranks, [0, 1], Calls(ranks, stop), offload)
+    group = ActorGroup(actors)
     training = Training(
         config,
         group,
@@ -145,7 +136,6 @@ def train(
         calls=Calls(group, stop),
         is_fresh=is_fresh,
         break_even=1e9,
-        critics=own,
     )
 
     async def all_rollouts():
@@ -346,9 +336,26 @@ async def test_a_host_that_stays_slow_is_in_the_metrics_and_proposed_for_exclusi
     assert "--exclude n02" in caplog.text
 
 
+def scored(groups, logprob=-3.0):
+    """The groups with a teacher's log-prob of each response token."""
+    columns = [
+        [(logprob,) * len(each.sample.response_ids) for each in group.samples] for group in groups
+    ]
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(each, sample=replace(each.sample, teacher_logprobs=column))
+                for each, column in zip(group.samples, of_group, strict=True)
+            ),
+        )
+        for group, of_group in zip(groups, columns, strict=True)
+    ]
+
+
 def distilling(actors, groups, *, num_steps=1, grpo=None, **distillation):
     """Train on groups with a teacher; return the samples as trained, and the metrics."""
-    given = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"} | distillation
+    given = {"use_opd": True, "opd_teacher_url": "http://t"} | distillation
     metrics = train(actors, num_steps=num_steps, given=groups, distillation=given, **(grpo or {}))
     return actors.trained(), metrics
 
@@ -359,7 +366,7 @@ def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num
     actors = Actors()
     samples, metrics = distilling(
         actors,
-        groups(),
+        scored(groups()),
         num_steps=num_steps,
         opd_kl_coef=0.25,
         grpo={"disable_grpo_std_normalization": True},
@@ -370,58 +377,30 @@ def test_the_divergence_from_the_teacher_is_subtracted_at_each_trained_token(num
         own = base[sample.response_length]
         expected = [own - 0.5 * kept for kept in sample.loss_mask]
         assert list(sample.advantages) == pytest.approx(expected)
-    names = [name for name, _ in actors.calls]
-    assert names.count("compute_logprobs") == names.count("compute_teacher_logprobs") == num_steps
+    assert len(actors.named("compute_logprobs")) == num_steps
 
 
 def test_the_teacher_alone_leaves_nothing_of_the_rewards():
-    samples, _ = distilling(Actors(), groups(), opd_alone=True)
+    samples, _ = distilling(Actors(), scored(groups()), opd_alone=True)
     assert all(
         list(sample.advantages) == [-2.0 * kept for kept in sample.loss_mask] for sample in samples
     )
 
 
-def test_log_probs_of_a_server_and_of_the_engines_need_no_pass_of_the_trainer():
-    scored = [
-        replace(
-            group,
-            samples=tuple(
-                replace(
-                    each,
-                    sample=replace(
-                        each.sample, teacher_logprobs=(-1.5,) * len(each.sample.response_ids)
-                    ),
-                )
-                for each in group.samples
-            ),
-        )
-        for group in groups()
-    ]
+def test_with_the_log_probs_of_the_engines_nothing_needs_a_pass_of_the_trainer():
     actors = Actors()
     samples, metrics = distilling(
-        actors,
-        scored,
-        opd_type="sglang",
-        opd_teacher_load=None,
-        opd_teacher_url="http://t",
-        opd_alone=True,
-        grpo={"use_rollout_logprobs": True},
+        actors, scored(groups(), -1.5), opd_alone=True, grpo={"use_rollout_logprobs": True}
     )
     assert [name for name, _ in actors.calls] == ["train_step"]
     assert metrics["train/opd_reverse_kl"] == pytest.approx(0.5)
     assert list(samples[0].advantages) == [-0.5 * kept for kept in samples[0].loss_mask]
     with pytest.raises(DataError, match="no log-probs of the teacher"):
-        distilling(
-            Actors(),
-            groups(),
-            opd_type="sglang",
-            opd_teacher_load=None,
-            opd_teacher_url="http://t",
-        )
+        distilling(Actors(), groups())
 
 
 def test_normalized_advantages_include_the_divergence():
-    samples, _ = distilling(Actors(), groups(), grpo={"normalize_advantages": True})
+    samples, _ = distilling(Actors(), scored(groups()), grpo={"normalize_advantages": True})
     trained = [
         advantage
         for sample in samples
@@ -434,7 +413,7 @@ def test_normalized_advantages_include_the_divergence():
 
 def test_the_divergence_in_the_loss_is_left_to_the_actors():
     actors = Actors()
-    samples, metrics = distilling(actors, groups(), opd_form="loss", opd_alone=True)
+    samples, metrics = distilling(actors, scored(groups()), opd_form="loss", opd_alone=True)
     assert [name for name, _ in actors.calls] == ["train_step"]
     assert all(sample.advantage == 0.0 for sample in samples)
     assert "train/opd_reverse_kl" not in metrics, "the actors report it"
@@ -463,92 +442,6 @@ def test_a_critic_is_trained_before_the_policy_on_values_from_before_both(num_st
     assert metrics["train/value_mean"] == 0.5
 
 
-class Valuing(Actors):
-    """Ranks whose values depend on the sample; with ``all_ranks``, each returns its own batch's."""
-
-    def __init__(self, *, all_ranks=False):
-        super().__init__()
-        self.all_ranks = all_ranks
-
-    def of_sample(self, value, sample):
-        return FloatColumn(
-            [0.1 * sum(sample.token_ids) + place for place in range(len(sample.loss_mask))]
-        )
-
-    async def call_each_stored(self, method, arguments):
-        found = await super().call_each_stored(method, arguments)
-        if not self.all_ranks:
-            return found
-        batches = [batch.reference for (batch,) in arguments]
-        return [
-            Stored([[self.of_sample(None, one) for one in micro] for micro in batch.micro_batches])
-            for batch in batches
-        ]
-
-    def returns_by_sample(self):
-        """Token ids -> returns, for all samples of all critic steps and ranks."""
-        found = {}
-        for ranks in self.named("train_critic"):
-            for batch, _, returns in ranks:
-                pairs = zip(batch.samples, returns, strict=True)
-                found |= {tuple(sample.token_ids): list(column) for sample, column in pairs}
-        return found
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_critic_on_its_own_ranks_has_the_advantages_and_returns_of_one_on_the_policys_ranks(
-    num_steps,
-):
-    """The policy has two pipeline stages, the critic two data-parallel ranks."""
-    beside, policy, critics = Valuing(), Valuing(), Valuing(all_ranks=True)
-    given = {"advantage_estimator": "ppo", "num_steps": num_steps}
-    train(beside, **given)
-    own = {"critic_own_gpus": True, "critic_pipeline_model_parallel_size": 1}
-    train(policy, critics=critics, critic=own, **given)
-    assert {name for name, _ in critics.calls} == {"compute_values", "train_critic"}
-    assert {name for name, _ in policy.calls} == {"compute_logprobs", "train_step"} - (
-        {"compute_logprobs"} if num_steps == 1 else set()
-    )
-    assert critics.returns_by_sample() == beside.returns_by_sample()
-    ours, theirs = policy.trained(), beside.trained()
-    assert [list(one.advantages) for one in ours] == [list(one.advantages) for one in theirs]
-    sizes = [[len(batch.samples) for batch, *_ in ranks] for ranks in critics.named("train_critic")]
-    assert sizes == [[4 // num_steps // 2] * 2] * num_steps, "each rank has its share"
-
-
-class Leaving(Valuing):
-    """Ranks that check at each call that they are onloaded and the other group is offloaded."""
-
-    def __init__(self, *, here, **given):
-        super().__init__(**given)
-        self.here, self.others = here, None
-
-    async def call(self, method, *parts):
-        if not method.startswith("memory."):
-            return await super().call(method)
-        assert set(parts) == {"weights", "grads", "optimizer"}
-        self.here = method == "memory.restore"
-        return [None] * 2
-
-    async def call_each(self, method, arguments):
-        assert self.here and not self.others.here, method
-        return await super().call_each(method, arguments)
-
-    async def call_each_stored(self, method, arguments):
-        assert self.here and not self.others.here, method
-        return await super().call_each_stored(method, arguments)
-
-
-def test_policy_and_critic_on_the_same_gpus_compute_one_at_a_time():
-    policy, critics = Leaving(here=True), Leaving(here=False, all_ranks=True)
-    policy.others, critics.others = critics, policy
-    own = {"critic_pipeline_model_parallel_size": 1}
-    given = {"advantage_estimator": "ppo", "num_steps": 2, "rollouts": 2}
-    train(policy, critics=critics, critic=own, offloads_critic=True, **given)
-    assert len(critics.named("train_critic")) == len(policy.named("train_step")) == 4
-    assert policy.here and not critics.here
-
-
 def test_penalties_are_part_of_the_critics_rewards():
     """KL (k1) is 1 per token, so a return is the reward minus 0.1 per remaining token."""
     actors = Actors()
@@ -571,7 +464,7 @@ def test_with_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(nu
     train(plain, num_steps=num_steps, advantage_estimator="ppo", lambd=0.5)
     samples, metrics = distilling(
         actors,
-        groups(),
+        scored(groups()),
         num_steps=num_steps,
         opd_kl_coef=0.25,
         grpo={"advantage_estimator": "ppo", "lambd": 0.5},
@@ -591,13 +484,15 @@ def test_with_a_critic_the_teacher_changes_the_advantages_and_not_the_returns(nu
     ]
     assert returns[0] == returns[1]
     names = [name for name, _ in actors.calls]
-    assert names.index("compute_teacher_logprobs") < names.index("train_critic")
+    assert names.index("compute_logprobs") < names.index("train_critic")
 
 
 def test_with_a_critic_the_form_loss_changes_neither_advantages_nor_returns():
     plain, actors = Actors(), Actors()
     train(plain, advantage_estimator="ppo", lambd=0.5)
-    distilling(actors, groups(), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5})
+    distilling(
+        actors, scored(groups()), opd_form="loss", grpo={"advantage_estimator": "ppo", "lambd": 0.5}
+    )
     for name, position in (("train_critic", 2), ("train_step", 2)):
         ours, theirs = ([list(map(list, call[0][position])) for call in each.named(name)]
                         for each in (actors, plain))  # fmt: skip

@@ -65,15 +65,6 @@ CASES = [
     for group in RUNS
     for name in methods(group)
 ]
-OF_A_CRITIC = (
-    *("gpu_positions", "setup", "data_parallel_ranks", "import_weights", "load"),
-    *("compute_values", "train_critic", "hold", "release"),
-    *("save", "save_is_done", "export_critic", "restore_memory", "offload_memory"),
-    *("memory_use", "positions", "write_flight_records"),
-)
-"""Methods that are called on ranks of a critic with its own ranks."""
-CRITIC = ("rlpost/trainer/critic_rank.py", "CriticRank")
-CASES += [pytest.param(ActorGroup, name, CRITIC, id=f"critic.{name}") for name in OF_A_CRITIC]
 
 
 @pytest.mark.parametrize(("group", "name", "runs"), CASES)

@@ -14,7 +14,15 @@ import pytest
 
 from common import files
 from rlpost.durable import commit as protocol
-from rlpost.durable.commit import begin, commit, discard, newest_committed, prune, step_of
+from rlpost.durable.commit import (
+    begin,
+    checkpoint_name,
+    commit,
+    discard,
+    newest_committed,
+    prune,
+    step_of,
+)
 from rlpost.errors import CheckpointError
 
 
@@ -179,13 +187,13 @@ def test_without_checksums_only_sizes_are_compared(tmp_path):
 def test_prune_keeps_the_newest_complete_checkpoints_and_ignores_broken_ones(tmp_path):
     for step in (5, 10, 15, 20, 25):
         write(tmp_path, step, str(step))
-    (tmp_path / "iter_0000020" / protocol.COMMITTED).unlink()
+    (tmp_path / checkpoint_name(20) / protocol.COMMITTED).unlink()
     begin(tmp_path, 30)
     prune(tmp_path, keep_last=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "iter_0000015",
-        "iter_0000020",
-        "iter_0000025",
+        checkpoint_name(15),
+        checkpoint_name(20),
+        checkpoint_name(25),
         "latest",
     ]
     assert (tmp_path / "latest").read_text() == "iter_0000025\n"
@@ -241,10 +249,10 @@ def test_prune_never_deletes_the_checkpoint_that_was_just_committed(tmp_path, ke
     prune(tmp_path, 1, keep_every=keep_every, committed=path)
     assert newest_committed(tmp_path).path == path and damaged.is_dir()
     assert protocol.recoverable(tmp_path, 1, committed=path) == [path]
-    assert (tmp_path / "iter_0000010").exists() == (keep_every is not None)
+    assert (tmp_path / checkpoint_name(10)).exists() == (keep_every is not None)
     path = write(tmp_path, 20, "again")
     prune(tmp_path, 1, committed=path)
-    assert content_of(tmp_path) == (20, "again") and not (tmp_path / "iter_0000015").exists()
+    assert content_of(tmp_path) == (20, "again") and not (tmp_path / checkpoint_name(15)).exists()
 
 
 def test_a_checkpoint_is_committed_even_if_latest_cannot_be_written(tmp_path, caplog):

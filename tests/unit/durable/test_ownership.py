@@ -16,7 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.durable.commit import begin, commit, newest_committed, prune, recoverable
+from rlpost.durable.commit import (
+    begin,
+    checkpoint_name,
+    commit,
+    newest_committed,
+    prune,
+    recoverable,
+)
 from rlpost.durable.ownership import check_attempt, check_newest, claim, read_owner
 from rlpost.errors import CheckpointError, Fenced
 from tests.unit.paused_thread import PausedThread
@@ -123,7 +130,7 @@ def test_a_lane_that_an_old_client_still_resolves_has_nothing_to_rename(tmp_path
     lane = os.open(old.lane, os.O_RDONLY)
     new = claim(tmp_path, "2")
     with pytest.raises(FileNotFoundError):
-        os.rename(writing.name, tmp_path / "iter_0000001", src_dir_fd=lane)
+        os.rename(writing.name, tmp_path / checkpoint_name(1), src_dir_fd=lane)
     os.close(lane)
     assert [path.name for path in tmp_path.glob(".*")] == [new.lane.name]
 
@@ -243,7 +250,7 @@ def test_a_claim_moves_uncommitted_folders_and_keeps_committed_ones(
     kept, real = claim(tmp_path, "0"), os.rename
     for step in (1, 2):
         save(tmp_path, kept, step, "x")
-    late = tmp_path / "iter_0000002"
+    late = tmp_path / checkpoint_name(2)
     marker = (late / "COMMITTED").read_text()
     (late / "COMMITTED").unlink()
     (late / "shard").write_text("y")  # checksums are for who reads it
@@ -257,9 +264,9 @@ def test_a_claim_moves_uncommitted_folders_and_keeps_committed_ones(
     new = claim(tmp_path, "1")
     moved = [path.name for path in new.lane.iterdir() if late.name in path.name]
     if is_committed_meanwhile:
-        assert recoverable(tmp_path, 9) == [late, tmp_path / "iter_0000001"] and not moved
+        assert recoverable(tmp_path, 9) == [late, tmp_path / checkpoint_name(1)] and not moved
         return
-    assert recoverable(tmp_path, 9) == [tmp_path / "iter_0000001"] and len(moved) == 1
+    assert recoverable(tmp_path, 9) == [tmp_path / checkpoint_name(1)] and len(moved) == 1
     with pytest.raises(FileNotFoundError):
         (late / "COMMITTED").write_text("late")
 
@@ -274,7 +281,7 @@ def test_leftovers_of_fenced_attempts_are_deleted_after_the_next_commit(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ours.lane.name,
         "OWNER",
-        "iter_0000001",
+        checkpoint_name(1),
         "latest",
     ]
 
@@ -331,7 +338,7 @@ def test_an_older_attempt_that_resumes_anywhere_in_its_commit_changes_nothing(
                 new = claim(folder, "new")
                 found = newest_committed(folder).path
                 assert found is not None and found.name == (
-                    "iter_0000002" if has_the_step else found.name
+                    checkpoint_name(2) if has_the_step else found.name
                 )
                 path = save(folder, new, 2, "new")
                 prune(folder, 1, lane=new.lane, committed=path)
@@ -354,7 +361,7 @@ def test_a_checkpoint_replaced_by_an_interrupted_save_is_restored(tmp_path, monk
     real = os.rename
 
     def dies(source, target):
-        if Path(source).parent == old.lane and Path(target).name == "iter_0000002":
+        if Path(source).parent == old.lane and Path(target).name == checkpoint_name(2):
             raise KeyboardInterrupt
         real(source, target)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.durable import commit as protocol
-from rlpost.durable.commit import begin, commit, newest_committed, prune
+from rlpost.durable.commit import begin, checkpoint_name, commit, newest_committed, prune
 from rlpost.durable.ownership import claim
 from rlpost.errors import CheckpointError
 
@@ -203,7 +203,7 @@ def test_a_listing_with_a_deleted_checkpoint_leads_to_the_previous_one(tmp_path,
     shutil.rmtree(newer)
     real = os.listdir
     monkeypatch.setattr(
-        protocol.os, "listdir", lambda path: [*real(path), newer.name, "iter_0000003"]
+        protocol.os, "listdir", lambda path: [*real(path), newer.name, checkpoint_name(3)]
     )
     found = newest_committed(tmp_path)
     assert found.path == older and found.skipped == (
@@ -230,11 +230,11 @@ def test_folders_of_other_programs_are_not_changed(tmp_path):
     """Megatron-LM's checkpoints have the same names; a person may point --save to a folder that has
     some.
     """
-    theirs = tmp_path / "iter_0000001"
+    theirs = tmp_path / checkpoint_name(1)
     theirs.mkdir()
     (theirs / "metadata.json").write_text("{}")
     ours = claim(tmp_path, "0")
     for step in (2, 3):
         write(tmp_path, step)
     prune(tmp_path, 1, lane=ours.lane)
-    assert theirs.is_dir() and not (tmp_path / "iter_0000002").exists() and ours.lane.is_dir()
+    assert theirs.is_dir() and not (tmp_path / checkpoint_name(2)).exists() and ours.lane.is_dir()

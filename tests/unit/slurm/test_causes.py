@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.durable.commit import checkpoint_name
 from slurm.causes import Finding, HostEnd, explain, last_words, without_secrets
 from slurm.evidence import find_cause, keep_freed_hosts, leave_verdict, mask, resume_point
 
@@ -492,7 +493,7 @@ def test_where_the_next_attempt_begins_is_told_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/journal").mkdir(parents=True)
     (tmp_path / "checkpoints/journal/0.log").write_text("x")
     assert "from the beginning, with what the journal holds" in resume_point(tmp_path, [])
-    committed = {"event": "committed", "step": 20, "checkpoint": "iter_0000020"}
+    committed = {"event": "committed", "step": 20, "checkpoint": checkpoint_name(20)}
     assert (
         resume_point(tmp_path, [committed])
         == "it resumes from checkpoint iter_0000020 and the journal"

@@ -1,4 +1,4 @@
-"""A run without Slurm, through submitit's LocalExecutor, with an agent that only writes verdicts."""
+"""A run without Slurm, in a detached process, with an agent that only writes verdicts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from submitit.local.local import LocalJob
 
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import job_ids, last
 from slurm.errors import SubmitError
 from slurm.executor import submit
-from slurm.local import _on_signal, local_environment
+from slurm.local import LOG, _on_signal, local_environment
 from slurm.spec import JobSpec
 from tests.cluster.lab_host import wait_until
 from tests.processes import living
@@ -37,16 +37,30 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def start(tmp_path: Path, home: Path, behaviour: str) -> tuple[RunFolder, LocalJob[str]]:
+def start(
+    tmp_path: Path, home: Path, behaviour: str, **changes: Any
+) -> tuple[RunFolder, psutil.Process]:
     run = create_run_folder(tmp_path / "run", "{}")
     spec = JobSpec(
-        num_gpus_per_node=2, gpu_request="none", driver_args=(behaviour,), python=sys.executable
+        num_gpus_per_node=2,
+        gpu_request="none",
+        driver_args=(behaviour,),
+        python=sys.executable,
+        **changes,
     )
     job_id = submit(spec, run, home=home, where="local")
-    return run, LocalJob(run.submitit, job_id.removeprefix("local-"))
+    return run, psutil.Process(int(job_id.removeprefix("local-")))
 
 
-def assert_recorded_as_by_a_batch_script(run: RunFolder, verdict: str, pid: str) -> None:
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def until_ended(process: psutil.Process) -> None:
+    assert wait_until(lambda: has_ended(process), deadline_s=60)
+
+
+def assert_recorded_as_by_a_batch_script(run: RunFolder, verdict: str, pid: int) -> None:
     """The run's page, list and goodput read these events."""
     events = run.ledger.read()
     assert sorted(entry["event"] for entry in events) == ["attempt", "submitted", "verdict"]
@@ -61,11 +75,10 @@ def assert_recorded_as_by_a_batch_script(run: RunFolder, verdict: str, pid: str)
 def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the GPUs that the user selected, whatever submitit counts."""
+    """With the GPUs that the user selected."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
     run, job = start(tmp_path, home, "done")
-    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
-    assert job.result() == "done"
+    until_ended(job)
     attempt = run.attempts / "0"
     facts = json.loads(next(attempt.glob("argv-*.json")).read_text())
     assert facts["agent"] == ["--attempt-dir", str(attempt), "--num-gpus", "2"]
@@ -81,17 +94,18 @@ def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     assert facts["cwd"] == str(home)
     assert facts["environment"]["SLURM_JOB_ID"] is None
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "5,GPU-6"
-    assert_recorded_as_by_a_batch_script(run, "done", job.job_id)
+    assert_recorded_as_by_a_batch_script(run, "done", job.pid)
 
 
 def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Path) -> None:
-    """TERM to submitit's process asks the run to stop; the agent decides when it ends."""
+    """TERM to its process asks the run to stop; the agent decides when it ends."""
     run, job = start(tmp_path, home, "wait")
     attempt = run.attempts / "0"
     assert wait_until(lambda: any(attempt.glob("argv-*.json")), deadline_s=60)
-    os.kill(int(job.job_id), signal.SIGTERM)
-    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
-    assert job.result() == "requeue"
+    assert os.getsid(job.pid) == job.pid, "neither Ctrl-C nor a hang-up of the terminal reaches it"
+    job.send_signal(signal.SIGTERM)
+    until_ended(job)
+    assert last(run.ledger.read(), "verdict")["verdict"] == "requeue"
     said = json.loads((attempt / "STOP").read_text())
     assert "SIGTERM" in said["reason"]
     assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), (
@@ -126,11 +140,11 @@ def test_a_run_whose_process_is_killed_ends_and_is_listed_as_failed(
     (running,) = statuses([run])
     assert running.state == "RUNNING" and processes_of(attempt)
     (run.root / "engines.json").write_text('[{"targets": ["10.0.0.1:1"], "labels": {}}]')
-    os.kill(int(job.job_id), signal.SIGKILL)
+    job.kill()
     assert wait_until(lambda: not processes_of(attempt), deadline_s=30)
     (killed,) = statuses([run])
     assert killed.state == "FAILED"
-    assert killed.reason == f"the process of local-{job.job_id} was killed"
+    assert killed.reason == f"the process of local-{job.pid} was killed"
     assert (run.root / "engines.json").read_text() == "[]"
 
 
@@ -147,7 +161,7 @@ def test_the_page_of_a_run_whose_driver_never_started_has_its_cause(
     """Written by the process that ends the run, also over a page that was written before."""
     (home / "rlpost").symlink_to(Path(__file__).parents[3] / "rlpost")
     run, job = start(tmp_path, home, "failed")
-    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
+    until_ended(job)
     page = run.report_page.read_text()
     assert "told to" in page and "Failure of attempt 0" in page
     assert [entry["event"] for entry in run.ledger.read()].count("verdict") == 1
@@ -156,8 +170,15 @@ def test_the_page_of_a_run_whose_driver_never_started_has_its_cause(
 @pytest.mark.slow
 def test_a_local_run_without_verdict_fails_and_names_its_folder(tmp_path: Path, home: Path) -> None:
     run, job = start(tmp_path, home, "crash")
-    assert wait_until(job.paths.result_pickle.exists, deadline_s=60)
-    assert str(run.attempts / "0") in str(job.exception())
+    until_ended(job)
+    assert f"see {run.attempts / '0'}" in (run.submitit / LOG).read_text()
+
+
+def test_a_local_run_is_asked_to_stop_before_its_time_limit(tmp_path: Path, home: Path) -> None:
+    run, job = start(tmp_path, home, "wait", time="00:01:00", signal_lead_s=59)
+    until_ended(job)
+    said = json.loads((run.attempts / "0" / "STOP").read_text())
+    assert "SIGALRM" in said["reason"] and said["deadline"] > said["time"] + 30
 
 
 @pytest.mark.slow
@@ -168,7 +189,7 @@ def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     )
     handlers = {
         number: signal.getsignal(number)
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+        for number in (signal.SIGALRM, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     }
     try:
         assert submit(spec, run, home=home, where="debug") == f"local-{os.getpid()}"
@@ -178,7 +199,7 @@ def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     assert (run.attempts / "0/verdict").read_text().strip() == "done"
     facts = json.loads(next((run.attempts / "0").glob("argv-*.json")).read_text())
     assert facts["agent"][:2] == ["--attempt-dir", str(run.attempts / "0")]
-    assert_recorded_as_by_a_batch_script(run, "done", str(os.getpid()))
+    assert_recorded_as_by_a_batch_script(run, "done", os.getpid())
 
 
 def test_several_nodes_need_slurm(tmp_path: Path) -> None:

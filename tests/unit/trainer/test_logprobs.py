@@ -158,20 +158,3 @@ def test_several_targets_a_row_have_the_values_and_gradients_of_log_softmax(logi
     (weights * wanted).sum().backward()
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [1, 4, VALID])
-def test_the_most_likely_tokens_are_those_of_topk_without_the_padding(logits, count):
-    index = [9, 2, 3, 0, 7]
-    ids, found = logprobs.top_logprobs(logits, rows(index, 2), count, limit=99)
-    expected = (logits[index, :VALID] / TEMPERATURE).log_softmax(1).topk(count, dim=1)
-    assert torch.equal(ids, expected.indices)
-    assert torch.allclose(found, expected.values, rtol=1e-5, atol=1e-6)
-
-
-def test_the_most_likely_tokens_are_below_the_limit_with_log_probs_over_all(logits):
-    ids, found = logprobs.top_logprobs(logits, rows([9, 2], 1), 3, limit=5)
-    log_p = (logits[[9, 2], :VALID] / TEMPERATURE).log_softmax(1)
-    expected = log_p[:, :5].topk(3, dim=1)
-    assert torch.equal(ids, expected.indices)
-    assert torch.allclose(found, expected.values, rtol=1e-5, atol=1e-6)

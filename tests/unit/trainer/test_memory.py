@@ -9,7 +9,6 @@ import torch
 from rlpost.errors import MemoryHeld
 from rlpost.trainer import device, memory
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory, HostCopy
-from rlpost.trainer.teacher import OffloadedWeights
 
 
 def test_offloaded_values_are_read_from_the_host():
@@ -24,16 +23,6 @@ def test_offloaded_values_are_read_from_the_host():
             assert memory.resident(tensor).equal(value.view(-1))
     memory.restore(WEIGHTS)
     assert memory.resident(flat[0]) is flat[0] and flat[0].equal(before[0].view(-1))
-
-
-def test_a_teacher_keeps_nothing_of_its_weights_on_the_device():
-    model = torch.nn.Linear(8, 4)
-    weights = OffloadedWeights([model])
-    value = model.weight.detach()
-    with weights.on_device():
-        model._fp8_workspaces = {"weight": torch.zeros(8)}
-        assert value.untyped_storage().nbytes() == 8 * 4 * value.itemsize
-    assert value.untyped_storage().nbytes() == 0 and not model._fp8_workspaces
 
 
 def test_copies_of_weights_in_fp8_are_freed_with_the_weights():

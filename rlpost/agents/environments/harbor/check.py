@@ -1,9 +1,9 @@
 """Say which tasks of a folder run here, and why the others do not.
 
-    python -m rlpost.agents.environments.harbor.check FOLDER [--build | --oracle]
+    python -m rlpost.agents.environments.harbor.check FOLDER [--oracle]
 
-Without an option the files are read. --build also builds each root in a sandbox of this node;
---oracle then runs the task's solution in place of an agent, and its verifier, which must give 1.
+Without an option the files are read. --oracle also runs the task's solution in place of an agent, in
+a sandbox of this node with the task's image, and its verifier, which must give 1.
 Output: a line for each task that does not pass, with the reason, and a count of each reason.
 """
 
@@ -17,11 +17,12 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.terminal import visible_output
+from rlpost.agents.environments.harbor.roots import BUILD
 from rlpost.agents.environments.harbor.trial import RunnableTask, Trial
 from rlpost.agents.environments.of_harbor import options_of, prompts, sort_tasks
 from rlpost.agents.sandbox.archives import Archives
@@ -45,16 +46,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-async def try_build(task: RunnableTask, pool: Pool, archives: Archives) -> Outcome:
-    """Build the root of a task."""
-    trial = Trial(task, pool, archives)
-    try:
-        await trial.begin()
-    finally:
-        await trial.close()
-    return Outcome(task.task.name)
-
-
 async def try_oracle(task: RunnableTask, pool: Pool, archives: Archives) -> Outcome:
     """Run the solution of a task and its verifier."""
     name = task.task.name
@@ -74,19 +65,14 @@ async def try_oracle(task: RunnableTask, pool: Pool, archives: Archives) -> Outc
     return Outcome(name, reason, verdict.score, trial.used_seconds)
 
 
-Attempt = Callable[[RunnableTask, Pool, Archives], Awaitable[Outcome]]
-
-
-async def try_all(
-    tasks: Sequence[RunnableTask], attempt: Attempt, pool: Pool, *, jobs: int
-) -> list[Outcome]:
-    """Try each task, ``jobs`` at a time; print each that does not pass."""
+async def try_all(tasks: Sequence[RunnableTask], pool: Pool, *, jobs: int) -> list[Outcome]:
+    """Run the solution of each task, ``jobs`` at a time; print each that does not pass."""
     places = asyncio.Semaphore(jobs)
 
     async def one(task: RunnableTask, archives: Archives) -> Outcome:
         async with places:
             try:
-                outcome = await attempt(task, pool, archives)
+                outcome = await try_oracle(task, pool, archives)
             except RlpostError as error:
                 outcome = Outcome(task.task.name, str(error))
         _print_reason(outcome)
@@ -101,11 +87,10 @@ async def try_all(
 def kind_of(reason: str) -> str:
     """Return a reason without the names that differ between tasks, for counting.
 
-    >>> kind_of("environment/Dockerfile, line 7: RUN: exit code 100: E: not in this root: r-base")
-    'environment/Dockerfile, line N: RUN: exit code 100: E: not in this root'
+    >>> kind_of("environment/Dockerfile describes a root that is not built; build one where ...")
+    'environment/Dockerfile describes a root that is not built'
     """
-    first = reason.strip().splitlines()[0]
-    first = re.sub(r"line \d+", "line N", first)
+    first = reason.strip().splitlines()[0].partition(BUILD[:11])[0]
     first = re.sub(r"(requirement|not supported|sandbox) .*", r"\1", first)
     return ":".join(first.split(":")[:5]).strip()[:120]
 
@@ -117,7 +102,6 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("folder", help="a folder with tasks, at any depth")
-    parser.add_argument("--build", action="store_true", help="build each root in a sandbox")
     parser.add_argument("--oracle", action="store_true", help="run each solution and its verifier")
     parser.add_argument("--env-args", type=json.loads, default={}, help="arguments of the tasks")
     parser.add_argument("--limit", type=int, help="the first tasks alone")
@@ -140,12 +124,11 @@ def main(argv: list[str] | None = None) -> int:
         for outcome in without:
             _print_reason(outcome)
         outcomes = [Outcome(task.task.name) for task in running]
-        if arguments.build or arguments.oracle:
+        if arguments.oracle:
             limits = Limits(memory_mib=arguments.memory_mib, disk_mib=arguments.disk_mib)
             root = Root(read_only=tuple(arguments.read_only))
             pool = LocalPool(limits, size=arguments.jobs, warm=0, root=root)
-            attempt = try_oracle if arguments.oracle else try_build
-            outcomes = asyncio.run(try_all(running, attempt, pool, jobs=arguments.jobs))
+            outcomes = asyncio.run(try_all(running, pool, jobs=arguments.jobs))
     except RlpostError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG

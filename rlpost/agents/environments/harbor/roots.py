@@ -1,7 +1,7 @@
-"""The root of a task: chosen among what the nodes can read, and built in a sandbox.
+"""The root of a task: an image that the nodes can read, with everything that the task needs.
 
-``choose_root`` is pure, apart from ``exists``: the image of ``docker_image`` if there is one, which
-holds everything; else the base of the Dockerfile, on which ``build`` performs its steps. ``images``
+``choose_root`` is pure, apart from ``exists``. An image has the name that ``docker_image`` gives, or,
+for a task with a Dockerfile alone, that of the task, with ``-tests`` for the verifier's. ``images``
 says where images are: patterns of their names, in order, and the path of each, with ``{name}`` for a
 name without ``/`` and ``:``. The path ``node`` stands for /usr of the node.
 """
@@ -9,47 +9,29 @@ name without ``/`` and ``:``. The path ``node`` stands for /usr of the node.
 from __future__ import annotations
 
 import fnmatch
-import glob
-import logging
 import os
-import posixpath
 import re
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.files import OutsideFolder, below
-from rlpost.agents.environments.harbor.dockerfile import (
-    HOME,
-    PATH,
-    Copy,
-    MakeFolder,
-    NotSupported,
-    Recipe,
-    Run,
-    Step,
-    Write,
-    parse_dockerfile,
-)
-from rlpost.agents.environments.harbor.installers import FOLDER, PROGRAMS, VARIABLES
 from rlpost.agents.environments.harbor.tasks import RootDefinition
 from rlpost.agents.sandbox.archives import CONTENT_BYTES, END, ArchiveEntry, packed
 from rlpost.agents.sandbox.protocol import Ended, Result, Sandbox, SandboxFileError
-from rlpost.agents.sandbox.snapshots import Snapshot, SnapshotEntry, SnapshotRefused
 from rlpost.errors import GradingLost, RlpostError
 
-logger = logging.getLogger(__name__)
-
 NODE = "node"
-_EMPTY = "scratch"
+HOME = "/root"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENTERED = re.compile(r"^\s*cd ([\"']?)(/[^\"'\n&|;]*?)\1(?:\s|$)", re.MULTILINE)
 SHOWN = 600  # characters of a failed command's output
+BUILD = "; build one where Docker and enroot are: "
 
 
-class BuildFailed(GradingLost):
-    """A step of a Dockerfile failed in the sandbox."""
+class UploadFailed(GradingLost):
+    """Files of a task cannot be put into its sandbox."""
 
 
 class TaskSkipped(RlpostError):
@@ -63,14 +45,10 @@ class ImageDefaults:
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"
 
-
-@dataclass(frozen=True)
-class RootPlan:
-    """Steps of a root, and what holds for commands in it afterwards."""
-
-    steps: tuple[Step, ...]
-    env: Mapping[str, str]
-    workdir: str
+    @property
+    def command_env(self) -> dict[str, str]:
+        """The variables of commands in a root with these."""
+        return {"HOME": HOME, "PATH": PATH, **self.env}
 
 
 @dataclass(frozen=True)
@@ -79,30 +57,14 @@ class TaskRoot:
 
     Attributes:
         image: folder or .sqsh file; None for that of the pool.
-        folder: of the Dockerfile in the task.
-        dockerfile: its text.
-        is_complete: the image has what the Dockerfile does.
-        env, workdir: of the task, which win over those of the Dockerfile.
+        brings_tests: a verifier's image, which has its tests.
+        env, workdir: of the task, which win over those of the image.
     """
 
     image: str | None
-    folder: str = "environment"
-    dockerfile: str | None = None
-    is_complete: bool = False
+    brings_tests: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
-
-    def plan(self, defaults: ImageDefaults | None = None) -> RootPlan:
-        """Return the steps, for an image with these defaults. Raises NotSupported."""
-        defaults = defaults or ImageDefaults()
-        recipe = Recipe("", (), defaults.env, defaults.workdir)
-        if self.dockerfile is not None:
-            recipe = parse_dockerfile(self.dockerfile, defaults.env, defaults.workdir)
-        workdir = self.workdir or recipe.workdir
-        steps: tuple[Step, ...] = () if self.is_complete else recipe.steps
-        if workdir != "/":
-            steps = (*steps, MakeFolder(workdir, 0))
-        return RootPlan(steps, {**recipe.env, **self.env}, workdir)
 
 
 def image_defaults(environment: str, script: str) -> ImageDefaults:
@@ -150,97 +112,40 @@ def candidates(image: str, images: Mapping[str, str]) -> list[str]:
 def choose_root(
     definition: RootDefinition, images: Mapping[str, str], exists: Callable[[str], bool]
 ) -> TaskRoot:
-    """Return a root. Raises TaskSkipped with the reasons against it."""
-    recipe, reasons = None, list[str]()
-    if definition.dockerfile is not None:
-        try:
-            recipe = parse_dockerfile(definition.dockerfile)
-        except NotSupported as error:
-            reasons.append(f"{definition.folder}/Dockerfile: {error}")
-    elif not definition.image:
-        reasons.append(f"neither docker_image nor {definition.folder}/Dockerfile names a root")
-    for image, is_complete in _possible(definition, recipe):
-        paths = candidates(image, images)
-        path = next((path for path in paths if path == NODE or exists(path)), None)
-        if path is None:
-            where = f"not at {', '.join(paths)}" if paths else "no path in the argument images"
-            reasons.append(f"image {image}: {where}")
-            continue
-        # The Dockerfile of a complete image may be one that cannot be followed.
-        dockerfile = definition.dockerfile if recipe is not None else None
-        return TaskRoot(
-            None if path == NODE else path,
-            definition.folder,
-            dockerfile,
-            is_complete,
-            definition.environment,
-            definition.workdir,
-        )
-    raise TaskSkipped("; ".join(reasons))
+    """Return a root. Raises TaskSkipped with the reason against it, and the remedy."""
+    paths = candidates(definition.image, images)
+    path = next((path for path in paths if path == NODE or exists(path)), None)
+    if path is not None:
+        image = None if path == NODE else path
+        brings_tests = definition.folder == "tests"
+        return TaskRoot(image, brings_tests, definition.environment, definition.workdir)
+    where = f"not at {', '.join(paths)}" if paths else "no path in the argument images"
+    if definition.dockerfile is None:
+        raise TaskSkipped(f"image {definition.image}: {where}")
+    tag = re.sub(r"[^a-z0-9]+", "-", definition.image.lower()).strip("-")
+    target = next((path for path in paths if path.endswith(".sqsh")), None)
+    target = target or f"IMAGES/{file_name(definition.image)}.sqsh"
+    raise TaskSkipped(
+        f"{definition.dockerfile} describes a root that is not built{BUILD}in the task's folder "
+        f"`docker build -t {tag} -f {definition.dockerfile} {definition.folder}` and "
+        f"`enroot import -o {target} dockerd://{tag}`; image {definition.image}: {where}"
+    )
 
 
-def _possible(definition: RootDefinition, recipe: Recipe | None) -> Iterator[tuple[str, bool]]:
-    """Yield the images a root can begin with, and whether they hold everything already."""
-    if definition.image:
-        yield definition.image, True
-    if recipe is not None and recipe.base != _EMPTY:
-        yield recipe.base, False
+async def open_root(sandbox: Sandbox, root: TaskRoot) -> ImageDefaults:
+    """Return what holds for commands in a fresh sandbox of a root, and make their folders.
 
-
-def command_env(env: Mapping[str, str], *, offline: bool) -> dict[str, str]:
-    """Return the variables of commands in a root with these."""
-    complete = {"HOME": HOME, "PATH": PATH, **(VARIABLES if offline else {}), **env}
-    return {**complete, "PATH": f"{FOLDER}:{complete['PATH']}"} if offline else complete
-
-
-async def read_plan(sandbox: Sandbox, root: TaskRoot) -> RootPlan:
-    """Return the steps of a root, for the image of a fresh sandbox. Raises BuildFailed."""
+    Raises:
+        UploadFailed: a folder cannot be made.
+        SandboxLost: the sandbox is gone.
+    """
     defaults = ImageDefaults()
     if root.image is not None:
         texts = [await _text(sandbox, path) for path in ("/etc/environment", "/etc/rc")]
         defaults = image_defaults(*texts)
-    try:
-        return root.plan(defaults)
-    except NotSupported as error:
-        raise BuildFailed(f"{root.folder}/Dockerfile: {error}") from error
-
-
-async def build(
-    sandbox: Sandbox, root: TaskRoot, task: Path, *, seconds: float, offline: bool
-) -> RootPlan:
-    """Perform the steps of a root in a fresh sandbox; return what holds for its commands.
-
-    ``task`` is the task's folder. ``offline`` puts ``installers`` before the root's own programs.
-
-    Raises:
-        BuildFailed: a step failed, or they took longer than ``seconds``.
-        SandboxLost: the sandbox is gone.
-    """
-    deadline, where = time.monotonic() + seconds, f"{root.folder}/Dockerfile"
-    plan = await read_plan(sandbox, root)
-    try:
-        if offline:
-            programs = [SnapshotEntry(name, "file", data, True) for name, data in PROGRAMS.items()]
-            await sandbox.restore(Snapshot(tuple(programs)), FOLDER)
-        await _checked(sandbox, ["mkdir", "-p", HOME], "mkdir", seconds)
-        for step in plan.steps:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise BuildFailed(f"{where}: the build took more than {seconds:g} s")
-            line = f"{where}, line {step.line}"
-            files = BuildContext(task / root.folder, line)
-            await _perform(sandbox, step, files, seconds=remaining, offline=offline)
-        return plan
-    except (SandboxFileError, SnapshotRefused, OSError) as error:
-        raise BuildFailed(f"{where}: {error}") from error
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """The folder from which a Dockerfile copies, and its line for messages."""
-
-    folder: Path
-    where: str
+    workdir = root.workdir or defaults.workdir
+    await _checked(sandbox, ["mkdir", "-p", HOME, workdir], "the task's root", 60)
+    return ImageDefaults({**defaults.env, **root.env}, workdir)
 
 
 async def _text(sandbox: Sandbox, path: str) -> str:
@@ -249,42 +154,6 @@ async def _text(sandbox: Sandbox, path: str) -> str:
         return (await sandbox.read(path)).decode("utf-8", "replace")
     except SandboxFileError:
         return ""
-
-
-async def _perform(
-    sandbox: Sandbox, step: Step, context: BuildContext, *, seconds: float, offline: bool
-) -> None:
-    where = context.where
-    match step:
-        case MakeFolder():
-            await _checked(sandbox, ["mkdir", "-p", step.path], where, seconds)
-        case Write():
-            await sandbox.write(step.target, step.content.encode())
-        case Copy():
-            await _copy(sandbox, step, context, seconds)
-        case Run():
-            env = command_env(step.env, offline=offline)
-            result = await sandbox.run(step.argv, cwd=step.cwd, env=env, timeout=seconds)
-            _check(result, f"{where}: RUN")
-
-
-async def _copy(sandbox: Sandbox, step: Copy, context: BuildContext, seconds: float) -> None:
-    where, top = context.where, context.folder
-    files = [file for source in step.sources for file in copied_files(top, source, where=where)]
-    is_folder = (
-        step.is_folder
-        or any(file.entry.path.count("/") or file.entry.kind == "folder" for file in files)
-        or any((top / source.lstrip("/")).is_dir() for source in step.sources)
-        or (await sandbox.run(["test", "-d", step.target], cwd="/")).ok
-    )
-    folder, name = posixpath.split(step.target)
-    if is_folder:
-        folder = step.target
-    else:
-        files = [replace(file, entry=replace(file.entry, path=name)) for file in files]
-    if step.mode is not None:
-        files = [replace(file, entry=replace(file.entry, mode=step.mode)) for file in files]
-    await upload(sandbox, files, folder, seconds=seconds, where=where)
 
 
 @dataclass(frozen=True)
@@ -302,11 +171,9 @@ class CopiedFile:
         return packed(self.entry, self.entry.kind, content)
 
 
-async def upload(
-    sandbox: Sandbox, files: Sequence[CopiedFile], folder: str, *, seconds: float, where: str
-) -> None:
+async def upload(sandbox: Sandbox, files: Sequence[CopiedFile], folder: str, *, where: str) -> None:
     """Write files below a folder of a sandbox, with their modes and times; links as they are."""
-    await _checked(sandbox, ["mkdir", "-p", folder], where, seconds)
+    await _checked(sandbox, ["mkdir", "-p", folder], where, 60)
     # Links on the way, such as /bin, which ``unpack`` does not follow.
     real = (await sandbox.run(["readlink", "-f", folder], cwd="/")).text.strip()
     batch, size = list[bytes](), 0
@@ -319,46 +186,15 @@ async def upload(
     await sandbox.unpack(real or folder, b"".join([*batch, END]), clear=False)
 
 
-def copied_files(context: Path, source: str, *, where: str = "COPY") -> list[CopiedFile]:
-    """Return what COPY takes for one source: the content of a folder, or a file.
-
-    Args:
-        context: the folder that sources are relative to, and below which they must stay.
-        source: a name or a pattern.
-
-    Raises BuildFailed for a source that matches nothing or leads outside.
-    """
-    relative = posixpath.normpath(source.lstrip("/") or ".")
-    paths = [context / relative]
-    if glob.has_magic(relative):
-        paths = [context / each for each in sorted(glob.glob(relative, root_dir=context))]
-    files = list[CopiedFile]()
-    for path in paths:
-        if not os.path.lexists(path):
-            raise BuildFailed(f"{where}: the task has no file {context.name}/{source}")
-        try:
-            below(context, "." if path == context else str(path.parent.relative_to(context)))
-        except ValueError as error:
-            text = f"{where}: {source} is outside of the task's folder {context.name}"
-            raise BuildFailed(text) from error
-        if path.is_dir() and not path.is_symlink():
-            files += files_below(path)
-        else:
-            files.append(_file(path, path.name))
-    if not files and not (context / relative).is_dir():
-        raise BuildFailed(f"{where}: no file of {context.name}/ matches {source}")
-    return files
-
-
 def files_below(folder: Path) -> list[CopiedFile]:
     """Return everything below a folder of this node; links are not followed.
 
-    Raises BuildFailed for a special file, or a folder that is a link out of its parent.
+    Raises UploadFailed for a special file, or a folder that is a link out of its parent.
     """
     try:
         below(folder.parent, folder.name)
     except OutsideFolder as error:
-        raise BuildFailed(str(error)) from error
+        raise UploadFailed(str(error)) from error
     paths = sorted(folder.rglob("*"))
     return [_file(path, path.relative_to(folder).as_posix()) for path in paths]
 
@@ -368,7 +204,7 @@ def _file(path: Path, name: str) -> CopiedFile:
     kinds = [(stat.S_ISLNK, "link"), (stat.S_ISDIR, "folder"), (stat.S_ISREG, "file")]
     kind = next((kind for test, kind in kinds if test(status.st_mode)), None)
     if kind is None:
-        raise BuildFailed(f"{path} is a special file")
+        raise UploadFailed(f"{path} is a special file")
     mode = stat.S_IMODE(status.st_mode) | 0o600
     return CopiedFile(ArchiveEntry(name, kind, mode, status.st_mtime_ns), path)
 
@@ -382,4 +218,4 @@ def _check(result: Result, where: str) -> None:
         return
     how = f"exit code {result.exit_code}" if result.ended is Ended.EXITED else result.ended.value
     said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-SHOWN:]
-    raise BuildFailed(f"{where}: {how}: {said}")
+    raise UploadFailed(f"{where}: {how}: {said}")

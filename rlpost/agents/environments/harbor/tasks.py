@@ -2,7 +2,7 @@
 
     NAME/instruction.md                  what the agent is asked
     NAME/task.toml                       times, resources, environment variables
-    NAME/environment/Dockerfile          the root; or ``docker_image`` in task.toml
+    NAME/environment/Dockerfile          describes the root; or ``docker_image`` in task.toml
     NAME/tests/test.sh                   writes /logs/verifier/reward.json or reward.txt
     NAME/solution/solve.sh               optional: a reference solution
 
@@ -25,13 +25,14 @@ from common.files import OutsideFolder, below, read_regular
 from rlpost.agents.environments.harbor.compose import ComposeUnsupported, read_compose
 from rlpost.errors import DataError
 
-DEFAULT_SECONDS = 600.0  # Harbor's default for the build and for the verifier
+DEFAULT_SECONDS = 600.0  # Harbor's default for the verifier
 AGENT_SECONDS = 3600.0  # of an agent whose task names no limit
 SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+ENVIRONMENT, VERIFIER = "environment/Dockerfile", "tests/Dockerfile"
 FOLDERS = ("environment", "tests", "solution")
 TEXT_BYTES = 8 << 20
-"""Of task.toml, an instruction or a Dockerfile."""
+"""Of task.toml or an instruction."""
 COMPOSE = tuple(
     f"{folder}/{name}"
     for folder in ("environment", "tests")
@@ -49,8 +50,6 @@ class TaskFiles:
 
     settings: Mapping[str, Any]
     instruction: str
-    dockerfile: str | None = None
-    verifier_dockerfile: str | None = None
     compose: Mapping[str, str] = field(default_factory=dict)
     """Texts of compose files, by their name relative to the folder."""
     names: frozenset[str] = frozenset()
@@ -62,13 +61,14 @@ class RootDefinition:
     """What a task says of a root.
 
     Attributes:
-        folder: of the Dockerfile, from which it copies: ``environment`` or ``tests``.
-        image: the image that ``docker_image`` names, with everything that the Dockerfile does.
+        folder: from which a Dockerfile copies: ``environment``, ``tests`` or ``.``.
+        image: that ``docker_image`` names, or the name of one that is built from the Dockerfile.
+        dockerfile: of the image, relative to the task; None with a ``docker_image``.
         environment: variables of every command.
     """
 
     folder: str
-    image: str | None = None
+    image: str
     dockerfile: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
@@ -94,7 +94,6 @@ class HarborTask:
     root: RootDefinition
     agent_seconds: float = AGENT_SECONDS
     verifier_seconds: float = DEFAULT_SECONDS
-    build_seconds: float = DEFAULT_SECONDS
     cores: int | None = None
     memory_mib: int | None = None
     verifier_root: RootDefinition | None = None
@@ -148,8 +147,6 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
         files = TaskFiles(
             tomllib.loads(read_regular(below(at, "task.toml"), TEXT_BYTES).decode()),
             _text(at, "instruction.md") or "",
-            _text(at, "environment/Dockerfile"),
-            _text(at, "tests/Dockerfile"),
             {name: text for name in COMPOSE if (text := _text(at, name)) is not None},
             frozenset(f"{path.parent.name}/{path.name}" for path in paths),
         )
@@ -184,15 +181,15 @@ def parse_task(
     cores = environment.get("cpus")
     root = RootDefinition(
         build_folder(files)[0],
-        _image(environment),
-        files.dockerfile,
+        _image(environment) or name,
+        None if _image(environment) else ENVIRONMENT,
         resolved[0],
         environment.get("workdir"),
     )
     verifier_root, artifacts = None, tuple[str, ...]()
     if is_separate(verifier):
         artifacts = artifact_paths(settings.get("artifacts", []))
-        verifier_root = _verifier_root(root, verifier.get("environment", {}), files)
+        verifier_root = _verifier_root(name, root, verifier.get("environment", {}), files)
     return HarborTask(
         name,
         folder,
@@ -200,7 +197,6 @@ def parse_task(
         root,
         agent_seconds=_seconds(agent.get("timeout_sec"), AGENT_SECONDS),
         verifier_seconds=_seconds(verifier.get("timeout_sec"), DEFAULT_SECONDS),
-        build_seconds=_seconds(environment.get("build_timeout_sec"), DEFAULT_SECONDS),
         cores=None if cores is None else max(1, math.ceil(cores)),
         memory_mib=_mib(environment.get("memory_mb", environment.get("memory"))),
         verifier_root=verifier_root,
@@ -231,6 +227,10 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
         (agent.get("user") not in (None, "root", 0, "0"), "a second user for the agent"),
         (verifier.get("user") not in (None, "root", 0, "0"), "a second user for the verifier"),
         (has_steps, "several steps with a verifier each"),
+        (
+            not has_steps and not _image(environment) and ENVIRONMENT not in files.names,
+            f"docker_image, or {ENVIRONMENT}: neither names a root",
+        ),
         (bool(verifier.get("collect")), "commands that collect the state of services"),
         (not has_steps and "tests/test.sh" not in files.names, "tests/test.sh, which is missing"),
         (not has_steps and not files.instruction, "instruction.md, which is missing"),
@@ -242,7 +242,7 @@ def build_folder(files: TaskFiles) -> tuple[str, str]:
     """Return the folder from which environment/Dockerfile copies, and why Compose is needed, or ''."""
     folder = "environment"
     for name, text in files.compose.items():
-        if not name.startswith("environment/") or files.dockerfile is None:
+        if not name.startswith("environment/") or ENVIRONMENT not in files.names:
             return folder, name
         try:
             folder = read_compose(text)
@@ -258,17 +258,18 @@ def is_separate(verifier: Mapping[str, Any]) -> bool:
 
 
 def _verifier_root(
-    root: RootDefinition, environment: Mapping[str, Any], files: TaskFiles
+    name: str, root: RootDefinition, environment: Mapping[str, Any], files: TaskFiles
 ) -> RootDefinition:
-    """Return the root of a separate verifier: its image, tests/Dockerfile, or the agent's root.
+    """Return the root of a separate verifier: its image, that of tests/Dockerfile, or the agent's.
 
     The first two bring their tests with them.
     """
     image = _image(environment)
-    if image is None and files.verifier_dockerfile is None:
+    if image is None and VERIFIER not in files.names:
         return root
     variables = {str(name): str(value) for name, value in environment.get("env", {}).items()}
-    dockerfile = files.verifier_dockerfile
+    dockerfile = None if image else VERIFIER
+    image = image or f"{name}-tests"
     return RootDefinition("tests", image, dockerfile, variables, environment.get("workdir"))
 
 

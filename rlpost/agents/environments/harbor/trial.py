@@ -1,6 +1,6 @@
 """One trial of a task: a sandbox for the agent, its files, and a verifier out of its reach.
 
-``begin`` starts a sandbox with the task's root. ``verify`` ends the agent's processes, saves its
+``begin`` starts a sandbox with the task's image. ``verify`` ends the agent's processes, saves its
 folders, closes its sandbox, and runs tests/test.sh in a fresh one with the same root, in which the
 agent's folders replace those of the root. The tests reach that sandbox after the agent's files, its
 home folder is an empty one, and the reward is read when all processes have been ended. A task whose
@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlpost.agents.environments.harbor.root_cache import cache_beside
 from rlpost.agents.environments.harbor.roots import (
-    RootPlan,
+    ImageDefaults,
     TaskRoot,
     TaskSkipped,
     choose_root,
-    command_env,
     files_below,
+    open_root,
     upload,
 )
 from rlpost.agents.environments.harbor.tasks import (
@@ -75,24 +74,18 @@ class TrialOptions:
         env: values for variables that task.toml takes from the host.
         folders: that the verifier takes from the agent; empty: all but ``EXCLUDED``.
         reward_key: of a reward.json with several values.
-        offline: give ``installers`` to commands; not with a network.
-        test_python: the Python with pytest that stands in for uvx; default: the root's python3.
         verifier_network: let the verifier use the node's network.
         max_memory_mib: of one task; those that ask for more are skipped.
         command_seconds: of one command of the agent.
-        root_cache_gib: of roots that are kept in the run's folder once they are built.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     folders: Sequence[str] = ()
     reward_key: str = "reward"
-    offline: bool = True
-    test_python: str | None = None
     verifier_network: bool = False
     max_memory_mib: int = 16384
     command_seconds: float = 60.0
-    root_cache_gib: float = 16.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ class RunnableTask:
     def limits(self, base: Limits, *, network: bool = False) -> Limits:
         """Return the limits of its sandboxes: those of the pool, with the task's own."""
         task = self.task
-        seconds = max(task.agent_seconds, task.verifier_seconds, task.build_seconds)
+        seconds = max(task.agent_seconds, task.verifier_seconds)
         cores = task.cores or base.cores
         return replace(
             base,
@@ -118,12 +111,6 @@ class RunnableTask:
             memory_mib=task.memory_mib or base.memory_mib,
             network=base.network or network,
         )
-
-    def env(self, plan: RootPlan, *, offline: bool) -> dict[str, str]:
-        """Return the variables of its commands."""
-        python = self.options.test_python
-        own = {"TEST_PYTHON": python} if python and offline else {}
-        return {**command_env(plan.env, offline=offline), **own}
 
 
 def runnable(
@@ -170,7 +157,7 @@ class Trial:
         self.used_seconds = 0.0
         """Time of the commands so far."""
         self._sandbox: Sandbox | None = None
-        self._plan = RootPlan((), {}, "/")
+        self._defaults = ImageDefaults()
         self._shell = ("/bin/sh", "-c")
 
     @property
@@ -184,25 +171,12 @@ class Trial:
         return self.runnable.task.agent_seconds - self.used_seconds
 
     async def begin(self) -> None:
-        """Start the sandbox and build its root. Raises BuildFailed, SandboxLost."""
+        """Start the sandbox with the task's image. Raises UploadFailed, SandboxLost."""
         limits = self.runnable.limits(self.pool.limits)
         self._sandbox = await self.pool.acquire(limits, self.runnable.root.image)
-        self._plan = await self._build(self._sandbox, self.runnable.root)
+        self._defaults = await open_root(self._sandbox, self.runnable.root)
         if (await self.sandbox.run(["test", "-x", "/bin/bash"], cwd="/")).ok:
             self._shell = ("/bin/bash", "-c")
-
-    async def _build(self, sandbox: Sandbox, root: TaskRoot) -> RootPlan:
-        task, max_gib = self.runnable.task, self.runnable.options.root_cache_gib
-        return await cache_beside(self.archives, max_gib=max_gib).build(
-            sandbox,
-            root,
-            task.folder,
-            seconds=task.build_seconds,
-            offline=self._is_offline(sandbox.limits),
-        )
-
-    def _is_offline(self, limits: Limits) -> bool:
-        return self.runnable.options.offline and not limits.network
 
     async def run(self, command: str, *, seconds: float | None = None) -> Result:
         """Run a command of the agent; its standard error is in its output.
@@ -212,8 +186,8 @@ class Trial:
         wanted = self.runnable.options.command_seconds if seconds is None else seconds
         result = await self.sandbox.run(
             [*self._shell, f"exec 2>&1\n{command}"],
-            cwd=self._plan.workdir,
-            env=self.runnable.env(self._plan, offline=self._is_offline(self.sandbox.limits)),
+            cwd=self._defaults.workdir,
+            env=self._defaults.command_env,
             timeout=max(0.1, min(wanted, self.remaining_seconds)),
         )
         self.used_seconds += result.seconds
@@ -223,7 +197,7 @@ class Trial:
         """Run the task's solution as the agent would run it; it is not there before."""
         task = self.runnable.task
         files = files_below(task.folder / "solution")
-        await upload(self.sandbox, files, SOLUTION, seconds=60, where="solution")
+        await upload(self.sandbox, files, SOLUTION, where="solution")
         variables = "".join(
             f"export {name}={shlex.quote(value)}\n" for name, value in task.solution_env.items()
         )
@@ -247,10 +221,10 @@ class Trial:
             return list(options.folders)
         names = await self.sandbox.run(["/bin/sh", "-c", "ls -1d */"], cwd="/")
         mounts = await self.sandbox.read("/proc/self/mountinfo")
-        return agent_folders(names.text, mounts.decode(), self._plan.workdir)
+        return agent_folders(names.text, mounts.decode(), self._defaults.workdir)
 
     async def verify(self) -> Verdict:
-        """Score the agent's files; its sandbox is closed. Raises BuildFailed, SandboxLost."""
+        """Score the agent's files; its sandbox is closed. Raises UploadFailed, SandboxLost."""
         try:
             await self.sandbox.end_processes()
             handed = await self._hand_over()
@@ -284,23 +258,18 @@ class Trial:
 
     async def _score(self, sandbox: Sandbox, handed: HandedOver) -> Verdict:
         task, root = self.runnable.task, self.runnable.verifier_root
-        offline = self._is_offline(sandbox.limits)
-        plan = await self._build(sandbox, root)
+        defaults = await open_root(sandbox, root)
         await self.archives.restore(sandbox, handed.manifest)
         for path, data in handed.files.items():
             await sandbox.write(path, data)
-        if root.folder != "tests":  # else it brings them
+        if not root.brings_tests:
             tests = files_below(task.folder / "tests")
-            await upload(sandbox, tests, TESTS, seconds=60, where="tests")
+            await upload(sandbox, tests, TESTS, where="tests")
         await sandbox.run(["mkdir", "-p", LOGS, VERIFIER_HOME], cwd="/")
         result = await sandbox.run(
             f"chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh 2>&1",
-            cwd=plan.workdir,
-            env={
-                **self.runnable.env(plan, offline=offline),
-                "HOME": VERIFIER_HOME,
-                **task.verifier_env,
-            },
+            cwd=defaults.workdir,
+            env={**defaults.command_env, "HOME": VERIFIER_HOME, **task.verifier_env},
             timeout=task.verifier_seconds,
         )
         await sandbox.end_processes()

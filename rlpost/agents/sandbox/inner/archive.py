@@ -5,10 +5,6 @@
 ctime is set by the kernel at every change of a file, so a known signature means a known content;
 the driver trusts none that is younger than ``start`` less a tick of the kernel's clock.
 
-With ``since``, ``save`` sends what changed since then and lies in the folder's own file system (no
-mounts below it). A folder that changed has the names in it as its content, and ``unpack`` deletes all
-others.
-
 A stream consists of entries: length of a header (4 bytes, big-endian), the header as JSON, the
 content; length 0 ends it. Links keep any target, and are never followed. Hard links become separate
 files, sockets and devices are omitted; extended attributes are not read.
@@ -64,8 +60,6 @@ class _Saving:
         self.known, self.request, self.stream = known, request, stream
         self.bytes, self.files = request["max_bytes"], request["max_files"]
         self.content, self.has_sent = request["max_content"], False
-        self.since = request.get("since")
-        self.device = 0 if self.since is None else os.stat(request["path"]).st_dev
 
     def count(self, size: int) -> None:
         """Count an entry. Raises ``FileRefused`` past the limits of an archive."""
@@ -76,14 +70,6 @@ class _Saving:
                 f"more than {self.request['max_bytes'] >> 20} MiB or {self.request['max_files']} "
                 "files and folders; delete what is not needed, or raise the limits of archives"
             )
-
-    def leaves_out(self, status: os.stat_result) -> bool:
-        """Whether an entry has not changed."""
-        return self.since is not None and status.st_ctime_ns < self.since
-
-    def enters(self, status: os.stat_result) -> bool:
-        """Whether a folder may have changed entries."""
-        return self.since is None or status.st_dev == self.device
 
     def state_of(self, signature: bytes, size: int) -> str:
         """Decide whether a file's content is sent now; one is always sent, of any size."""
@@ -132,32 +118,17 @@ def _save_below(folder: int, prefix: str, saving: _Saving, depth: int) -> None:
         path, status = prefix + name, os.lstat(name, dir_fd=folder)
         mode, kind = stat.S_IMODE(status.st_mode), stat.S_IFMT(status.st_mode)
         head: SavedHeader = {"path": path, "mode": mode, "mtime": status.st_mtime_ns}
-        is_left_out = saving.leaves_out(status)
-        if not is_left_out:
-            saving.count(status.st_size if kind == stat.S_IFREG else len(path))
+        saving.count(status.st_size if kind == stat.S_IFREG else len(path))
         if kind == stat.S_IFDIR:
-            if saving.enters(status):
-                _save_folder(folder, name, head, saving, depth, is_left_out=is_left_out)
-        elif is_left_out:
-            continue
+            with _readable(folder, name, FOLDER_FLAGS, mode) as below:
+                saving.send({"kind": "folder", **head})
+                _save_below(below, path + "/", saving, depth + 1)
         elif kind == stat.S_IFREG:
             _save_file(folder, name, head, saving)
         elif kind == stat.S_IFLNK:
             saving.send({"kind": "link", **head}, os.fsencode(os.readlink(name, dir_fd=folder)))
         else:
             saving.send({"kind": "fifo" if kind == stat.S_IFIFO else "omitted", **head})
-
-
-def _save_folder(
-    folder: int, name: str, head: SavedHeader, saving: _Saving, depth: int, *, is_left_out: bool
-) -> None:
-    if is_left_out and not os.access(name, os.R_OK | os.X_OK, dir_fd=folder):
-        return  # of another user, so that nothing below it can have changed
-    with _readable(folder, name, FOLDER_FLAGS, head["mode"]) as below:
-        if not is_left_out:
-            names = b"" if saving.since is None else json.dumps(os.listdir(below)).encode()
-            saving.send({"kind": "folder", **head}, names)
-        _save_below(below, head["path"] + "/", saving, depth + 1)
 
 
 def _save_file(folder: int, name: str, head: SavedHeader, saving: _Saving) -> None:
@@ -246,11 +217,6 @@ def _create(folder: int, name: str, head: SavedHeader, stream: BinaryIO) -> None
     times = (head["mtime"], head["mtime"])
     if head["kind"] in ("folder", "seal"):
         handle = subfolder(folder, name)
-        if head["size"]:
-            names = set(json.loads(exactly(stream, head["size"])))
-            for other in set(os.listdir(handle)) - names:
-                _empty(handle, other)
-                remove(handle, other)
         if head["kind"] == "seal":
             os.utime(handle, ns=times)
             os.fchmod(handle, head["mode"])

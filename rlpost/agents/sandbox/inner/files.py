@@ -36,7 +36,6 @@ class Request(TypedDict, total=False):
     max_files: int
     max_content: int  # bytes of contents in one answer of ``save``
     clear: bool  # empty the folder before ``unpack``
-    since: int  # ns; ``save`` what changed since then
 
 
 class FileAnswer(TypedDict, total=False):

@@ -437,9 +437,10 @@ def test_no_content_of_an_agent_stops_a_resume_or_is_taken_for_a_listing(
     state = json.dumps({"files": manifest.decode(), "said": said}).encode()
     archives = Archives(tmp_path / "store")
     assert asyncio.run(archives.keep_only([state, said.encode()])) == 0
-    assert asyncio.run(archives.is_complete(manifest))
+    asyncio.run(archives.restore(FolderSandbox(tmp_path / "b"), manifest))
     claimed = json.dumps(json.loads(manifest) | {"listing": digest_of(content)}).encode()
-    assert not asyncio.run(archives.is_complete(claimed))
+    with pytest.raises(ArchiveDamaged):
+        asyncio.run(archives.restore(FolderSandbox(tmp_path / "c"), claimed))
     if name != "forged":
         with pytest.raises(ArchiveDamaged, match="cannot be read"):
             decode_listing(content)

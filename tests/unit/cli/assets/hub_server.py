@@ -5,7 +5,7 @@ Large files are redirected to a second server, as the hub sends them to another 
 maps a file's path to what befalls its next downloads: a number cuts the connection after so many
 bytes, "corrupt" changes a byte, "whole" ignores Range (as the real one does where it compresses),
 "stall" sends 1.5 MB and then nothing until the hub is closed. The listing, redirects with Range,
-and the headers of errors are what the client reads; it sends no HEAD for them.
+the headers of errors, and those of a HEAD for each file are what the client reads.
 """
 
 from __future__ import annotations
@@ -105,6 +105,19 @@ class _Handler(BaseHTTPRequestHandler):
             kind, name, _, file = found.groups()
             return self._resolve((kind or "models/") + name, file)
         return self._answer(404, b"{}")
+
+    def do_HEAD(self) -> None:
+        """Answer what the client asks of a file before it downloads it."""
+        hub, path = self.server.hub, unquote(urlparse(self.path).path)
+        found = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        assert found is not None, path
+        kind, name, _, file = found.groups()
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self._head(401, 0, {})
+        repository = (kind or "models/") + name
+        entry = _entry(file, data := hub.repositories[repository][file])
+        digest = entry.get("lfs", entry)["oid"]
+        return self._head(200, len(data), {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT})
 
     def _describe(self, repository: str, kind: str | None, revision: str | None) -> None:
         files = self.server.hub.repositories.get(repository)

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpost.cli.assets.fetch import Fetcher, lease
 from rlpost.cli.assets.hub import Hub
-from rlpost.cli.assets.store import RECORD, AssetStatus, inspect, open_stage, size_of
+from rlpost.cli.assets.store import RECORD, AssetStatus, inspect, write_record
 from rlpost.cli.assets.wanted import Asset
 from rlpost.cli.fetch import main
 from rlpost.cli.main import main as command_line
@@ -28,8 +29,6 @@ from tests.unit.cli.assets.hub_server import COMMIT, FakeHub
 ROOT = Path(__file__).parents[4]
 TOKEN = "hf_a-token-that-nobody-may-see"
 MODEL = Asset("org/Model", "model")
-# what the client writes at a time; an eighth of its own, as is everything here, to be quick
-CHUNK = 10 << 17
 WEIGHTS = random.Random(1).randbytes(24 << 17)
 SHARD = random.Random(2).randbytes(1 << 17)
 FILES = {
@@ -57,7 +56,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", "/nonexistent")
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", CHUNK)
     monkeypatch.setattr("rlpost.cli.assets.fetch.POLL_S", 0.02)
     with FakeHub(
         {"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}
@@ -73,10 +71,9 @@ def get(
     token: str | None = None,
     workers: int = 2,
     report: Callable[[str], None] = print,
-    advance: Callable[[int], None] = lambda count: None,
     compare: bool = False,
 ) -> AssetStatus:
-    return Fetcher(root, Hub(token, hub.endpoint), workers, 60, report, advance).fetch(
+    return Fetcher(root, Hub(token, hub.endpoint), workers, 60, report).fetch(
         MODEL, compare=compare
     )
 
@@ -108,98 +105,53 @@ def test_complete_assets_send_no_request(hub, tmp_path):
     assert hub.requests == []
 
 
-def test_a_broken_download_resumes_within_the_file(hub, tmp_path):
-    """Within one call: the client's own retry, which asks for the rest."""
-    hub.accidents["model-1.safetensors"] = [15 << 17]
-    get(hub, tmp_path)
-    assert_whole(tmp_path / "Model")
-    assert [asked for asked in hub.downloads("model-1.safetensors") if asked] == [
-        f"bytes={CHUNK}-"
-    ] * 2  # hub, cdn
-
-
 @pytest.mark.slow
-def test_a_fetch_that_was_killed_continues_where_it_was(hub, tmp_path):
-    """Another process takes its lock, asks for the rest of the file, and only then there is a
-    folder of that name.
-    """
+def test_a_fetch_that_was_killed_leaves_no_folder_and_its_complete_files_to_the_next(hub, tmp_path):
+    """Another process takes its lock."""
     hub.accidents["model-1.safetensors"] = ["stall"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[assets]\nhub_models = ["org/Model"]\n')
-    tool = "runpy.run_module('rlpost', run_name='__main__')"
-    small = f"import runpy; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; {tool}"
-    command = [sys.executable, "-c", small, "fetch", str(recipe), "--assets-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "rlpost", "fetch", str(recipe), "--assets-dir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as first:
         assert hub.stalled.wait(60)
-        until_part(tmp_path / ".fetch/Model/model-1.safetensors", CHUNK)
+        until(lambda: (tmp_path / ".fetch/Model/model-2.safetensors").exists())
         first.kill()
     assert not (tmp_path / "Model").exists() and (tmp_path / ".fetch/Model.lock").exists()
-    total = sum(map(len, KEPT.values()))
-    assert inspect(MODEL, tmp_path, Hub(None, hub.endpoint).listing).missing_bytes <= total - CHUNK
-    counted: list[int] = []
-    get(hub, tmp_path, advance=counted.append)
+    get(hub, tmp_path)
     assert_whole(tmp_path / "Model")
-    assert (
-        hub.downloads("model-1.safetensors")[-1] == f"bytes={CHUNK}-"
-        and sum(counted) <= total - CHUNK
-    )
+    assert len(hub.downloads("model-2.safetensors")) == 2  # hub and cdn, once
 
 
-def until_part(path: Path, size: int) -> None:
+def until(holds: Callable[[], bool]) -> None:
     for _ in range(600):
-        if (size_of(path) or 0) >= size:
+        if holds():
             return
         threading.Event().wait(0.05)
-    raise AssertionError("nothing came")
+    raise AssertionError("it did not happen")
 
 
-def test_a_server_that_cannot_continue_within_a_file_sends_it_whole(hub, tmp_path):
-    """What is there is neither appended to nor counted twice."""
-    source = Hub(None, hub.endpoint)
-    listing = source.listing(MODEL)
+def test_a_damaged_download_is_an_error_and_publishes_nothing(hub, tmp_path):
+    for name in ("model-2.safetensors", "config.json"):
+        hub.accidents[name] = ["corrupt"]
+        with pytest.raises(AssetError, match=rf"{name}: .* expected: a download was damaged"):
+            get(hub, tmp_path)
+        assert not (tmp_path / "Model").exists()
+    get(hub, tmp_path)
+    assert_whole(tmp_path / "Model")
+
+
+def test_of_an_interrupted_fetch_of_another_commit_nothing_gets_into_the_folder(hub, tmp_path):
     stage = tmp_path / ".fetch/Model"
-    open_stage(stage, MODEL, listing)
-    (stage / "model-1.safetensors").write_bytes(WEIGHTS[:CHUNK])
-    (stage / "config.json").write_bytes(b"longer than it should be by far")
-    hub.accidents["model-1.safetensors"] = ["whole"]
-    counted: list[int] = []
-    get(hub, tmp_path, advance=counted.append)
-    assert_whole(tmp_path / "Model")
-    assert sum(counted) == listing.size - CHUNK - len(FILES["config.json"])
-
-
-def test_a_new_commit_keeps_what_has_not_changed(hub, tmp_path):
-    """Of an interrupted fetch; a file that has changed or gone since does not get into the
-    folder.
-    """
-    hub.accidents["config.json"] = ["corrupt", "corrupt"]
-    hub.repositories["models/org/Model"] |= {
-        "old.txt": b"of the old commit" * 2,
-        "empty": b"not yet" * 9,
-    }
-    with pytest.raises(AssetError, match="damaged in two downloads"):
-        get(hub, tmp_path, workers=1)  # the largest files come first
-    assert (tmp_path / ".fetch/Model/old.txt").is_file()
-    hub.repositories["models/org/Model"] = dict(FILES)
+    stage.mkdir(parents=True)
+    listing = Hub(None, hub.endpoint).listing(MODEL)
+    write_record(stage, MODEL, replace(listing, commit="b" * 40))
+    (stage / "old.txt").write_text("gone since")
+    (stage / "config.json").write_text("changed since")
     get(hub, tmp_path)
     assert_whole(tmp_path / "Model")
-    assert len(hub.downloads("model-1.safetensors")) == 2  # hub and cdn, once
-
-
-def test_a_damaged_download_is_repeated_and_twice_is_an_error(hub, tmp_path):
-    hub.accidents["model-2.safetensors"] = ["corrupt"]
-    get(hub, tmp_path)
-    assert_whole(tmp_path / "Model")
-    hub.accidents["config.json"] = ["corrupt", "corrupt"]
-    with pytest.raises(
-        AssetError,
-        match=r"config\.json was damaged in two downloads: its digest is git:\w{40}, the hub expects",
-    ):
-        get(hub, tmp_path / "other", workers=1)
-    assert not (tmp_path / "other/Model").exists()
 
 
 def test_of_two_fetches_at_once_one_downloads_and_the_other_waits(hub, tmp_path):
@@ -245,16 +197,19 @@ def test_a_lock_of_another_node_holds_as_long_as_its_heartbeat(tmp_path, monkeyp
     assert lines == ["waiting for process 5 on n07, which fetches Model"] and not path.exists()
 
 
-def test_a_fetch_that_lost_its_lock_stops(hub, tmp_path):
+def test_a_fetch_that_lost_its_lock_publishes_nothing(hub, tmp_path, monkeypatch):
     lock, other = tmp_path / ".fetch/Model.lock", tmp_path / "other"
+    download = Hub.download
 
-    def taken_over(count: int) -> None:
+    def taken_over(self: Hub, *given: object, **options: object) -> None:
+        download(self, *given, **options)  # type: ignore[arg-type]
         other.write_text(re.sub("token=.*", "token=other", lock.read_text()))
         os.link(other, lock.with_name("next"))
         lock.with_name("next").replace(lock)
 
+    monkeypatch.setattr(Hub, "download", taken_over)
     with pytest.raises(AssetError, match="taken over by process"):
-        get(hub, tmp_path, workers=1, advance=taken_over)
+        get(hub, tmp_path)
     assert not (tmp_path / "Model").exists() and lock.samefile(other)  # not ours to remove
 
 
@@ -330,7 +285,6 @@ def test_the_command_reports_sizes_first_and_then_what_the_hub_lacks(hub, tmp_pa
     assert not (tmp_path / "assets").exists()
     assert main([recipe(tmp_path)]) == 0
     both = capsys.readouterr()
-    assert "3.28M/3.28M [" in both.err
     assert both.out.splitlines()[-1].startswith(
         f"not of the hub: ref_load = {tmp_path}/assets/Model_torch_dist"
     )

@@ -101,13 +101,13 @@ def test_a_recipe_s_parts_add_up_and_the_settings_named_save_what_they_say(name)
     assert time.generation > 0 and time.update > 0 and 0.05 < time.mfu < 0.6
     both = max if time.is_parallel else lambda *parts: sum(parts)
     assert time.total == pytest.approx(both(time.generation, time.training) + time.update)
-    sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2, teacher=None)
+    sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2)
     saved = [option.saved for option in faster_settings(made, H100, sizes)]
     assert saved == sorted(saved, reverse=True) and all(0 < share < 1 for share in saved)
 
 
 def test_what_shortens_a_step_of_qwen3_4b_is_named():
-    sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2, teacher=None)
+    sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2)
     full = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

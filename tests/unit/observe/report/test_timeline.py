@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from rlpost.durable.commit import checkpoint_name
 from rlpost.observe.report.goodput import goodput
 from rlpost.observe.report.gpu_layout import GpuLayout
 from rlpost.observe.report.timeline import timeline
@@ -24,7 +25,7 @@ PREEMPTED = ledger(
     (10, "attempt", {"attempt": 0, "nodes": "n[01-02]"}),
     (20, "started", {"attempt": "0", "step": 0, "nodes": ["n01", "n02"]}),
     (50, "ready", {"attempt": "0", "step": 0}),
-    (90, "committed", {"step": 7, "checkpoint": "iter_0000007"}),
+    (90, "committed", {"step": 7, "checkpoint": checkpoint_name(7)}),
     (95, "preempted", {"reason": "TERM"}),
     (100, "verdict", {"attempt": 0, "verdict": "requeue", "cause": "preempted", "answer": "again"}),
     (130, "attempt", {"attempt": 1, "nodes": "n[01-02]"}),
@@ -32,7 +33,7 @@ PREEMPTED = ledger(
     (150, "ready", {"attempt": "1", "step": 7}),
 )
 DONE = ledger(
-    (200, "committed", {"step": 9, "checkpoint": "iter_0000009"}),
+    (200, "committed", {"step": 9, "checkpoint": checkpoint_name(9)}),
     (210, "done", {"step": 9}),
     (215, "verdict", {"attempt": 1, "verdict": "done", "cause": "0", "answer": 0}),
 )
