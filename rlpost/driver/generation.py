@@ -19,8 +19,7 @@ from common.bounded import together
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.make import make_environments
 from rlpost.agents.gateway import Gateway
-from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeGrader
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.config.engine_groups import teacher_group
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
@@ -43,7 +42,7 @@ from rlpost.observe.traces import EpisodeFile
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector, Replay, Supervised, Watched, unwatched
 from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
+from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import COUNTED, GroupWriter
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.rollout.response_builder import GenerateFunction, write_answer
@@ -52,6 +51,7 @@ from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_settings import prompt_set
 from rlpost.tasks.prompts import PromptSet
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
 from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
@@ -124,7 +124,7 @@ class Generation:
         grader = make_grader(config, self.engines)
         self._grader = self._close_at_end(StoppableGrader(grader, stop))
         self._teacher = self._teacher_server()
-        self._args = Arguments(settings_of(config))
+        self._args = foreign_adapters().arguments(settings_of(config))
         self._wanted = group_filter(rollout.dynamic_sampling_filter_path, self._args)
         self._first = buffer_filter(rollout.buffer_filter_path, self._args)
         self._environments: EnvironmentSet | None = None
@@ -173,7 +173,7 @@ class Generation:
             )
         self._engines = engines
         if places := engines.places.all():
-            self._args.connected(places[0].url, places[0].api_key)
+            foreign_adapters().connected(self._args, places[0].url, places[0].api_key)
         connection = Connection(engines, routes=route_format(self._config))
         self._connection = await self._closing.enter_async_context(connection)
         if self._gateway is not None:
@@ -217,7 +217,7 @@ class Generation:
             self._connection,
             replace(sampling, returns_mask=config.grpo.use_rollout_sampling_mask),
             n=rollout.n_samples_per_prompt,
-            grader=self._grading(self._grader, rollout, wanted=self._wanted),
+            grader=foreign_adapters().grader(GivenRewards(self._grader, rollout), self._wanted),
             function=self._function or write_answer,
             codec=self.tokenizer,
             vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
@@ -322,7 +322,7 @@ class Generation:
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-                grader=self._grading(grader, rollout),
+                grader=GivenRewards(grader, rollout),
                 function=function or write_answer,
                 codec=self.tokenizer,
                 vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
@@ -353,18 +353,6 @@ class Generation:
             seed=self._config.rollout.rollout_seed,
             record=None if self._episode_file is None else self._episode_file.write,
             evaluation=evaluation,
-        )
-
-    def _grading(
-        self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None
-    ) -> Grader:
-        """Adapt a grader to slime functions, which may set rewards or filter by prompts."""
-        return SlimeGrader(
-            grader,
-            wanted=wanted,
-            takes_given=not rollout.group_rm,
-            reward_key=rollout.reward_key,
-            reward_weights=rollout.reward_weights,
         )
 
     async def close(self) -> None:

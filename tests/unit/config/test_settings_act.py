@@ -25,10 +25,10 @@ import rlpost.trainer  # noqa: F401  its stand-in for CUDA comes before Megatron
 from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.algorithm.guards import Guards
 from rlpost.algorithm.objective import loss_function
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.algorithm.shaping import shaped
 from rlpost.cli import check_settings
 from rlpost.columns import FloatColumn
-from rlpost.compat.slime.filters import reward_post_process
 from rlpost.config.checks.no_effect import ROWS, no_effect_notes, no_effect_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.flags import fields, flag
@@ -39,7 +39,12 @@ from rlpost.config.wording import value_of, with_values
 from rlpost.driver.batches import deal, rollout_advantages, samples_with, shaping_of
 from rlpost.driver.training import guard_bounds, kl_penalties, masked_penalties
 from rlpost.errors import ConfigError, DataError, TrainingError
-from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
+from rlpost.rollout.filters import (
+    buffer_filter,
+    generate_function,
+    group_filter,
+    reward_post_process,
+)
 from rlpost.rollout.sampling import rollout_sampling
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_settings import longest_prompt, prompt_fields
@@ -247,7 +252,12 @@ def advantages(config: Config) -> object:
     """Advantages of a rollout, and its batches by optimizer step, as the driver makes them."""
     grpo = config.grpo
     groups = shaped(groups_of(config), replace(shaping_of(config), max_response_len=8))
-    if (post_process := reward_post_process(config)) is not None:
+    if (
+        post_process := reward_post_process(
+            config.grpo.custom_reward_post_process_path,
+            foreign_adapters().arguments(settings_of(config)),
+        )
+    ) is not None:
         groups = list(post_process(groups).groups)
     penalties = None
     samples = samples_with([[0.0] * len(each.samples) for each in groups], groups, grpo)
