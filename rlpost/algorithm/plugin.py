@@ -22,10 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from rlpost.algorithm.signatures import (
+    FORMS,
     Interface,
     Kind,
     interface,
-    needed,
     problem,
     signature_of_object,
 )
@@ -49,7 +49,8 @@ class Adapters:
 
     def refusal(self, kind: Kind) -> str | None:
         """Return why a function of this kind cannot run here, or None."""
-        return f"this installation has no extension for slime's interface; {needed(kind)}"
+        ours = ", ".join(FORMS[kind].ours)
+        return f"this installation has no extension for slime's interface; use ({ours})"
 
     def arguments(self, settings: Mapping[str, object]) -> object:
         """Return the ``args`` of slime's functions for the settings of a run."""

@@ -125,6 +125,8 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
         config = parse_dump(run.run_json.read_text())
     except OSError as error:
         raise ConfigError(f"{run.run_json}: {error.strerror}; was this run submitted?") from error
+    except ValueError as error:
+        raise ConfigError(f"{run.run_json}: cannot be read: {error}") from error
     step, weights = weights_of(run, config, step)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     out = out or run.root / FOLDER / f"step_{step:07d}-{stamp}"

@@ -11,6 +11,7 @@ from rlpost.config.masking import mask
 from rlpost.config.tree import Config
 from rlpost.config.wording import value_text
 from rlpost.durable.result_settings import compare, result_settings
+from rlpost.errors import ConfigError
 
 MAX_SHOWN = 12
 GENERATED = (
@@ -24,10 +25,12 @@ TRAINED = (
 
 
 def change_notes(earlier: str, config: Config) -> list[str]:
-    """Return what a resume changes; empty if nothing, or if ``earlier`` cannot be read."""
+    """Return what a resume changes; empty if nothing, or if ``earlier`` is damaged."""
     try:
         before = parse_dump(earlier)
-    except (ValueError, TypeError, AttributeError):  # damaged, or of another version
+    except ConfigError as error:  # of another version
+        return [f"the settings of the earlier submission are not compared with these: {error}"]
+    except (ValueError, TypeError, AttributeError):  # damaged
         return []
     old, new = before.model_dump(mode="json"), config.model_dump(mode="json")
     changed = [

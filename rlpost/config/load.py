@@ -16,21 +16,21 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from common.fleet_name import POLICY
-from rlpost.config import pass_through
+from rlpost.config import extensions, pass_through
 from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
-from rlpost.config.toml_faults import spelling, toml_fault
+from rlpost.config.toml_faults import toml_fault
 from rlpost.config.tree import Config
+from rlpost.config.value_faults import describe_fault
 from rlpost.config.wording import COMMAND_LINE, listed, near_path, value_text
 from rlpost.errors import ConfigError, suggestion
 
@@ -76,7 +76,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(
-            "\n".join(_describe(fault, origins) for fault in error.errors())
+            "\n".join(describe_fault(fault, origins) for fault in error.errors())
         ) from None
     config = without_idle_groups(config)
     return Loaded(absolute_paths(config, base or Path.cwd()), origins)
@@ -372,8 +372,16 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse.
+
+    A table of an extension is left out where all its settings are the defaults, so that the text
+    can be read without the extension.
+    """
+    tables = config.model_dump(mode="json")
+    for name in extensions.tables():
+        if not getattr(config, name).changed_keys:
+            del tables[name]
+    return json.dumps(tables, indent=2) + "\n"
 
 
 GONE = ("loss_unit",)
@@ -381,119 +389,41 @@ GONE = ("loss_unit",)
 
 
 def parse_dump(text: str) -> Config:
-    """The inverse of ``dump``.
+    """The inverse of ``dump``. Raises ValueError for damaged JSON, or as ``stored_config``."""
+    return stored_config(json.loads(text))
 
-    An earlier version may have written settings that are gone: unset ones, and those of GONE.
+
+def stored_config(tables: Mapping[str, Any], *, ignores_unknown: bool = False) -> Config:
+    """Return the settings of the tables of a run.json, which another version may have written.
+
+    ``ignores_unknown``: leave out what this version does not have, for readers of other settings.
+    Settings without a value and those of GONE are always left out.
+
+    Raises:
+        ConfigError: settings that this version does not have, or whose values it refuses.
     """
-    tables = json.loads(text)
-    for name, group in groups().items():
-        if group.model_config["extra"] == "forbid":
-            known = group.model_fields
-            tables[name] = {
-                key: value
-                for key, value in tables.get(name, {}).items()
-                if key in known or not (value is None or key in GONE)
-            }
-    return Config.model_validate_json(json.dumps(tables))
-
-
-_PLAIN = {
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_type": "must be a whole number",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_parsing": "must be true or false",
-    "bool_type": "must be true or false",
-    "string_type": "must be a text",
-}
-"""pydantic's types of faults, and what is needed."""
-_OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
-
-def _describe(fault: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """Describe an invalid value: its flag, the value, its origin, the constraint."""
-    where = [str(part) for part in fault["loc"]]
-    origin = origins.get(".".join(where[:2]), COMMAND_LINE)
-    named = flag(where[1]) if len(where) > 1 else f"[{where[0]}]"
-    given = fault["input"]
-    text = value_text(given) if isinstance(given, (str, int, float, tuple, list)) else repr(given)
-    source = "" if origin == COMMAND_LINE else f" ({near_path(origin)})"
-    if where[0] == "engines":
-        key = f"{where[2]} {text or repr(text)} in " if len(where) > 2 else ""
-        return f"{key}[{'.'.join(where[:2])}]{source}: {_needed(fault)}"
-    return f"{named} {text or repr(text)}{source}: {_needed(fault)}"
-
-
-def _needed(fault: ErrorDetails) -> str:
-    """Return the constraint in plain English."""
-    field = _field(fault["loc"])
-    limits = _limits(field) if field is not None else ""
-    if limits and fault["type"] in _OUT_OF_BOUNDS:
-        is_optional = field is not None and type(None) in typing.get_args(field.annotation)
-        return f"must be {limits}" + ("; none unsets it" if is_optional else "")
-    plain = spelling(fault["type"], fault["input"]) or _PLAIN.get(fault["type"])
-    if plain is not None:
-        return plain + (f", {limits}" if limits else "")
-    if fault["type"] == "literal_error" and field is not None:
-        words = _words(field)
-        return f"must be {listed(words)}{suggestion(str(fault['input']), words)}"
-    message: str = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return message[0].lower() + message[1:]
-
-
-def _field(place: Sequence[object]) -> FieldInfo | None:
-    """The setting at a place of the tree."""
-    group: type[BaseModel] | None = groups().get(str(place[0])) if len(place) > 1 else None
-    if group is EnginesConfig:
-        return EngineGroup.model_fields.get(str(place[2])) if len(place) > 2 else None
-    return None if group is None else group.model_fields.get(str(place[1]))
-
-
-def _words(field: FieldInfo) -> list[str]:
-    literal = [
-        kind for kind in kinds(field.annotation) if typing.get_origin(kind) is typing.Literal
-    ]
-    return [str(word) for kind in literal for word in typing.get_args(kind)]
-
-
-def _limits(field: FieldInfo) -> str:
-    """``1 or more``, ``more than 0 and at most 1``: the bounds that a number has."""
-    found = _bounds([*field.metadata, field.annotation])
-    is_whole = int in _numbers(field.annotation)
-    texts = []
-    if (low := found.get("gt")) is not None:
-        texts.append(f"{low + 1} or more" if is_whole else f"more than {low:g}")
-    if (low := found.get("ge")) is not None:
-        texts.append(f"{int(low) if is_whole else format(low, 'g')} or more")
-    if (high := found.get("lt")) is not None:
-        texts.append(f"at most {high - 1}" if is_whole else f"less than {high:g}")
-    if (high := found.get("le")) is not None:
-        texts.append(f"at most {high:g}")
-    unit = " bytes" if (field.description or "").startswith("Bytes") and texts else ""
-    return " and ".join(texts) + unit
-
-
-def _bounds(parts: Iterable[object]) -> dict[str, float]:
-    """The bounds in the metadata of a field, or of a part of its annotation."""
-    found: dict[str, float] = {}
-    for part in parts:
-        inner = [
-            *getattr(part, "__metadata__", ()),
-            *typing.get_args(part),
-            *getattr(part, "metadata", ()),
-        ]
-        found |= _bounds([one for one in inner if not isinstance(one, str)]) if inner else {}
-        for name in ("gt", "ge", "lt", "le"):
-            if (bound := getattr(part, name, None)) is not None and not callable(bound):
-                found[name] = bound
-    return found
-
-
-def _numbers(annotation: object) -> set[type]:
-    """Return the plain types within an annotation."""
-    inner = typing.get_args(annotation)
-    if inner:
-        return set().union(*map(_numbers, inner))
-    return {annotation} if isinstance(annotation, type) else set()
+    known_tables, unknown = groups(), []
+    stored: Values = {}
+    for name, entries in tables.items():
+        if name not in known_tables:
+            unknown.append(f"[{name}]")
+            continue
+        group, stored[name] = known_tables[name], entries
+        if group.model_config["extra"] != "forbid" or not isinstance(entries, Mapping):
+            continue
+        stored[name] = dict(entries)
+        for key in entries.keys() - group.model_fields.keys():
+            value = stored[name].pop(key)
+            if value is not None and key not in GONE:
+                unknown.append(f"{flag(key)} {value_text(value)}")
+    if unknown and not ignores_unknown:
+        raise ConfigError(
+            f"settings that this version of rlpost, or an extension here, does not have: "
+            f"{listed(sorted(unknown), 'and')}; use the rlpost of the run, in RUN/code"
+        )
+    try:
+        return Config.model_validate_json(json.dumps(stored))
+    except ValidationError as error:
+        raise ConfigError(
+            "\n".join(describe_fault(fault, {}) for fault in error.errors())
+        ) from None

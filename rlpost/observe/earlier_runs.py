@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from common.run_folder import RunFolder
+from rlpost.config.load import stored_config
 from rlpost.config.plan.save_interval import StepTimes
 from rlpost.config.tree import Config
 from rlpost.observe.writer import read_metrics
@@ -45,7 +46,7 @@ def _changed_at(path: Path) -> float:
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
-    earlier = Config.model_validate(json.loads(run.run_json.read_text()))
+    earlier = stored_config(json.loads(run.run_json.read_text()), ignores_unknown=True)
     if _size(earlier) != _size(config):
         return None
     lines = read_metrics(run.metrics)

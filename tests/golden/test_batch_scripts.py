@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.sandboxes import SERVER
 from rlpost.config.load import JOBS
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.container import Container
@@ -192,6 +193,7 @@ SERVERS = {
         SERVERS_JOB,
         8,
         places=32,
+        module=SERVER,
         warm=4,
         cores=32,
         memory_mib=65536,
@@ -199,7 +201,9 @@ SERVERS = {
         read_only=("/shared/tools",),
         after="4711",
     ),
-    "sandbox-hostile.sbatch": SandboxSpec(HOSTILE, 1, places=1, image="/a'; $(touch x); #"),
+    "sandbox-hostile.sbatch": SandboxSpec(
+        HOSTILE, 1, places=1, module=SERVER, image="/a'; $(touch x); #"
+    ),
 }
 ONCE = JobSpec(
     job_name="convert",

@@ -59,9 +59,9 @@ class GpuLayout:
         """The layout of a run.json; None when it is missing or of another version."""
         if not settings:
             return None
-        from rlpost.config.tree import Config
+        from rlpost.config.load import stored_config
 
         try:
-            return cls.of(Config.model_validate(settings))
+            return cls.of(stored_config(settings, ignores_unknown=True))
         except ValueError:  # pydantic's ValidationError is one
             return None

@@ -33,8 +33,10 @@ from rlpost.config.checks.no_effect import ROWS, no_effect_notes, no_effect_prob
 from rlpost.config.engine_args import engine_args
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.base import Group
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plugin_settings import settings_of
-from rlpost.config.tree import Config
+from rlpost.config.tree import Config, Tree
 from rlpost.config.wording import value_of, with_values
 from rlpost.driver.batches import deal, rollout_advantages, samples_with, shaping_of
 from rlpost.driver.training import guard_bounds, kl_penalties, masked_penalties
@@ -192,12 +194,17 @@ def base_of(folder: Path) -> Config:
 
 def properties(config: Config) -> dict[str, object]:
     """Derived values of the tree and of its tables."""
-    owners: list[Group] = [config, config.rollout, config.grpo]
+    owners: list[tuple[type[Group], Group]] = [
+        (Tree, config),
+        (RolloutConfig, config.rollout),
+        (GrpoConfig, config.grpo),
+    ]
+    excluded = ("loss_settings", "lr_decay_iters", "tables")
     return {
         name: getattr(owner, name)
-        for owner in owners
-        for name, member in vars(type(owner)).items()
-        if isinstance(member, property) and name not in ("loss_settings", "lr_decay_iters")
+        for kind, owner in owners
+        for name, member in vars(kind).items()
+        if isinstance(member, property) and name not in excluded
     }
 
 
@@ -581,6 +588,7 @@ EXPECTED = {
 # fmt: on
 
 
+@pytest.mark.usefixtures("slime_adapters")
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, name: str) -> None:
     base = with_values(base_of(folder), **in_folder(folder, CONTEXTS[name]))
@@ -603,6 +611,7 @@ def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, 
     assert silent == []
 
 
+@pytest.mark.usefixtures("slime_adapters")
 def test_with_what_it_needs_each_setting_acts_and_the_check_is_silent(folder: Path) -> None:
     """So no row of the check refuses a setting that acts, and no setting is without effect at all."""
     base = base_of(folder)
