@@ -82,8 +82,8 @@ def test_one_object_for_programs(capsys):
 def test_nothing_is_submitted_after_a_fault():
     config = submit.settings(rehearse.make_parser("test", ""), [RECIPE])[1].config
     with pytest.raises(ConfigError, match=r"rank 1: train takes 60\.0 GB.*nothing was submitted"):
-        submit._rehearse(config, "48GB")
-    submit._rehearse(config, "80GB")
+        rehearse.rehearse_before_submission(config, "48GB")
+    rehearse.rehearse_before_submission(config, "80GB")
 
 
 def test_zero_micro_batches_are_rejected():
