@@ -36,7 +36,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlpost.rollout.turns import Step, Turn
+from rlpost.rollout.turns import Step as Step
+from rlpost.rollout.turns import Turn as Turn
 from rlpost.types import Prompt
 
 

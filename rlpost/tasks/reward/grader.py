@@ -274,8 +274,8 @@ class RewardGrader:
         rewards: list[float | None] = []
         for sample, reward in zip(samples, model_rewards, strict=True):
             if isinstance(reward, NoReward):
-                failure = GradingLost(reward.why)
-                self._failed(reward.metric, prompt, [sample], failure, cause=reward.cause)
+                lost = GradingLost(reward.why)
+                self._failed(reward.metric, prompt, [sample], lost, cause=reward.cause)
                 rewards.append(None)
                 continue
             self._failures_in_a_row = 0
