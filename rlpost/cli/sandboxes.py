@@ -10,8 +10,6 @@ import sys
 from dataclasses import replace
 
 from common.run_folder import RunFolder
-from rlpost.cli.fleet_jobs import code_of
-from rlpost.cli.job import job_spec
 from rlpost.config.checks.agents import uses_sandboxes
 from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.keys import without_keys
@@ -32,6 +30,10 @@ def wants_servers(config: Config) -> bool:
 
 def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> SandboxSpec:
     """Return the array of servers of a run. Raises SpecError for a value that Slurm cannot take."""
+    # here: jobs are rendered where only pydantic is installed
+    from rlpost.cli.fleet_jobs import code_of
+    from rlpost.cli.job import job_spec
+
     sandbox, cluster = config.table(SandboxConfig), config.cluster
     base = job_spec(config)
     constraint = sandbox.sandbox_constraint

@@ -13,7 +13,7 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -393,11 +393,12 @@ def parse_dump(text: str) -> Config:
     return stored_config(json.loads(text))
 
 
-def stored_config(tables: Mapping[str, Any], *, ignores_unknown: bool = False) -> Config:
+def stored_config(tables: Mapping[str, Any], *, needed: Collection[str] | None = None) -> Config:
     """Return the settings of the tables of a run.json, which another version may have written.
 
-    ``ignores_unknown``: leave out what this version does not have, for readers of other settings.
-    Settings without a value and those of GONE are always left out.
+    ``needed``: the tables that the caller reads; in others, and in tables that this version does
+    not have, unknown settings are left out. Default: all. Settings without a value and those of
+    GONE are always left out.
 
     Raises:
         ConfigError: settings that this version does not have, or whose values it refuses.
@@ -406,7 +407,7 @@ def stored_config(tables: Mapping[str, Any], *, ignores_unknown: bool = False) -
     stored: Values = {}
     for name, entries in tables.items():
         if name not in known_tables:
-            unknown.append(f"[{name}]")
+            unknown += [f"[{name}]"] if needed is None else []
             continue
         group, stored[name] = known_tables[name], entries
         if group.model_config["extra"] != "forbid" or not isinstance(entries, Mapping):
@@ -414,9 +415,10 @@ def stored_config(tables: Mapping[str, Any], *, ignores_unknown: bool = False) -
         stored[name] = dict(entries)
         for key in entries.keys() - group.model_fields.keys():
             value = stored[name].pop(key)
-            if value is not None and key not in GONE:
+            is_needed = needed is None or name in needed
+            if is_needed and value is not None and key not in GONE:
                 unknown.append(f"{flag(key)} {value_text(value)}")
-    if unknown and not ignores_unknown:
+    if unknown:
         raise ConfigError(
             f"settings that this version of rlpost, or an extension here, does not have: "
             f"{listed(sorted(unknown), 'and')}; use the rlpost of the run, in RUN/code"

@@ -15,8 +15,11 @@ from common.run_folder import RunFolder
 from rlpost.config.load import stored_config
 from rlpost.config.plan.save_interval import StepTimes
 from rlpost.config.tree import Config
+from rlpost.observe.report.gpu_layout import TABLES as GPU_TABLES
 from rlpost.observe.writer import read_metrics
 
+TABLES = (*GPU_TABLES, "checkpoint")
+"""The tables that ``_size`` reads."""
 MIN_STEPS = 5
 NEWEST_STEPS = 50
 MAX_RUNS = 10
@@ -46,7 +49,7 @@ def _changed_at(path: Path) -> float:
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
-    earlier = stored_config(json.loads(run.run_json.read_text()), ignores_unknown=True)
+    earlier = stored_config(json.loads(run.run_json.read_text()), needed=TABLES)
     if _size(earlier) != _size(config):
         return None
     lines = read_metrics(run.metrics)

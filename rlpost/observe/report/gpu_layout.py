@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # a list of ended runs does without the settings
     from rlpost.config.tree import Config
 
 
+TABLES = ("cluster", "critic", "debug", "engines", "eval", "fleet", "grpo", "rollout", "sglang")
+"""The tables that decide which GPUs a run has."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
     """GPUs of a run. ``trainer`` and ``engines`` are the same GPUs with ``is_colocated``.
@@ -62,6 +66,6 @@ class GpuLayout:
         from rlpost.config.load import stored_config
 
         try:
-            return cls.of(stored_config(settings, ignores_unknown=True))
+            return cls.of(stored_config(settings, needed=TABLES))
         except ValueError:  # pydantic's ValidationError is one
             return None

@@ -257,7 +257,9 @@ def test_an_unset_setting_that_an_earlier_version_wrote_is_ignored_and_a_set_one
     message = re.escape("does not have: --otlp-endpoint http://collector:4318 and [theirs]; use ")
     with pytest.raises(ConfigError, match=message):
         parse_dump(json.dumps(stored))
-    assert stored_config(stored, ignores_unknown=True) == Config()
+    assert stored_config(stored, needed=("cluster",)) == Config()
+    with pytest.raises(ConfigError, match=r"--otlp-endpoint http://collector:4318; use"):
+        stored_config(stored, needed=("observe",))
     with pytest.raises(ConfigError, match="--lr fast: must be a number"):
         parse_dump(json.dumps({"optimizer": {"lr": "fast"}}))
 
