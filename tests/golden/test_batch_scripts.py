@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.sandboxes import SERVER
 from rlpost.config.load import JOBS
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.container import Container
@@ -193,7 +192,7 @@ SERVERS = {
         SERVERS_JOB,
         8,
         places=32,
-        module=SERVER,
+        module="pkg.sandbox_server",
         warm=4,
         cores=32,
         memory_mib=65536,
@@ -202,7 +201,7 @@ SERVERS = {
         after="4711",
     ),
     "sandbox-hostile.sbatch": SandboxSpec(
-        HOSTILE, 1, places=1, module=SERVER, image="/a'; $(touch x); #"
+        HOSTILE, 1, places=1, module="pkg.sandbox_server", image="/a'; $(touch x); #"
     ),
 }
 ONCE = JobSpec(
