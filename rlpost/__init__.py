@@ -16,7 +16,7 @@ _MODULES = {
     "rlpost.algorithm.objective": ("Tokens",),
     "rlpost.algorithm.loss_settings": ("LossSettings",),
     "rlpost.models.family": ("Family",),
-    "rlpost.agents.environments.protocol": ("Step", "Turn"),
+    "rlpost.rollout.turns": ("Step", "Turn"),
     "rlpost.config.load": ("load",),
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,5 +1,3 @@
-from rlpost.agents.environments.protocol import Step as Step
-from rlpost.agents.environments.protocol import Turn as Turn
 from rlpost.algorithm.loss_settings import LossSettings as LossSettings
 from rlpost.algorithm.objective import Tokens as Tokens
 from rlpost.config.load import load as load
@@ -8,6 +6,8 @@ from rlpost.errors import GradingLost as GradingLost
 from rlpost.models.family import Family as Family
 from rlpost.rollout.response_builder import ResponseBuilder as ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams as SamplingParams
+from rlpost.rollout.turns import Step as Step
+from rlpost.rollout.turns import Turn as Turn
 from rlpost.types import Prompt as Prompt
 from rlpost.types import Sample as Sample
 from rlpost.types import SampleGroup as SampleGroup

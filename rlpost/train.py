@@ -18,13 +18,13 @@ from common.exit_codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED
 from common.garbage import collect_between_steps_only, paused_for_imports
 from common.log_format import configure_logging
 from common.run_folder import RunFolder, create_run_folder
-from rlpost.agents.sandbox.settings import check_node
 from rlpost.cli.check_installed import check_installed
 from rlpost.cli.check_settings import check
 from rlpost.cli.command_line import make_parser, settings
 from rlpost.cli.entry import EXIT_BAD_INPUT, run_command
 from rlpost.cli.secret_file import hide_keys, load_keys
 from rlpost.cli.stack_check import model_problems
+from rlpost.config import extensions
 from rlpost.config.arguments import add_switch
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.masking import masked_words
@@ -62,7 +62,7 @@ def _train(arguments: Sequence[str], *, owns_process: bool) -> int:
     run = RunFolder(options.run_folder)
     config = _settle_config(run, loaded.config)
     check_installed(config)
-    check_node(config)
+    extensions.check_node(config)
     load_keys(run, os.environ)
     with paused_for_imports():
         from rlpost.driver.driver import drive  # a slow import, while Ray starts

@@ -64,7 +64,7 @@ class Sample:
         teacher_top_logprobs: their log-probs.
         sampling_mask: for each response token the ids that top-p and top-k left to sample from
             (--use-rollout-sampling-mask); None if there is none.
-        extra: JSON values that a custom generate function passes to its reward and filter (``rlpost.compat``).
+        extra: JSON values that a custom generate function passes to its reward and filter.
         reward: set while other answers of the group are generated or graded; then ``ScoredSample`` has it.
 
     Raises:

@@ -58,6 +58,7 @@ class SandboxSpec:
         job: one server's job; ``run_folder``, ``home`` and ``python`` are set.
         num_servers: tasks of the array.
         places: sandboxes of one server at a time.
+        module: the Python module of the server.
         warm: sandboxes that a server prepares in advance.
         cores: CPUs of one server.
         memory_mib: memory of one server, for all places; 0: the partition's default.
@@ -72,6 +73,7 @@ class SandboxSpec:
     job: JobSpec
     num_servers: int
     places: int
+    module: str
     warm: int = 1
     cores: int = 1
     memory_mib: int = 0

@@ -50,7 +50,7 @@ def render_sandbox(spec: SandboxSpec) -> str:
         array.append(f"--mem={spec.memory_mib}M")
     if spec.after is not None:
         array.append(f"--dependency=after:{spec.after}")
-    server = ["--places", str(spec.places), "--warm", str(spec.warm)]
+    server = [spec.module, "--places", str(spec.places), "--warm", str(spec.warm)]
     if spec.image is not None:
         server += ["--image", spec.image]
     for path in spec.read_only:

@@ -19,19 +19,29 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from rlpost.algorithm.signatures import Interface, Kind, interface, problem, signature_of_object
+from rlpost.algorithm.signatures import (
+    FORMS,
+    Interface,
+    Kind,
+    interface,
+    problem,
+    signature_of_object,
+)
 from rlpost.errors import ConfigError
 
 WRONG_CODE = (TypeError, ImportError)
 """Exceptions that indicate an error in the function's code or signature."""
 
 
-class Adapters(Protocol):
-    """Runs functions that have slime's interface (``rlpost.compat.slime.adapters``)."""
+class Adapters:
+    """Runs functions that have slime's interface.
 
-    module: str
+    This base runs none: it is in use where the extension of slime is missing.
+    """
+
+    module: str | None = None
     """The module whose ``register`` registers these adapters, also in a grading process."""
 
     def prepare_imports(self) -> None:
@@ -39,17 +49,27 @@ class Adapters(Protocol):
 
     def refusal(self, kind: Kind) -> str | None:
         """Return why a function of this kind cannot run here, or None."""
+        ours = ", ".join(FORMS[kind].ours)
+        return f"this installation has no extension for slime's interface; use ({ours})"
 
     def arguments(self, settings: Mapping[str, object]) -> object:
         """Return the ``args`` of slime's functions for the settings of a run."""
+
+    def connected(self, args: Any, url: str, api_key: str) -> None:
+        """Set the address and API key of the engines in ``args``."""
 
     def adapt(
         self, kind: Kind, function: Callable[..., Any], args: Any, **options: object
     ) -> Callable[..., Any]:
         """Return ``function`` with rlpost's interface; ``args`` are those of ``arguments``."""
+        raise ConfigError(str(self.refusal(kind)))
+
+    def grader(self, grader: Any, wanted: object) -> Any:
+        """Return a grader with what the group filter ``wanted`` needs of gradings."""
+        return grader
 
 
-_registered: list[Adapters] = []
+_registered = [Adapters()]
 
 
 def register(adapters: Adapters) -> None:
@@ -59,7 +79,7 @@ def register(adapters: Adapters) -> None:
 
 def adapter_modules() -> list[str]:
     """Return the modules to register in a process that runs functions for this one."""
-    return [each.module for each in _registered]
+    return [each.module for each in _registered if each.module is not None]
 
 
 def register_modules(names: Sequence[str]) -> None:
@@ -69,8 +89,7 @@ def register_modules(names: Sequence[str]) -> None:
 
 
 def foreign_adapters() -> Adapters:
-    """Return the registered adapters; they are needed for functions with slime's interface."""
-    assert _registered, "a function has slime's interface, and its adapters are not registered"
+    """Return the registered adapters of functions with slime's interface."""
     return _registered[0]
 
 
@@ -80,8 +99,7 @@ def load_function(path: str, *, key: str) -> Callable[..., Any]:
     Raises: ConfigError: its module cannot be imported, or has no such function; names the setting
         ``key``.
     """
-    for adapters in _registered:
-        adapters.prepare_imports()
+    foreign_adapters().prepare_imports()
     is_file = ":" in path
     file, _, name = path.rpartition(":" if is_file else ".")
     try:

@@ -19,6 +19,14 @@ from rlpost.types import Sample, SampleGroup, ScoredSample
 
 
 @dataclass(frozen=True, slots=True)
+class PostProcessed:
+    """Groups with the rewards to train on, and the same groups with the raw rewards."""
+
+    groups: tuple[SampleGroup, ...]
+    raw_groups: tuple[SampleGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Shaping:
     """Options of reward shaping; fields have the names and meanings of [grpo].
 

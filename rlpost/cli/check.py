@@ -20,10 +20,10 @@ from rlpost.cli.check_settings import check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.job import as_the_job_would, job_spec, time_notes
-from rlpost.cli.sandboxes import sandbox_spec, wants_servers
 from rlpost.cli.stack_check import StackCheck
 from rlpost.cli.startup_notes import CHECKS, explained
 from rlpost.cli.terminal import named_lines, terminal_width
+from rlpost.config import extensions
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.missing import image_problems
 from rlpost.config.engine_groups import engine_groups, engine_jobs
@@ -123,8 +123,8 @@ def _make_jobs(config: Config) -> None:
     job_spec(config)
     if engine_jobs(config):
         job_spec(engine_settings(config))
-    if wants_servers(config):
-        sandbox_spec(RunFolder(Path.cwd()), config)
+    for part in extensions.job_parts():
+        part.check(config, RunFolder(Path.cwd()))
 
 
 def _print_object(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlpost.cli.check_installed import lines_of, package_problems, pass_through_problems
 from rlpost.cli.engine_groups import group_folder_problems
+from rlpost.config import extensions
 from rlpost.config.checks import engine_groups as group_checks
-from rlpost.config.checks.agents import agent_problems, sandbox_problems
 from rlpost.config.checks.algorithm import (
     algorithm_problems,
 )
@@ -139,7 +139,7 @@ def _settings_problems(config: Config) -> list[str]:
         *no_effect_problems(config),
         *distillation_problems(config),
         *group_checks.engine_group_problems(config),
-        *agent_problems(config),
+        *extensions.problems(config),
         *routing_problems(config),
         *function_problems(config),
         *whole_rollout_problems(config),
@@ -150,7 +150,6 @@ def _settings_problems(config: Config) -> list[str]:
         *rollout_problems(config),
         *eval_problems(config),
         *debug_problems(config),
-        *sandbox_problems(config),
         *adapter_engine_problems(config),
         *load_format_problems(config),
         *fleet_problems(config),
@@ -362,7 +361,7 @@ def _prompt_problems(config: Config) -> list[str]:
         return [
             "--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"
         ]
-    problems, read = [], partial(check_prompts, has_environment=bool(config.env.env))
+    problems, read = [], partial(check_prompts, has_environment=config.answers_are_episodes)
     if is_there(rollout.prompt_data):
         trains = config.grpo.is_supervised
         new_problems = lines_of(partial(read, rollout.prompt_data, rollout, trains_label=trains))

@@ -8,14 +8,13 @@ reads the script of bash through its ``bashcompinit``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from rlpost.cli.main import VERBS, verbs
+from rlpost.cli.main import verb_function, verbs
 from rlpost.cli.recipes import JOBS, KINDS, named_files
 from rlpost.cli.runs import RUNS_DIR, RUNS_DIR_VARIABLE
 from rlpost.config.arguments import Parser
@@ -107,8 +106,7 @@ def _help(verb: str) -> str:
     if verb == "doctor":  # a separate process in any case
         command = [sys.executable, "-m", "rlpost", verb, "--help"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    module, _, function = VERBS[verb][0].partition(":")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        getattr(importlib.import_module(module), function)(["--help"])
+        verb_function(verb)(["--help"])
     return shown.getvalue()

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.attempt import DRIVER_RESTARTS
 from common.files import text_or_empty
 from common.jit_caches import is_remote, mount_of
-from rlpost.config.checks.agents import uses_sandboxes
+from rlpost.config import extensions
 from rlpost.config.checks.missing import read_paths
 from rlpost.config.groups.cluster import ClusterConfig
 from rlpost.config.keys import KEYS
@@ -105,8 +105,8 @@ def _job_spec(
         agent_args += ["--object-store-memory", str(cluster.ray_object_store_memory)]
     if cluster.preflight_bandwidth_gbps is not None:
         agent_args += ["--bandwidth-gbps", str(cluster.preflight_bandwidth_gbps)]
-    if uses_sandboxes(config) and config.sandbox.sandbox_backend == "node":
-        agent_args.append("--sandboxes")  # any node may become that of the driver
+    for part in extensions.job_parts():
+        agent_args += part.agent_args(config)
     if cluster.colocate:
         agent_args.append("--share-gpus")
     container = container_of(cluster)

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,72 +18,75 @@ from rlpost import __version__
 from rlpost.cli.entry import run_command
 from rlpost.cli.secret_file import hide_keys
 from rlpost.cli.terminal import named_lines
+from rlpost.config import extensions
+from rlpost.config.extensions import Verb
 from rlpost.errors import ConfigError, suggestion
 
-# verb: module and function, and what it does
 VERBS = {
-    "submit": (
+    "submit": Verb(
         "rlpost.cli.submit:submit_main",
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
+        takes_settings=True,
     ),
-    "sweep": (
-        "rlpost.cli.sweep:main",
-        "submit a run for each point of a grid",
+    "sweep": Verb(
+        "rlpost.cli.sweep:main", "submit a run for each point of a grid", takes_settings=True
     ),
-    "recipes": ("rlpost.cli.recipes:main", "recipes, models and clusters that have a name"),
-    "check": ("rlpost.cli.check:main", "check a recipe and show its arithmetic"),
-    "plan": (
+    "recipes": Verb("rlpost.cli.recipes:main", "recipes, models and clusters that have a name"),
+    "check": Verb(
+        "rlpost.cli.check:main", "check a recipe and show its arithmetic", takes_settings=True
+    ),
+    "plan": Verb(
         "rlpost.cli.plan:main",
         "memory, nodes and disks that a recipe needs (--suggest: better layouts)",
+        takes_settings=True,
     ),
-    "rehearse": (
-        "rlpost.cli.rehearse:main",
-        "run every rank for one step without GPUs: hangs, weights, checkpoint, memory",
-    ),
-    "fetch": (
+    "fetch": Verb(
         "rlpost.cli.fetch:main",
         "download a recipe's model and data from the Hugging Face hub",
+        takes_settings=True,
     ),
-    "convert": (
+    "convert": Verb(
         "rlpost.cli.convert_job:main",
         "submit the job that converts a recipe's weights to torch_dist (--to fp8: for "
         "engines; --dry-run)",
+        takes_settings=True,
     ),
-    "status": ("rlpost.cli.status:main", "status of a run (--watch: live)"),
-    "list": ("rlpost.cli.list:main", "all runs, the newest first"),
-    "logs": (
+    "status": Verb("rlpost.cli.status:main", "status of a run (--watch: live)"),
+    "list": Verb("rlpost.cli.list:main", "all runs, the newest first"),
+    "logs": Verb(
         "rlpost.cli.logs:main",
         "the log of the driver, or of any other process (-f, --of NAME, --level, --grep, --since)",
     ),
-    "attach": ("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
-    "exec": ("rlpost.cli.attach:exec_main", "a command on every node of a run"),
-    "tunnel": ("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
-    "requeue": ("rlpost.cli.control:requeue_main", "save, requeue and resume, as at a preemption"),
-    "cancel": ("rlpost.cli.control:cancel_main", "end a run without a restart"),
-    "fleet": (
+    "attach": Verb("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
+    "exec": Verb("rlpost.cli.attach:exec_main", "a command on every node of a run"),
+    "tunnel": Verb("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
+    "requeue": Verb(
+        "rlpost.cli.control:requeue_main", "save, requeue and resume, as at a preemption"
+    ),
+    "cancel": Verb("rlpost.cli.control:cancel_main", "end a run without a restart"),
+    "fleet": Verb(
         "rlpost.cli.fleet:main",
         "engines that join a run on preemptible jobs (--engines, --scale, --drain, --stop)",
     ),
-    "evaluate": (
+    "evaluate": Verb(
         "rlpost.cli.evaluate:main",
         "evaluate a model or a step of a run: pass@k, intervals, answers",
+        takes_settings=True,
     ),
-    "report": (
-        "rlpost.cli.report:main",
-        "a run as a page with plots, answers, recipe, and as text",
+    "report": Verb(
+        "rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"
     ),
-    "journal": (
+    "journal": Verb(
         "rlpost.cli.journal:main",
         "what a run would resume from after a crash (--records: every record)",
     ),
-    "compare": ("rlpost.cli.compare:main", "compare several runs on one page"),
-    "judge-agreement": (
-        "rlpost.cli.judge_agreement:main",
-        "how often a judge agrees with labels of people (--min-agreement)",
+    "compare": Verb("rlpost.cli.compare:main", "compare several runs on one page"),
+    "doctor": Verb("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
+    "completion": Verb(
+        "rlpost.cli.completion:main", "a script that completes words in bash or zsh"
     ),
-    "doctor": ("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
-    "completion": ("rlpost.cli.completion:main", "a script that completes words in bash or zsh"),
 }
+"""The verbs of the core."""
 OTHER_NAMES = {
     "resume": "rlpost submit RECIPE --resume --run-folder RUN",
     "train": "rlpost submit RECIPE",
@@ -105,24 +108,33 @@ HELP_WIDTH = 79
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
-    if arguments is None and sys.argv[1:2] in (
-        ["submit"],
-        ["sweep"],
-        ["check"],
-        ["plan"],
-        ["rehearse"],
-        ["fetch"],
-        ["convert"],
-        ["evaluate"],
-    ):
+    verb = None if arguments is not None else known_verbs().get(" ".join(sys.argv[1:2]))
+    if verb is not None and verb.takes_settings:
         hide_keys()
     return run_command(_verb, arguments)
 
 
+def known_verbs() -> dict[str, Verb]:
+    """Return the verbs of this installation, those of its extensions included."""
+    added = extensions.verbs()
+    known = {}
+    for name, verb in VERBS.items():
+        if name != "doctor" or importlib.util.find_spec(_DOCTOR) is not None:
+            known[name] = verb
+        known |= {one: added.pop(one) for one in list(added) if added[one].after == name}
+    return known | added
+
+
 def verbs() -> dict[str, str]:
-    """The verbs of this installation and their descriptions."""
-    has_doctor = importlib.util.find_spec(_DOCTOR) is not None
-    return {verb: text for verb, (_, text) in VERBS.items() if verb != "doctor" or has_doctor}
+    """Return the verbs of this installation and their descriptions."""
+    return {name: verb.text for name, verb in known_verbs().items()}
+
+
+def verb_function(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a verb. Raises ConfigError if a library that it needs is missing."""
+    module, _, function = known_verbs()[name].main.partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(_import(module), function)
+    return found
 
 
 def help_page(known: Mapping[str, str]) -> str:
@@ -174,8 +186,7 @@ def _verb(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}"
         )
-    module, _, function = VERBS[verb][0].partition(":")
-    return getattr(_import(module), function)(rest)
+    return verb_function(verb)(rest)
 
 
 def _import(module: str) -> ModuleType:

@@ -104,6 +104,18 @@ def rehearse_config(
     return replace(result, checks=(*result.checks, nodes_check(config)))
 
 
+def rehearse_before_submission(config: Config, gpu_memory: str) -> None:
+    """Rehearse a run that is about to be submitted, for GPUs of this memory.
+
+    Raises:
+        ConfigError: the first fault, or see ``rehearse_config``.
+    """
+    result = rehearse_config(config, gpu_bytes=parse_size(gpu_memory))
+    print(text(result), file=sys.stderr)
+    if result.first_fault is not None:
+        raise ConfigError(f"--rehearse: {result.first_fault}; nothing was submitted")
+
+
 def _say(words: str) -> None:
     print(f"rehearse: {words}", file=sys.stderr, flush=True)
 

@@ -24,7 +24,7 @@ TRAINED = (
 
 
 def change_notes(earlier: str, config: Config) -> list[str]:
-    """Return what a resume changes; empty if nothing, or if ``earlier`` cannot be read."""
+    """Return what a resume changes; empty if nothing, or if ``earlier`` is damaged."""
     try:
         before, gone = read_dump(earlier)
     except (ValueError, TypeError, AttributeError):  # damaged, or of another version

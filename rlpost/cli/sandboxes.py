@@ -10,25 +10,31 @@ import sys
 from dataclasses import replace
 
 from common.run_folder import RunFolder
-from rlpost.cli.fleet_jobs import code_of
-from rlpost.cli.job import job_spec
+from rlpost.config.checks.agents import uses_sandboxes
+from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
+from rlpost.config.wording import spelled
 from slurm.arrays import SandboxSpec
 from slurm.job_id import cluster_of, number_of
 from slurm.sbatch_options import words_of_sandboxes
 
+SERVER = "rlpost.agents.sandbox.server"
 SPARE_MIB = 2048  # of a server, besides its sandboxes
 
 
 def wants_servers(config: Config) -> bool:
     """Return whether the run has sandboxes on other nodes."""
-    return config.sandbox.sandbox_backend == "slurm"
+    return config.table(SandboxConfig).sandbox_backend == "slurm"
 
 
 def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> SandboxSpec:
     """Return the array of servers of a run. Raises SpecError for a value that Slurm cannot take."""
-    sandbox, cluster = config.sandbox, config.cluster
+    # here: jobs are rendered where only pydantic is installed
+    from rlpost.cli.fleet_jobs import code_of
+    from rlpost.cli.job import job_spec
+
+    sandbox, cluster = config.table(SandboxConfig), config.cluster
     base = job_spec(config)
     constraint = sandbox.sandbox_constraint
     if constraint is None and sandbox.sandbox_partition is None:
@@ -59,6 +65,7 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
     return SandboxSpec(
         job,
         sandbox.sandbox_servers,
+        module=SERVER,
         places=sandbox.sandbox_places,
         warm=sandbox.sandbox_warm,
         cores=sandbox.sandbox_places * sandbox.sandbox_cores,
@@ -69,10 +76,36 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
     )
 
 
-def submit_servers(run: RunFolder, config: Config, job_id: str) -> str:
-    """Submit the servers of a submitted run; they start after it. Return the id of the array."""
-    spec = sandbox_spec(run, config, number_of(job_id))
-    environ = without_keys(os.environ)
-    from slurm.executor import submit_sandboxes  # loads submitit
+class SandboxJobs:
+    """See ``rlpost.config.extensions.JobPart``."""
 
-    return submit_sandboxes(spec, run, environ, cluster=cluster_of(job_id))
+    def agent_args(self, config: Config) -> list[str]:
+        """Return --sandboxes, with which agents check that their nodes can start sandboxes."""
+        if not uses_sandboxes(config) or wants_servers(config):
+            return []
+        return ["--sandboxes"]  # any node may become that of the driver
+
+    def problems(self, config: Config, why: str) -> list[str]:
+        """Refuse servers on other nodes, which are jobs of Slurm."""
+        if not wants_servers(config):
+            return []
+        return [f"{spelled(config, 'sandbox_backend')}: {why}; use --sandbox-backend node"]
+
+    def check(self, config: Config, run: RunFolder) -> None:
+        """See ``sandbox_spec``."""
+        if wants_servers(config):
+            sandbox_spec(run, config)
+
+    def submit(self, config: Config, run: RunFolder, job_id: str) -> str | None:
+        """Submit the servers of a submitted run; they start after it."""
+        if not wants_servers(config):
+            return None
+        spec = sandbox_spec(run, config, number_of(job_id))
+        environ = without_keys(os.environ)
+        from slurm.executor import submit_sandboxes  # loads submitit
+
+        array = submit_sandboxes(spec, run, environ, cluster=cluster_of(job_id))
+        return f"sandbox servers {array}"
+
+
+SANDBOX_JOBS = SandboxJobs()

@@ -29,14 +29,13 @@ from rlpost.cli.entry import run_command
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
 from rlpost.cli.follow import conclude, follow, latest_attempt
 from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
-from rlpost.cli.plan import GPU_MEMORY, parse_size
-from rlpost.cli.rehearse import rehearse_config, text
+from rlpost.cli.plan import GPU_MEMORY
 from rlpost.cli.resume_changes import change_notes
 from rlpost.cli.run_claim import choose_folder, claim
-from rlpost.cli.sandboxes import sandbox_spec, submit_servers, wants_servers
 from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
 from rlpost.cli.stack_check import StackCheck
 from rlpost.cli.startup_notes import CHECKS, explained
+from rlpost.config import extensions
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -92,14 +91,14 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         said = [*change_notes(text_or_empty(planned.run_json), config), *said]
     print_notes(said, told)
     if options.rehearse is not None:
-        _rehearse(config, options.rehearse)
+        extensions.rehearsal()(config, options.rehearse)
     try:
         spec = job_spec(config)
         engines = _missing_engines(config, planned, options)
         for group, number in engines.items():  # a problem is found before the run is submitted
             fleet_spec(planned, engine_settings(config), number, group=group)
-        if wants_servers(config):
-            sandbox_spec(planned, config)
+        for part in extensions.job_parts():
+            part.check(config, planned)
         if options.dry_run:
             print(render_sbatch(completed(spec, planned, home=planned.code)), end="")
             for group, number in engines.items():
@@ -123,8 +122,9 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             with explained("the submission (usually 1 s, longer while slurmctld is busy)"):
                 job_id = submit(spec, run, home=run.code, where=where)
-        if wants_servers(config) and where == "slurm":
-            print(f"sandbox servers {submit_servers(run, config, job_id)}")
+        for part in extensions.job_parts() if where == "slurm" else ():
+            if line := part.submit(config, run, job_id):
+                print(line)
     except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     if local and not read_local_gpus():
@@ -215,14 +215,6 @@ def check_run(
     return config, local, said
 
 
-def _rehearse(config: Config, gpu_memory: str) -> None:
-    """Rehearse the run; raise ConfigError with the first fault."""
-    result = rehearse_config(config, gpu_bytes=parse_size(gpu_memory))
-    print(text(result), file=sys.stderr)
-    if result.first_fault is not None:
-        raise ConfigError(f"--rehearse: {result.first_fault}; nothing was submitted")
-
-
 def _check_local(config: Config, why: str) -> None:
     """Raise ConfigError for settings that a run on this machine does not support."""
     problems = []
@@ -246,8 +238,8 @@ def _check_local(config: Config, why: str) -> None:
             f"{spelled(config, 'container')}: {why}, so the run has no container; use --container none, or submit "
             "where there is Slurm"
         )
-    if wants_servers(config):
-        problems.append(f"{spelled(config, 'sandbox_backend')}: {why}; use --sandbox-backend node")
+    for part in extensions.job_parts():
+        problems += part.problems(config, why)
     if problems:
         raise ConfigError("\n".join(problems))
 

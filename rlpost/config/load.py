@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from common.fleet_name import POLICY
-from rlpost.config import pass_through
+from rlpost.config import extensions, pass_through
 from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
@@ -372,8 +372,16 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+    """Return the tree as JSON text for ``run.json``; ``parse_dump`` is the inverse.
+
+    A table of an extension is left out where all its settings are the defaults, so that the text
+    can be read without the extension.
+    """
+    tables = config.model_dump(mode="json")
+    for name in extensions.tables():
+        if not getattr(config, name).changed_keys:
+            del tables[name]
+    return json.dumps(tables, indent=2) + "\n"
 
 
 GONE = {"loss_unit": ("sample", "answer"), "critic_own_gpus": (False,)}
@@ -416,7 +424,12 @@ def read_dump(text: str) -> tuple[Config, list[str]]:
 
 
 def _describe_gone(fault: ErrorDetails) -> str:
-    if fault["type"] != "extra_forbidden" or len(fault["loc"]) < 2:
+    if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+        return (
+            f"run.json of an earlier version: this version of rlpost, or an extension here, has no "
+            f"table [{fault['loc'][0]}]"
+        )
+    if fault["type"] != "extra_forbidden":
         return f"run.json of an earlier version: {describe_fault(fault, {})}"
     key = str(fault["loc"][1])
     line = meant(key)

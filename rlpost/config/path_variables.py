@@ -61,7 +61,7 @@ def expanded(path: str, variables: Mapping[str, str]) -> str:
 def variable_problems(config: Config) -> list[str]:
     """Return one line for each variable that is not set, with the settings that use it."""
     missing: dict[str, list[str]] = {}
-    for key, path in [*_paths(config), *config.engines.paths]:
+    for key, path in _paths(config):
         if found := VARIABLE.match(path):
             missing.setdefault(found[1], []).append(key)
     return [_unset(name, list(dict.fromkeys(flags))) for name, flags in missing.items()]
@@ -87,6 +87,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         paths = {key: getattr(node, key) for key in path_keys(type(node))}
         for key, value in {**paths, **(node.model_extra or {})}.items():
             yield from ((flag(key), one) for one in _texts(value))
+    for table in config.tables:
+        yield from table.paths
     yield from (("--eval-prompt-data", one) for one in config.eval.eval_prompt_data)
     cluster = config.cluster
     if cluster.container not in ("none", "auto"):  # with "auto" the job reports a missing image

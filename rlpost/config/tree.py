@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import create_model
 
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.algorithm.loss_settings import POLICY_LOSS_ROWS, LossSettings
+from rlpost.config import extensions
 from rlpost.config.engine_nodes import nodes_for
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.groups.assets import AssetsConfig
@@ -23,7 +27,6 @@ from rlpost.config.groups.critic import CriticConfig
 from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.engines import EnginesConfig
-from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.eval import EvalConfig
 from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.groups.grpo import GrpoConfig
@@ -34,21 +37,21 @@ from rlpost.config.groups.observe import ObserveConfig
 from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.groups.perf import PerfConfig, fp8_rows
 from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.groups.sglang import SglangConfig
 from rlpost.config.groups.sync import SyncConfig
 from rlpost.config.groups.wandb import WandbConfig
 
+Table = TypeVar("Table", bound=Group)
 
-class Config(Group):
-    """All settings of a run."""
+
+class Tree(Group):
+    """All settings of a run that the core has; ``Config`` has the tables of extensions too."""
 
     cluster: ClusterConfig = ClusterConfig()
     assets: AssetsConfig = AssetsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
-    env: EnvConfig = EnvConfig()
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
     grpo: GrpoConfig = GrpoConfig()
@@ -56,7 +59,6 @@ class Config(Group):
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
-    sandbox: SandboxConfig = SandboxConfig()
     sglang: SglangConfig = SglangConfig()
     engines: EnginesConfig = EnginesConfig()
     sync: SyncConfig = SyncConfig()
@@ -65,6 +67,20 @@ class Config(Group):
     wandb: WandbConfig = WandbConfig()
     observe: ObserveConfig = ObserveConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def tables(self) -> list[Group]:
+        """Every table, those of extensions included."""
+        return [getattr(self, name) for name in type(self).model_fields]
+
+    def table(self, kind: type[Table]) -> Table:
+        """Return the table of an extension: ``config.table(EnvConfig).env_max_turns``."""
+        return next(table for table in self.tables if isinstance(table, kind))
+
+    @property
+    def answers_are_episodes(self) -> bool:
+        """Whether an extension writes the answers, in place of one response of an engine each."""
+        return any(table.writes_answers for table in self.tables)
 
     @property
     def actor_num_nodes(self) -> int:
@@ -285,3 +301,11 @@ class Config(Group):
     def eval_sets(self) -> tuple[tuple[str, str], ...]:
         """(name, path) of each evaluation set."""
         return tuple((each.name, each.path) for each in eval_sets(self.eval))
+
+
+if TYPE_CHECKING:
+    Config = Tree
+else:
+    _added: dict[str, Any] = {name: (kind, kind()) for name, kind in extensions.tables().items()}
+    Config = create_model("Config", __base__=Tree, __module__=__name__, **_added)
+    """The settings of a run: ``Tree`` with a field for each table of an extension."""

@@ -20,7 +20,7 @@ from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTE
 from common.files import write_atomic
 from common.run_folder import RunFolder
 from common.run_identity import copy_words, original_of, settle_identity
-from rlpost.compat.slime import adapters as slime_adapters
+from rlpost.config import extensions
 from rlpost.config.tree import Config
 from rlpost.driver.checkpoints import Checkpoints, folder_bytes
 from rlpost.driver.debug_modes import choose_mode
@@ -72,7 +72,7 @@ def drive(config: Config, run: RunFolder, cluster: Cluster) -> int:
 
     Expected errors are logged; only bugs of rlpost are raised.
     """
-    slime_adapters.register()
+    extensions.register_adapters()
     stop = StopRequest(cluster.stop_file)
     try:
         code = _run_attempt(config, run, cluster, stop)

@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.bounded import together
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.make import make_environments
-from rlpost.agents.gateway import Gateway
-from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeGrader
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.config.engine_groups import teacher_group
 from rlpost.config.eval_sets import ROLLOUT_KEYS, EvalSet, eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
@@ -39,11 +35,11 @@ from rlpost.engines.routes import RouteFormat
 from rlpost.errors import Preempted
 from rlpost.models.config_file import read_config
 from rlpost.observe.samples import FIXED_PROMPTS
-from rlpost.observe.traces import EpisodeFile
+from rlpost.rollout.answer_source import AnswerParts, answer_source
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector, Replay, Supervised, Watched, unwatched
 from rlpost.rollout.evaluate import evaluate
-from rlpost.rollout.filters import GroupFilter, buffer_filter, generate_function, group_filter
+from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import COUNTED, GroupWriter
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.rollout.response_builder import GenerateFunction, write_answer
@@ -52,6 +48,7 @@ from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_settings import prompt_set
 from rlpost.tasks.prompts import PromptSet
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
 from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
@@ -102,7 +99,7 @@ class Generation:
         """
         Args:
             check: called before each recording; raises Fenced when another attempt owns the run.
-            run_folder: where servers of sandboxes register.
+            run_folder: where services of the run register, such as servers of sandboxes.
             episodes: the file for records of episodes; None for none.
 
         Raises:
@@ -124,18 +121,17 @@ class Generation:
         grader = make_grader(config, self.engines)
         self._grader = self._close_at_end(StoppableGrader(grader, stop))
         self._teacher = self._teacher_server()
-        self._args = Arguments(settings_of(config))
+        self._args = foreign_adapters().arguments(settings_of(config))
         self._wanted = group_filter(rollout.dynamic_sampling_filter_path, self._args)
         self._first = buffer_filter(rollout.buffer_filter_path, self._args)
-        self._environments: EnvironmentSet | None = None
-        self._gateway: Gateway | None = None
-        if config.env.env:
-            self._environments, self._gateway = make_environments(config, run_folder, self.engines)
-        self._episode_file = self._records(episodes)
-        self._episodes = self._episode_function()
-        self._function: GenerateFunction | None = self._episodes or generate_function(
-            rollout.custom_generate_function_path, self._args
-        )
+        parts = AnswerParts(run_folder, self.engines, episodes, check)
+        self._answers = answer_source(config, parts)
+        if self._answers is not None:
+            self._closing.push_async_callback(self._answers.close)
+            self._function: GenerateFunction | None = self._answers.function()
+        else:
+            path = rollout.custom_generate_function_path
+            self._function = generate_function(path, self._args)
         self._prompts: PromptSet | None = None
         self._answered: dict[int | None, dict[str, list[SampleGroup]]] = {}
         """By step, or None for the evaluation between two steps; then by set."""
@@ -173,13 +169,11 @@ class Generation:
             )
         self._engines = engines
         if places := engines.places.all():
-            self._args.connected(places[0].url, places[0].api_key)
+            foreign_adapters().connected(self._args, places[0].url, places[0].api_key)
         connection = Connection(engines, routes=route_format(self._config))
         self._connection = await self._closing.enter_async_context(connection)
-        if self._gateway is not None:
-            await self._closing.enter_async_context(self._gateway)
-        if self._environments is not None:
-            self._closing.push_async_callback(self._environments.close)
+        if self._answers is not None:
+            await self._closing.enter_async_context(self._answers)
 
     def rollouts(
         self,
@@ -201,7 +195,7 @@ class Generation:
         def counters() -> dict[str, float]:
             # A replay has no writer; its metrics have the same names.
             of_writer = dict.fromkeys(COUNTED, 0.0) if writer is None else writer.counters()
-            of_episodes = {} if self._episodes is None else self._episodes.counters()
+            of_episodes = {} if self._answers is None else self._answers.counters()
             of_engines = self.engines.counters()
             of_grader = self._grader.counters()
             return {**of_grader, **of_engines, **prompts.counters(), **of_writer, **of_episodes}
@@ -217,7 +211,7 @@ class Generation:
             self._connection,
             replace(sampling, returns_mask=config.grpo.use_rollout_sampling_mask),
             n=rollout.n_samples_per_prompt,
-            grader=self._grading(self._grader, rollout, wanted=self._wanted),
+            grader=foreign_adapters().grader(GivenRewards(self._grader, rollout), self._wanted),
             function=self._function or write_answer,
             codec=self.tokenizer,
             vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
@@ -304,8 +298,8 @@ class Generation:
         same_reward = same_reward and config.eval.eval_reward_key is None
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
-        if not own.keys() & OWN_ANSWERS:
-            function = self._episode_function(one.name)
+        if self._answers is not None and not own.keys() & OWN_ANSWERS:
+            function = self._answers.function(one.name)
         function = function or generate_function(
             rollout.custom_generate_function_path, self._args, evaluation=True
         )
@@ -322,7 +316,7 @@ class Generation:
                 GroupWriter,
                 sampling=eval_sampling(one, config.eval, rollout, self._eos),
                 n=one.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
-                grader=self._grading(grader, rollout),
+                grader=GivenRewards(grader, rollout),
                 function=function or write_answer,
                 codec=self.tokenizer,
                 vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
@@ -335,37 +329,6 @@ class Generation:
         if name is None or name not in self.engines:
             return None
         return TeacherServer(self.engines[name], top_k=self._config.distillation.opd_top_k)
-
-    def _records(self, path: Path | None) -> EpisodeFile | None:
-        """Return the file for records of episodes."""
-        if path is None or self._environments is None or not self._config.env.env_traces:
-            return None
-        file = EpisodeFile(path, check=self._check)
-        self._closing.push_async_callback(in_daemon, file.close)
-        return file
-
-    def _episode_function(self, evaluation: str | None = None) -> Episodes | None:
-        """Return the function that runs episodes; None without --env."""
-        if self._environments is None:
-            return None
-        return Episodes(
-            self._environments,
-            seed=self._config.rollout.rollout_seed,
-            record=None if self._episode_file is None else self._episode_file.write,
-            evaluation=evaluation,
-        )
-
-    def _grading(
-        self, grader: Grader, rollout: RolloutConfig, *, wanted: GroupFilter | None = None
-    ) -> Grader:
-        """Adapt a grader to slime functions, which may set rewards or filter by prompts."""
-        return SlimeGrader(
-            grader,
-            wanted=wanted,
-            takes_given=not rollout.group_rm,
-            reward_key=rollout.reward_key,
-            reward_weights=rollout.reward_weights,
-        )
 
     async def close(self) -> None:
         """Close graders and connections."""

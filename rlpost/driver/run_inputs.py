@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from rlpost.config.checks.functions import OF_A_SET, SETTINGS, source_of
-from rlpost.config.env_names import parse_envs
 from rlpost.config.eval_sets import EvalSet, eval_sets
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
@@ -47,9 +46,8 @@ def _functions(config: Config) -> dict[str, str]:
         for table, key, _ in SETTINGS
         if (path := getattr(getattr(config, table), key))
     }
-    for env in parse_envs(config.env.env):
-        if env.kind == "own":
-            functions[f"--env {env.target}"] = env.target
+    for table in config.tables:
+        functions |= table.functions
     for one in _eval_sets(config):
         for key, _ in OF_A_SET:
             if path := getattr(one, key):

@@ -19,12 +19,13 @@ from rlpost.algorithm.advantage import Advantage, Penalties
 from rlpost.algorithm.guards import Bounds, Guards, check_tokens
 from rlpost.algorithm.kl import kl_values
 from rlpost.algorithm.partition import by_group
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.algorithm.schedule import sequence_work
 from rlpost.algorithm.shaping import shaped
 from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import DoubleColumn, FloatColumn
-from rlpost.compat.slime.filters import reward_post_process
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.driver import distillation
 from rlpost.driver.batches import (
@@ -44,6 +45,7 @@ from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredLogprob
 from rlpost.driver.workers import Stored
 from rlpost.observe.progress.stragglers import Stragglers
 from rlpost.rollout.evaluate import summarise
+from rlpost.rollout.filters import reward_post_process
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.types import SampleGroup, StepResult, TrainBatch
 
@@ -85,7 +87,10 @@ class Training:
         self._record = record
         self._guards = Guards(guard_bounds(config.grpo), is_fresh=is_fresh)
         self._shaping = shaping_of(config)
-        self._post_process = reward_post_process(config)
+        self._post_process = reward_post_process(
+            config.grpo.custom_reward_post_process_path,
+            foreign_adapters().arguments(settings_of(config)),
+        )
         self._grpo = config.grpo
         self._critic = None
         if config.use_critic:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from rlpost.config.flags import groups
 from rlpost.config.masking import mask
 from rlpost.config.tree import Config
 
@@ -94,11 +95,6 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
             generated=_keys("bf16"),
             trained=_keys("accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32"),
         ),
-        "env": Rule(
-            generated=_keys(
-                "env env_weights env_key env_args env_reward env_max_turns env_train_side_requests"
-            )
-        ),
         "distillation": Rule(
             "generated",
             trained=_keys("opd_kl_coef opd_alone"),
@@ -113,14 +109,21 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("cluster", "assets", "eval", "sandbox", "engines", "sync", "fleet"),
+                *("cluster", "assets", "eval", "engines", "sync", "fleet"),
                 *("wandb", "observe", "debug"),
             ),
             Rule(),
         ),
     }
 )
-"""Tables of a recipe. ``_derived`` adds values that follow from several settings."""
+"""The core's tables of a recipe. ``_derived`` adds values that follow from several settings."""
+
+
+def rule_of(table: str) -> Rule:
+    """Return the rule of a table; one of an extension states what it decides itself."""
+    if table in TABLE:
+        return TABLE[table]
+    return Rule(generated=groups()[table].decides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +148,14 @@ def result_settings(
     tree = config.model_dump(mode="json")
     is_used = {
         "critic": config.use_critic,
-        "env": bool(config.env.env),
         "lora": bool(config.lora.lora_rank),
         "distillation": config.distillation.use_opd,
     }
     values: dict[Kind, dict[str, Any]] = {"generated": {}, "trained": {}, "neither": {}}
-    for group, rule in TABLE.items():
-        if is_used.get(group, True):
-            for key, value in tree[group].items():
+    for name in type(config).model_fields:
+        if is_used.get(name, getattr(config, name).has_effect):
+            rule = rule_of(name)
+            for key, value in tree[name].items():
                 values[rule.kind(key)][key] = _hide_secrets(key, value)
     generated, trained = _derived(config)
     contents = {CONTENT + flag: digest for flag, digest in (weights or {}).items()}

@@ -86,8 +86,8 @@ class RankFacts:
     groups: Mapping[str, tuple[int, ...]]
     """The members of the rank's groups, by kind of group.
 
-    The kinds are those of ``rlpost.rehearsal.rank_coordinates.KINDS``. Megatron's other groups have
-    their names in Megatron.
+    The kinds are those of ``rlpost.rehearsal.rank_coordinates.KINDS``.
+    Megatron's other groups have their names in Megatron.
     """
     weights: tuple[Weight, ...]
     num_parameters: int

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rlpost.algorithm.turns import TurnReward, turn_record
+from rlpost.tasks.reward.given import REWARD
 from rlpost.types import Sample
 
-REWARD, ENV, NUM_TURNS, SIDE_TOKENS = "reward", "env", "num_turns", "side_tokens"
-"""Keys of ``Sample.extra``; a grader uses ``reward`` as it is."""
+ENV, NUM_TURNS, SIDE_TOKENS = "env", "num_turns", "side_tokens"
+"""Keys of ``Sample.extra``, beside ``REWARD``."""
 
 
 @dataclass(frozen=True, slots=True)

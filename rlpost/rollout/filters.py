@@ -1,4 +1,4 @@
-"""Loads custom functions: the group filter, the buffer filter and the generate function.
+"""Loads custom functions: filters, the generate function, the post-processing of rewards.
 
     --dynamic-sampling-filter-path    (group: SampleGroup) -> bool: whether to train a scored group
     --buffer-filter-path              (waiting: Sequence[Unfinished], num_groups: int) -> Sequence[Unfinished]:
@@ -20,11 +20,13 @@ from typing import Any
 
 from rlpost.algorithm.answers import answers_of, compared_rewards
 from rlpost.algorithm.plugin import blaming, checked_interface, foreign_adapters, load_function
+from rlpost.algorithm.shaping import PostProcessed
 from rlpost.algorithm.signatures import Interface, Kind
 from rlpost.rollout.response_builder import GenerateFunction
 from rlpost.types import SampleGroup, Unfinished
 
 GroupFilter = Callable[[SampleGroup], bool]
+PostProcess = Callable[[Sequence[SampleGroup]], PostProcessed]
 BufferFilter = Callable[[Sequence[Unfinished], int], Sequence[Unfinished]]
 
 SMALLEST_STD = 1e-6
@@ -102,6 +104,18 @@ def generate_function(
     if found != "slime":
         return function
     return _adapted("generate", function, args, evaluation=evaluation)
+
+
+def reward_post_process(path: str | None, args: object = None) -> PostProcess | None:
+    """Load the function of --custom-reward-post-process-path; None without one.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        return None
+    key = "custom_reward_post_process_path"
+    function, _ = _load(path, "reward post-process", key=key)  # only slime's interface exists
+    return _adapted("reward post-process", function, args, path=path, key=key)
 
 
 def _load(path: str, kind: Kind, *, key: str) -> tuple[Callable[..., Any], Interface]:

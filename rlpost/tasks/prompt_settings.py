@@ -71,7 +71,7 @@ def prompt_set(
         sources,
         tokenize=tokenizer,
         fields=prompt_fields(
-            rollout, trains_label=is_trained, has_environment=bool(config.env.env)
+            rollout, trains_label=is_trained, has_environment=config.answers_are_episodes
         ),
         max_prompt_len=rollout.rollout_max_prompt_len if is_trained else longest_prompt(rollout),
         skip_bad=rollout.bad_prompts == "skip" if skip_bad is None else skip_bad,

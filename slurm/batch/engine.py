@@ -187,15 +187,15 @@ def run_sandbox_server(host: Host, options: Options, server: Sequence[str]) -> E
 
 
 def server_step(options: Options, place: Place, name: str, server: Sequence[str]) -> List[str]:
-    """The step of the server. Pure."""
+    """The step of the server; ``server``: its module and its arguments. Pure."""
     logs = f"{place.run_folder}/sandboxes/logs"
     return [
         *["srun", "--ntasks-per-node=1", "--mpi=none", *KEEP_OTHER_TASKS],
         f"--cpus-per-task={options.cores}",
         output_pattern(logs, f"{name}.log"),
         "--open-mode=append",
-        *[place.python, "-u", "-m", "rlpost.agents.sandbox.server"],
-        *["--run-folder", place.run_folder, "--name", name, *server],
+        *[place.python, "-u", "-m", *server[:1]],
+        *["--run-folder", place.run_folder, "--name", name, *server[1:]],
     ]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.agents.sandbox.registry import Registry
+from rlpost.cli.sandboxes import SERVER
 from slurm.arrays import SandboxSpec
 from slurm.render import render_sandbox
 from slurm.spec import JobSpec
@@ -68,7 +69,7 @@ def test_an_episode_on_a_killed_node_is_retried_on_the_other_and_servers_end_wit
         run_folder=str(run),
         output=str(run / "%A_%a.batch"),
     )
-    script = render_sandbox(SandboxSpec(job, 2, places=2))
+    script = render_sandbox(SandboxSpec(job, 2, places=2, module=SERVER))
     # --exclusive puts each server on a separate node
     array = sbatch(lab, "sandboxes.sbatch", script, "--exclusive")
     until(lambda: len(Registry(run).nodes()) == 2, lab, "two servers have registered")

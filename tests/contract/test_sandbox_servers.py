@@ -30,12 +30,13 @@ from rlpost.agents.sandbox.protocol import (
 from rlpost.agents.sandbox.registry import Registry
 from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.agents.sandbox.verify import CaseVerifier, verify
-from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.env_names import parse_envs
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.driver.batches import rollout_advantages
 from rlpost.rollout.generate import GroupWriter
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import InlineGrader
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from tests.contract.test_sandbox import WHY_NOT
@@ -152,9 +153,7 @@ def played(folder: Path, turns: list[str]) -> tuple[SampleGroup, float]:
             parse_envs(settings.env), {"Doubled": runner}, settings, sandboxes=pool
         )
         episodes = Episodes(every, seed=1, pause_s=0.001)
-        grader = SlimeGrader(
-            InlineGrader(lambda *_: 0.0), wanted=None, takes_given=True, reward_key=None
-        )
+        grader = GivenRewards(InlineGrader(lambda *_: 0.0), RolloutConfig())
         # a lost episode asks for its turn again
         async with connected(Script(*turns, turns[-1])) as connection:
             writer = GroupWriter(

@@ -192,6 +192,7 @@ SERVERS = {
         SERVERS_JOB,
         8,
         places=32,
+        module="pkg.sandbox_server",
         warm=4,
         cores=32,
         memory_mib=65536,
@@ -199,7 +200,9 @@ SERVERS = {
         read_only=("/shared/tools",),
         after="4711",
     ),
-    "sandbox-hostile.sbatch": SandboxSpec(HOSTILE, 1, places=1, image="/a'; $(touch x); #"),
+    "sandbox-hostile.sbatch": SandboxSpec(
+        HOSTILE, 1, places=1, module="pkg.sandbox_server", image="/a'; $(touch x); #"
+    ),
 }
 ONCE = JobSpec(
     job_name="convert",

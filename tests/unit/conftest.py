@@ -1,5 +1,18 @@
-"""Register slime's interface, as the driver does (``rlpost.compat.slime.adapters``)."""
+"""Fixtures of the unit tests."""
 
-from rlpost.compat.slime import adapters
+from __future__ import annotations
 
-adapters.register()
+from collections.abc import Iterator
+
+import pytest
+
+from rlpost.algorithm import plugin
+from rlpost.compat.slime.adapters import SlimeAdapters
+
+
+@pytest.fixture
+def slime_adapters() -> Iterator[None]:
+    """Functions with slime's interface run, as in the driver; without it they are refused."""
+    plugin.register(SlimeAdapters())
+    yield
+    plugin.register(plugin.Adapters())

@@ -111,16 +111,14 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    module, _, function = cli.VERBS[words[0]][0].partition(":")
     with pytest.raises(Parsed):
-        getattr(importlib.import_module(module), function)(words[1:])
+        cli.verb_function(words[0])(words[1:])
 
 
 def print_config(verb: str, words: list[str]) -> None:
     """Settings are parsed, loaded and validated, and nothing else happens."""
-    module, _, function = cli.VERBS[verb][0].partition(":")
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as left:
-        getattr(importlib.import_module(module), function)([*words, "--print-config"])
+        cli.verb_function(verb)([*words, "--print-config"])
     assert left.value.code == 0
 
 
@@ -274,10 +272,9 @@ def flags_of_verbs() -> set[str]:
     """Every option that a verb's help shows."""
     shown = io.StringIO()
     for verb in cli.verbs():
-        module, _, function = cli.VERBS[verb][0].partition(":")
         if verb != "doctor":
             with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-                getattr(importlib.import_module(module), function)(["--help"])
+                cli.verb_function(verb)(["--help"])
     return set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
 
 

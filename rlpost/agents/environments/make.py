@@ -25,6 +25,8 @@ from rlpost.agents.sandbox.settings import pool_of
 from rlpost.algorithm.plugin import load_function
 from rlpost.config.checks.agents import overlong_problem
 from rlpost.config.env_names import EnvName, parse_envs
+from rlpost.config.groups.env import EnvConfig
+from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.keys import SUFFIX, resolve_references
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients, GroupClient
@@ -53,7 +55,7 @@ def make_environments(
     Raises:
         ConfigError: an environment cannot be made.
     """
-    settings = config.env
+    settings = config.table(EnvConfig)
     names = parse_envs(settings.env)
     wrong = sorted(settings.env_args.keys() - {name.label for name in names})
     if wrong:
@@ -62,7 +64,7 @@ def make_environments(
             f"{', '.join(name.label for name in names)}"
         )
     # Created only if an environment needs it: a pool or a gateway takes processes and a port.
-    pool = _Once(lambda: pool_of(config.sandbox, run_folder))
+    pool = _Once(lambda: pool_of(config.table(SandboxConfig), run_folder))
     gateway = _Once(
         lambda: Gateway(
             config.checkpoint.hf_checkpoint,
@@ -132,8 +134,9 @@ class _Shared:
 
 def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
     """Return the runner of an environment's episodes."""
-    max_turns = config.env.env_max_turns
-    env_args: Mapping[str, object] = config.env.env_args.get(name.label, {})
+    settings = config.table(EnvConfig)
+    max_turns = settings.env_max_turns
+    env_args: Mapping[str, object] = settings.env_args.get(name.label, {})
     path = name.target
     arguments: tuple[object, ...] = ()
     if name.kind != "own":
@@ -176,9 +179,9 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
         shared.gateway(),
         max_turns,
         max_requests=max_requests,
-        limit_reward=config.env.env_limit_reward,
+        limit_reward=settings.env_limit_reward,
         # An adapter's library decides which of its requests are the agent's.
-        trains_side_requests=config.env.env_train_side_requests or name.kind != "own",
+        trains_side_requests=settings.env_train_side_requests or name.kind != "own",
         # A harness has the state of all its episodes: it cannot be restored for one.
         resumption="replayed" if getattr(environment, "deterministic", False) else "begun again",
     )

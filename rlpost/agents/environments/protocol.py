@@ -36,41 +36,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlpost.columns import IntColumn
-from rlpost.types import FinishReason, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What the model wrote.
-
-    ``number`` counts the turns of the episode from 0. ``stopped_at`` is the token id or string that
-    ended the turn; ``text`` is without that string, ``token_ids`` hold all sampled tokens.
-    """
-
-    number: int
-    text: str
-    token_ids: IntColumn
-    finish_reason: FinishReason
-    stopped_at: int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The answer of an environment to a turn.
-
-    Attributes:
-        text: added after the turn, masked out of the loss; special tokens of a chat template are
-            not recognised.
-        reward: of this turn.
-        done: the episode is over.
-        tool: the name of what was called, for the record of the episode.
-    """
-
-    text: str = ""
-    reward: float = 0.0
-    done: bool = False
-    tool: str | None = None
+from rlpost.rollout.turns import Step as Step
+from rlpost.rollout.turns import Turn as Turn
+from rlpost.types import Prompt
 
 
 class Environment(Protocol):

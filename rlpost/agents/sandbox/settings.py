@@ -54,7 +54,7 @@ def check_node(config: Config) -> None:
         ConfigError: this node cannot run it. The run would fail at its first episode, after the
             engines and the trainer have started.
     """
-    settings = config.sandbox
+    settings = config.table(SandboxConfig)
     if settings.sandbox_backend != "node" or not uses_sandboxes(config):
         return
 

@@ -13,11 +13,16 @@ from rlpost.algorithm import plugin
 from rlpost.algorithm.signatures import Kind
 from rlpost.compat.slime import modules
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeBufferFilter, SlimeFilter
+from rlpost.compat.slime.filters import (
+    RewardPostProcess,
+    SlimeBufferFilter,
+    SlimeFilter,
+    SlimeGrader,
+)
 from rlpost.compat.slime.rewards import slime_reward
 
 
-class SlimeAdapters:
+class SlimeAdapters(plugin.Adapters):
     """See ``rlpost.algorithm.plugin.Adapters``."""
 
     module = __name__
@@ -39,6 +44,14 @@ class SlimeAdapters:
         """Return a namespace of the settings."""
         return Arguments(settings)
 
+    def connected(self, args: Any, url: str, api_key: str) -> None:
+        """Set the address of the first engine, which stands for all."""
+        args.connected(url, api_key)
+
+    def grader(self, grader: Any, wanted: object) -> Any:
+        """Keep the prompts of graded groups if the filter is slime's."""
+        return SlimeGrader(grader, wanted) if isinstance(wanted, SlimeFilter) else grader
+
     def adapt(
         self, kind: Kind, function: Callable[..., Any], args: Any, **options: object
     ) -> Callable[..., Any]:
@@ -51,6 +64,10 @@ class SlimeAdapters:
             return SlimeFilter(function, args)
         if kind == "buffer filter":
             return SlimeBufferFilter(function, args)
+        if kind == "reward post-process":
+            return RewardPostProcess(
+                function, args, path=str(options["path"]), key=str(options["key"])
+            )
         assert kind in ("reward", "group reward"), kind
         return slime_reward(function, args)
 

@@ -14,18 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlpost.algorithm.partition import by_group
-from rlpost.algorithm.plugin import blamed_on, checked_interface, load_function
+from rlpost.algorithm.shaping import PostProcessed
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.sample import START, Sample, begun, shown
-from rlpost.config.plugin_settings import settings_of
-from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.tasks.reward.reward_number import reward_number
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from rlpost.types import Sample as Answer
 
 if TYPE_CHECKING:
-    from rlpost.tasks.reward.grader import Grader
+    from rlpost.tasks.reward.grader import Grader, Rewards
 
 SMALLEST_STD = 1e-6
 
@@ -150,43 +147,19 @@ def pop_first(
 
 
 class SlimeGrader:
-    """Keeps prompts for a filter, and uses rewards that a generate function has set."""
+    """Keeps the prompts of graded groups for a filter, until the filter has run."""
 
-    def __init__(
-        self,
-        grader: Grader,
-        *,
-        wanted: object,
-        takes_given: bool,
-        reward_key: str | None,
-        reward_weights: Mapping[str, float] | None = None,
-    ) -> None:
-        self._grader, self._takes_given, self._key = grader, takes_given, reward_key
-        self._weights = reward_weights or {}
-        self._prompts = wanted.prompts if isinstance(wanted, SlimeFilter) else None
+    def __init__(self, grader: Grader, wanted: SlimeFilter) -> None:
+        self._grader, self._prompts = grader, wanted.prompts
 
-    async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> list[float | None]:
-        """See ``rlpost.tasks.reward.grader.Grader``.
-
-        Raises ConfigError if --reward-key does not match a reward.
-        """
-        if self._prompts is not None:
-            self._prompts[prompt.prompt_id] = prompt
-        rewards: dict[int, float | None] = {}
-        ungraded = []
-        for position, sample in enumerate(samples):
-            if self._takes_given and "reward" in sample.extra:
-                rewards[position] = reward_number(sample.extra["reward"], self._key, self._weights)
-            else:
-                ungraded.append(position)
-        if ungraded:
-            graded = await self._grader.grade(prompt, [samples[position] for position in ungraded])
-            rewards.update(zip(ungraded, graded, strict=True))
-        return [rewards[position] for position in range(len(samples))]
+    async def grade(self, prompt: Prompt, samples: Sequence[Answer]) -> Rewards:
+        """See ``rlpost.tasks.reward.grader.Grader``."""
+        self._prompts[prompt.prompt_id] = prompt
+        return await self._grader.grade(prompt, samples)
 
     def grades_singly(self, prompt: Prompt) -> bool:
-        """See ``Grader``; not with a filter of slime, whose prompts come from ``grade``."""
-        return self._prompts is None and self._grader.grades_singly(prompt)
+        """Return False: the prompt comes from ``grade``."""
+        return False
 
     def counters(self) -> Mapping[str, float]:
         """See ``Grader``."""
@@ -195,17 +168,6 @@ class SlimeGrader:
     async def close(self) -> None:
         """See ``Grader``."""
         await self._grader.close()
-
-
-KEY = "custom_reward_post_process_path"
-
-
-@dataclass(frozen=True, slots=True)
-class PostProcessed:
-    """Groups with the rewards to train on, and the same groups with the raw rewards."""
-
-    groups: tuple[SampleGroup, ...]
-    raw_groups: tuple[SampleGroup, ...]
 
 
 class RewardPostProcess:
@@ -219,8 +181,11 @@ class RewardPostProcess:
     Source: slime, ``slime/ray/rollout.py`` at 624b824, ``_post_process_rewards``.
     """
 
-    def __init__(self, path: str, function: Callable[..., object], args: Arguments) -> None:
-        self._path, self._function, self._args = path, function, args
+    def __init__(
+        self, function: Callable[..., object], args: Arguments, *, path: str, key: str
+    ) -> None:
+        """``path`` and its setting ``key`` are for messages."""
+        self._function, self._args, self._path, self._key = function, args, path, key
 
     def __call__(self, groups: Sequence[SampleGroup]) -> PostProcessed:
         """Call the function once, with all samples of a rollout.
@@ -229,40 +194,25 @@ class RewardPostProcess:
             ConfigError: the function fails, or does not return two finite numbers for each sample.
         """
         samples = [made for group in groups for made in scored_samples(group, self._args)]
-        with blamed_on(self._path, key=KEY):
-            found = self._function(self._args, samples)
-        raw, rewards = self._checked(found, len(samples))
+        returned = self._function(self._args, samples)
+        raw, rewards = self._checked(returned, len(samples))
         return PostProcessed(_rewarded(groups, rewards), _rewarded(groups, raw))
 
-    def _checked(self, found: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _checked(self, returned: Any, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         try:
-            raw, rewards = (tuple(map(float, values)) for values in found)
+            raw, rewards = (tuple(map(float, values)) for values in returned)
         except (TypeError, ValueError, RuntimeError) as error:  # tensors raise RuntimeError
             raise ConfigError(
-                f"{KEY} = {self._path}: got {found!r:.200} ({error}); return two lists, the raw "
+                f"{self._key} = {self._path}: got {returned!r:.200} ({error}); return two lists, the raw "
                 "rewards and those to train on, with a number for each sample"
             ) from error
         are_finite = all(map(math.isfinite, (*raw, *rewards)))
         if not len(raw) == len(rewards) == count or not are_finite:
             raise ConfigError(
-                f"{KEY} = {self._path}: got {len(raw)} raw rewards and {len(rewards)} rewards for "
+                f"{self._key} = {self._path}: got {len(raw)} raw rewards and {len(rewards)} rewards for "
                 f"{count} samples, or one that is not finite; return a finite number for each"
             )
         return raw, rewards
-
-
-def reward_post_process(config: Config) -> RewardPostProcess | None:
-    """Load the function of --custom-reward-post-process-path; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be imported, or has another signature.
-    """
-    path = config.grpo.custom_reward_post_process_path
-    if path is None:
-        return None
-    function = load_function(path, key=KEY)
-    checked_interface("reward post-process", function, key=KEY, path=path)
-    return RewardPostProcess(path, function, Arguments(settings_of(config)))
 
 
 def _rewarded(groups: Sequence[SampleGroup], rewards: Sequence[float]) -> tuple[SampleGroup, ...]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.functions import source_of
 from rlpost.config.env_names import EnvName, parse_envs
+from rlpost.config.groups.env import EnvConfig
+from rlpost.config.groups.sandbox import SandboxConfig
 from rlpost.config.keys import SUFFIX, references
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
@@ -33,7 +35,7 @@ BY_TURN = [name for name, row in ESTIMATORS.items() if row.has_turns]
 
 def agent_problems(config: Config) -> list[str]:
     """Problems of the table [env]."""
-    settings = config.env
+    settings = config.table(EnvConfig)
     if not settings.env:
         return []
     try:
@@ -89,7 +91,7 @@ def uses_sandboxes(config: Config) -> bool:
     that inherits the line from another module.
     """
     try:
-        names = parse_envs(config.env.env)
+        names = parse_envs(config.table(EnvConfig).env)
     except ConfigError:
         return False
     return any(
@@ -124,7 +126,7 @@ def _sets_uses_sandboxes(statement: ast.stmt) -> bool:
 
 
 def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
-    settings, rollout, grpo = config.env, config.rollout, config.grpo
+    settings, rollout, grpo = config.table(EnvConfig), config.rollout, config.grpo
     labels = [name.label for name in names]
     unknown = sorted(settings.env_args.keys() - set(labels))
     misnamed = [name for name in references(settings.env_args) if not name.endswith(SUFFIX)]
@@ -263,7 +265,7 @@ def _count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def sandbox_problems(config: Config) -> list[str]:
     """Problems of the table [sandbox]."""
-    sandbox = config.sandbox
+    sandbox = config.table(SandboxConfig)
     warm, image = spelled(config, "sandbox_warm"), spelled(config, "sandbox_image")
     path = Path(sandbox.sandbox_image) if sandbox.sandbox_image is not None else None
     on_node = sandbox.sandbox_backend == "node"

@@ -80,16 +80,6 @@ def interpreter_note(config: Config) -> str | None:
     )
 
 
-def environment_paths(config: Config) -> Iterator[str]:
-    """Yield each absolute file of environments and each folder of tasks."""
-    for word in config.env.env:
-        path = word.partition("=")[2] if "=/" in word else word
-        if path.startswith("/"):  # FILE.py:Class
-            yield path.rpartition(":")[0]
-        elif "harbor:/" in word:
-            yield word.partition("harbor:")[2]
-
-
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """(flag, path) of every path read or written inside; loaded paths are absolute."""
     for group in type(config).model_fields:
@@ -98,8 +88,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
             for path in value if key == "prompt_data" and isinstance(value, tuple) else (value,):
                 if group != "cluster" and isinstance(path, str) and path.startswith("/"):
                     yield flag(key), path
-    yield from config.engines.paths
-    yield from (("--env", path) for path in environment_paths(config))
+    for table in config.tables:
+        yield from table.paths
     with suppress(ConfigError):  # ``eval_problems`` reports an invalid file
         named = "--eval-config" if config.eval.eval_config else "--eval-prompt-data"
         yield from ((f"{named} {name}", path) for name, path in config.eval_sets)

@@ -87,7 +87,7 @@ def _lengths(config: Config) -> list[RequestLengths]:
     """The limits of training and of each evaluation set whose requests the run builds itself."""
     rollout, evaluation = config.rollout, config.eval
     # An environment's gateway bounds its requests; a custom function chooses its own.
-    if not config.generates or config.env.env or rollout.custom_generate_function_path:
+    if not config.generates or config.answers_are_episodes or rollout.custom_generate_function_path:
         return []
     request_lengths = [
         RequestLengths(

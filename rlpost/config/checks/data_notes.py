@@ -55,7 +55,7 @@ def overlap(first: str, second: str) -> bool:
 def _greedy_notes(config: Config, sets: tuple[EvalSet, ...]) -> list[str]:
     """Several greedy answers to a prompt are equal, unless an environment or function is random."""
     rollout, evaluation = config.rollout, config.eval
-    if config.env.env or rollout.custom_generate_function_path is not None:
+    if config.answers_are_episodes or rollout.custom_generate_function_path is not None:
         return []
     notes = []
     if config.generates and rollout.rollout_top_k == 1 and rollout.n_samples_per_prompt > 1:

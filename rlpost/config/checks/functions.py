@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
+from rlpost.config.extensions import why_not_importable
 from rlpost.config.flags import flag
-from rlpost.config.slime_names import lacking
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
 from rlpost.errors import NO_FUNCTION_FILE, ConfigError, choice, suggestion
@@ -139,7 +139,7 @@ def _problems(path: str, kind: Kind, config: Config) -> list[str]:
     if (
         module.partition(".")[0] == SLIME
         and _may_lack_slime(config)
-        and (why := lacking(module, name))
+        and (why := why_not_importable(module, name))
     ):
         return [why]
     return []
@@ -189,7 +189,7 @@ def _missing_imports(tree: ast.Module) -> list[str]:
         for module, name in imports:
             if module.partition(".")[0] != SLIME:
                 continue
-            why = lacking(module, None if name == "*" else name)
+            why = why_not_importable(module, None if name == "*" else name)
             if why is not None and why not in reasons.values():
                 reasons[f"line {node.lineno}, {module}.{name}"] = why
     return [f"{where.partition(',')[0]}: {why}" for where, why in reasons.items()]

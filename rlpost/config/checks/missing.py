@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from rlpost.config.checks.container import environment_paths
 from rlpost.config.checks.functions import SETTINGS
 from rlpost.config.eval_sets import eval_sets
 from rlpost.config.tree import Config
@@ -85,13 +84,16 @@ def read_paths(config: Config) -> list[str]:
     """Return each absolute path that the run reads, once: those that exist on this host."""
     checkpoint = config.checkpoint
     functions = (str(getattr(getattr(config, table), key) or "") for table, key, _ in SETTINGS)
+    # Those of engines are in ``_needed``, if the run starts them.
+    others = (table for table in config.tables if table is not config.engines)
+    paths_of_extensions = [path for table in others for _, path in table.paths]
     optional = (
         checkpoint.ref_load,
         checkpoint.load,
         checkpoint.save,  # a resume reads it
         config.critic.critic_load,
         config.rollout.judge,
-        *environment_paths(config),
+        *paths_of_extensions,
         *(name.rpartition(":")[0] for name in functions),  # FILE.py:function
     )
     paths = [_file(path) for _, path, _ in _needed(config)] + [path for path in optional if path]

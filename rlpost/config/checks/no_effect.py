@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.algorithm.loss_settings import POLICY_LOSS_ROWS
+from rlpost.config import extensions
 from rlpost.config.flags import fields, flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled, value_of, value_text
@@ -238,13 +239,15 @@ ROWS = (
     ),
     Row(
         ("apply_chat_template_kwargs",),
-        lambda config: config.applies_chat_template or bool(config.env.env),
+        lambda config: config.applies_chat_template or config.answers_are_episodes,
         "without --apply-chat-template",
         "add --apply-chat-template true",
     ),
     Row(
         ("rollout_seed",),
-        lambda config: config.rollout.rollout_shuffle or len(config.env.env) > 1,
+        lambda config: (
+            config.rollout.rollout_shuffle or any(table.draws_by_seed for table in config.tables)
+        ),
         "without --rollout-shuffle",
         "add --rollout-shuffle true",
     ),
@@ -310,23 +313,15 @@ ROWS = (
         "without adapters",
         "add --lora-rank",
     ),
-    Row(
-        (
-            "env_weights",
-            "env_key",
-            "env_args",
-            "env_reward",
-            "env_max_turns",
-            "env_limit_reward",
-            "env_train_side_requests",
-            "env_timeout_s",
-            "env_concurrency",
-            "env_retries",
-            "env_traces",
-        ),
-        _is_on("env"),
-        "without an environment",
-        "add --env ENVIRONMENT",
+    *(
+        Row(
+            tuple(key for key in kind.model_fields if key != switch.key),
+            _is_on(switch.key),
+            switch.where,
+            switch.remedy,
+        )
+        for kind in extensions.tables().values()
+        if (switch := kind.switch) is not None
     ),
 )
 """The first row that says it counts, where several have a setting."""

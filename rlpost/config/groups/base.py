@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import typing
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -91,12 +92,54 @@ JsonTable = Annotated[dict[str, Any], BeforeValidator(_json_table)]
 FunctionPath = Annotated[str, AfterValidator(_function_path)]
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """The setting without which the others of its table have no effect.
+
+    ``where`` and ``remedy`` are for messages, as in ``rlpost.config.checks.no_effect.Row``.
+    """
+
+    key: str
+    where: str
+    remedy: str
+
+
 class Group(BaseModel):
     """One TOML table. Numbers are finite: JSON, which holds the settings of a run, has no others."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    decides: ClassVar[frozenset[str]] = frozenset()
+    """Of a table of an extension: the settings that decide which answers are generated."""
+    switch: ClassVar[Switch | None] = None
+    """Of a table of an extension: the setting without which it has no effect."""
+
+    @property
+    def writes_answers(self) -> bool:
+        """Whether the extension of the table writes the answers of the run."""
+        return False
+
+    @property
+    def draws_by_seed(self) -> bool:
+        """Whether the extension draws with --rollout-seed."""
+        return False
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether the table can have an effect on the run."""
+        return self.switch is None or bool(getattr(self, self.switch.key))
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """Paths within values of other types, each with its setting as messages spell it."""
+        return []
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Code of users by setting and name: FILE.py:NAME or module:NAME."""
+        return {}
 
     @property
     def changed_keys(self) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from rlpost.config.groups.base import Group, JsonTable, Positive, PositiveNumber, several
+from rlpost.config.env_names import parse_envs
+from rlpost.config.groups.base import Group, JsonTable, Positive, PositiveNumber, Switch, several
 
 _PATHS = (
     re.compile(r"(?P<before>(?:[A-Za-z0-9_.-]+=)?)(?P<path>.+\.py)(?P<after>:\w+)"),
@@ -66,3 +67,47 @@ class EnvConfig(Group):
     left out."""
     env_traces: bool = True
     """Record every episode in RUN/episodes.jsonl."""
+
+    switch: ClassVar[Switch | None] = Switch(
+        "env", "without an environment", "add --env ENVIRONMENT"
+    )
+    decides: ClassVar[frozenset[str]] = frozenset(
+        [
+            "env",
+            "env_weights",
+            "env_key",
+            "env_args",
+            "env_reward",
+            "env_max_turns",
+            "env_train_side_requests",
+        ]
+    )
+
+    @property
+    def writes_answers(self) -> bool:
+        """See ``Group``: with --env, answers are episodes."""
+        return bool(self.env)
+
+    @property
+    def draws_by_seed(self) -> bool:
+        """See ``Group``: the environment of a prompt that names none."""
+        return len(self.env) > 1
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """See ``Group``: absolute files of environments and folders of tasks."""
+        paths = []
+        for word in self.env:
+            path = word.partition("=")[2] if "=/" in word else word
+            if path.startswith("/"):  # FILE.py:Class
+                paths.append(path.rpartition(":")[0])
+            elif "harbor:/" in word:
+                paths.append(word.partition("harbor:")[2])
+        return [("--env", path) for path in paths]
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """See ``Group``: classes of users. Raises ConfigError for a word that names none."""
+        return {
+            f"--env {env.target}": env.target for env in parse_envs(self.env) if env.kind == "own"
+        }

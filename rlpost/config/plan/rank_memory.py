@@ -195,7 +195,7 @@ def _rows_of_samples(config: Config, longest: int) -> int:
     number, rollout = config.perf.micro_batch_size, config.rollout
     rows = number * longest
     is_consecutive = number <= rollout.n_samples_per_prompt and not config.perf.balance_data
-    if not (config.perf.share_prefix and is_consecutive) or config.env.env:
+    if not (config.perf.share_prefix and is_consecutive) or config.answers_are_episodes:
         return rows
     prompt = max(0, longest - rollout.rollout_max_response_len)
     return rows - math.floor((1 - KEY_SHARE) * max(0, number - 2) * prompt)

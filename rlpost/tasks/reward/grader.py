@@ -14,19 +14,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlpost.config.engine_groups import REWARD_GROUP, engine_groups, judge_group
+from rlpost.config import extensions
+from rlpost.config.engine_groups import REWARD_GROUP
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients
 from rlpost.errors import NO_FUNCTION_FILE, ConfigError, DataError, GradingLost, RolloutError
-from rlpost.tasks.judge.judge import REFUSED, UNPARSABLE, Judge
-from rlpost.tasks.judge.judge_file import prompt_values, read_judge
-from rlpost.tasks.judge.special_text import SpecialText
-from rlpost.tasks.judge.verdicts import NoVerdict
 from rlpost.tasks.reward.engine_reward import EngineReward, RemoteReward, engine_reward
 from rlpost.tasks.reward.pool import (
     GradingFailed,
@@ -36,11 +34,10 @@ from rlpost.tasks.reward.pool import (
     WrongFunction,
 )
 from rlpost.tasks.reward.registry import (
-    JUDGE,
-    OTHERS,
     REMOTE,
     RewardFunction,
     is_isolated,
+    other_rewards,
     reward_function,
 )
 from rlpost.tasks.reward.worker import is_lost
@@ -59,6 +56,38 @@ MAX_FAILURES_IN_A_ROW = 64
 
 Rewards = Sequence[float | None]
 """Rewards of samples, in order; None if the grading was lost for a reason outside the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoReward:
+    """Why a model gives an answer no reward: the answer is left out.
+
+    ``metric`` counts it; ``cause`` is named when many answers in a row have no reward.
+    """
+
+    metric: str
+    why: str
+    cause: str
+
+
+class ModelReward(Protocol):
+    """A reward of an extension that a model gives (``rlpost.config.extensions.NamedReward``)."""
+
+    compares_answers: bool
+    """Whether a reward depends on the other answers to the prompt."""
+
+    async def rewards(
+        self, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Sequence[float | NoReward]:
+        """Return a reward for each sample, in order.
+
+        Raises:
+            GradingLost: the model did not answer.
+            DataError: the prompt lacks what the model needs.
+        """
+
+    def counters(self) -> Mapping[str, float]:
+        """Return counts since the last call by metric name."""
 
 
 class Grader(Protocol):
@@ -130,13 +159,11 @@ class RewardGrader:
         self._remote = None
         if settings.rm_url is not None:
             self._remote = RemoteReward(engines[REWARD_GROUP])
-        self._judge = None
-        name = judge_group(settings)
-        if settings.judge is not None and name is not None:
-            group = engine_groups(config)[name].settings
-            own = config.checkpoint.hf_checkpoint if group.follows_policy else None
-            special = SpecialText.of_model(group.model or own)
-            self._judge = Judge(read_judge(settings.judge), engines[name], special)
+        self._models: dict[str, ModelReward] = {}
+        for name, row in extensions.rewards().items():
+            model: ModelReward | None = extensions.load(row.make)(config, engines)
+            if model is not None:
+                self._models[name] = model
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
 
@@ -158,26 +185,28 @@ class RewardGrader:
             return await asyncio.gather(
                 *(self._remote_reward(prompt, sample) for sample in samples)
             )
-        if name == JUDGE and self._judge is not None:
-            return await self._ask_judge(self._judge, prompt, samples)
+        if name in self._models:
+            return await self._ask_model(self._models[name], prompt, samples)
         if is_isolated(name):
             return await self._each(("rm", name), prompt, samples)
         return await InlineGrader(reward_function(name)).grade(prompt, samples)
 
     def grades_singly(self, prompt: Prompt) -> bool:
-        """See ``Grader``: a custom reward, one by a server or a judge that compares no answers."""
+        """See ``Grader``: a custom reward, one by a server or a model that compares no answers."""
         if self._settings.custom_rm_path is not None:
             return not self._settings.group_rm
         name = self._name(prompt)
-        if name == JUDGE and self._judge is not None:
-            return not self._judge.file.compares_answers
+        if name in self._models:
+            return not self._models[name].compares_answers
         return name == REMOTE
 
     def counters(self) -> Mapping[str, float]:
         """Return the samples whose grading timed out, failed, or was lost, since the last call."""
         found = {name: float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
-        return found | ({} if self._judge is None else self._judge.counters())
+        for model in self._models.values():
+            found.update(model.counters())
+        return found
 
     async def close(self) -> None:
         """See ``Grader``."""
@@ -192,14 +221,12 @@ class RewardGrader:
             return self._settings.rm_type
         name = named.strip()
         try:
-            if name not in OTHERS:
+            if name not in other_rewards():
                 is_isolated(name)
             elif name == REMOTE and self._settings.rm_url is None:
                 raise ConfigError(f"{REMOTE} needs --rm-url")
-            elif name == JUDGE and (
-                self._settings.judge is None or judge_group(self._settings) is None
-            ):
-                raise ConfigError(f"{JUDGE} needs --judge, and --judge-url or --judge-engines")
+            elif name != REMOTE and name not in self._models:
+                raise ConfigError(f"{name} needs {extensions.rewards()[name].needs}")
         except ConfigError as error:
             raise DataError(
                 f"prompt {prompt.prompt_id}: 'rm_type' in its metadata: {error}"
@@ -233,21 +260,22 @@ class RewardGrader:
         self._failures_in_a_row = 0
         return rewards
 
-    async def _ask_judge(self, judge: Judge, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """Return the rewards that a judge gives; None for an answer without a verdict."""
-        values = prompt_values(prompt.text, prompt.label, prompt.metadata)
+    async def _ask_model(
+        self, model: ModelReward, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Rewards:
+        """Return the rewards that a model gives; None for an answer without one."""
         try:
-            judge_rewards = await judge.rewards(values, [sample.text for sample in samples])
+            model_rewards = await model.rewards(prompt, samples)
         except DataError as error:
             raise DataError(f"prompt {prompt.prompt_id}: {error}") from error
         except GradingLost as failure:
             self._failed(LOST, prompt, samples, failure)
             return [None] * len(samples)
         rewards: list[float | None] = []
-        for sample, reward in zip(samples, judge_rewards, strict=True):
-            if isinstance(reward, NoVerdict):
-                metric = REFUSED if reward.kind == "refused" else UNPARSABLE
-                self._failed(metric, prompt, [sample], GradingLost(f"{reward.kind}: {reward.why}"))
+        for sample, reward in zip(samples, model_rewards, strict=True):
+            if isinstance(reward, NoReward):
+                lost = GradingLost(reward.why)
+                self._failed(reward.metric, prompt, [sample], lost, cause=reward.cause)
                 rewards.append(None)
                 continue
             self._failures_in_a_row = 0
@@ -279,23 +307,29 @@ class RewardGrader:
         return [FAILURE] * len(samples)
 
     def _failed(
-        self, metric: str, prompt: Prompt, samples: Sequence[Sample], failure: Exception
+        self,
+        metric: str,
+        prompt: Prompt,
+        samples: Sequence[Sample],
+        failure: Exception,
+        *,
+        cause: str | None = None,
     ) -> None:
-        """Count and log a failed grading; raise an error after too many in a row."""
+        """Count and log a failed grading; raise an error after too many in a row.
+
+        ``cause``: of an answer that is left out, beside those whose grading was lost.
+        """
         self._counts[metric] += len(samples)
         self._failures_in_a_row += 1
         end = samples[0].text[-200:]
-        is_left_out = metric in (LOST, REFUSED, UNPARSABLE)
-        reward = "left out" if is_left_out else f"reward {FAILURE:g}"
+        if metric == LOST:
+            cause = "what it depends on is unavailable"
+        reward = f"reward {FAILURE:g}" if cause is None else "left out"
         logger.warning(
             "prompt %d: %s: %s; the answer ends in %r", prompt.prompt_id, reward, failure, end
         )
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            cause = "what it depends on is unavailable"
-            if not is_left_out:
-                cause = "the reward itself is wrong"
-            elif metric != LOST:
-                cause = "the judge gives no verdict (--judge: its template and grammar)"
+            cause = cause or "the reward itself is wrong"
             kind = ConfigError if isinstance(failure, WrongFunction) else RolloutError
             raise kind(
                 f"{self._failures_in_a_row} consecutive gradings failed: {cause}; the last one: {failure}"
@@ -332,43 +366,10 @@ def check_reward(settings: RolloutConfig) -> None:
         if file and not Path(file).is_file():
             raise ConfigError(f"--custom-rm-path {settings.custom_rm_path}: {NO_FUNCTION_FILE}")
         return
-    check_judge(settings)
-    if settings.rm_type not in OTHERS:
+    extensions.check_rewards(settings)
+    if settings.rm_type not in other_rewards():
         is_isolated(settings.rm_type)
     elif settings.rm_type == REMOTE and settings.rm_url is None:
         raise ConfigError(
             f"--rm-type {REMOTE} needs the address of the reward model; add --rm-url http://HOST:PORT"
         )
-
-
-def check_judge(settings: RolloutConfig) -> None:
-    """Check the settings of the judge and read its file.
-
-    Raises:
-        ConfigError: --rm-type judge without a file or an address; a file without a template, or
-            with a mistake (``read_judge``).
-    """
-    is_judged = settings.rm_type == JUDGE
-    if is_judged and settings.judge is None:
-        raise ConfigError(
-            f"--rm-type {JUDGE} needs the file with the judge's template and verdicts; add --judge FILE.toml "
-            "(docs/rewards.md)"
-        )
-    if is_judged and judge_group(settings) is None:
-        raise ConfigError(
-            f"--rm-type {JUDGE} needs the model that judges; add --judge-engines NAME, a table [engines.NAME], or "
-            "--judge-url http://HOST:PORT/v1"
-        )
-    if settings.judge_url is not None and settings.judge_engines is not None:
-        raise ConfigError(
-            f"--judge-engines {settings.judge_engines} and --judge-url name two models that judge; leave one of "
-            "them out"
-        )
-    url = settings.judge_url
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--judge-url {url!r}: must start with http:// or https://")
-    if settings.judge is not None:
-        try:
-            read_judge(settings.judge)
-        except ConfigError as error:
-            raise ConfigError(f"--judge {error}") from error

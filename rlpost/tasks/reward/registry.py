@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlpost.config import extensions
 from rlpost.errors import ConfigError, suggestion
 from rlpost.tasks.reward.answer_extraction import after_thinking, last_boxed
 from rlpost.tasks.reward.dapo import dapo, same_number
@@ -28,10 +29,6 @@ RewardFunction = Callable[[str, str | None, Mapping[str, object]], float]
 BOXED = "boxed_"
 REMOTE = "remote_rm"
 """Computed by a server (``rlpost.tasks.reward.engine_reward``), so only its name is known here."""
-JUDGE = "judge"
-"""Given by a language model (``rlpost.tasks.judge``), in the driver."""
-OTHERS = (REMOTE, JUDGE)
-"""Rewards that are no function of a text."""
 
 _coin = random.Random()  # a separate generator, because the global one may be seeded
 
@@ -111,11 +108,17 @@ def is_isolated(name: str) -> bool:
     return _named(name).isolated
 
 
+def other_rewards() -> tuple[str, ...]:
+    """Return the rewards that are no function of a text: of a server, or of a model."""
+    return (REMOTE, *extensions.rewards())
+
+
 def _named(name: str) -> Reward:
     plain = name.removeprefix(BOXED)
     if plain not in REWARDS:
-        known = ", ".join([*sorted(REWARDS), *OTHERS])
-        near = suggestion(plain, [*REWARDS, *OTHERS])
+        others = other_rewards()
+        known = ", ".join([*sorted(REWARDS), *others])
+        near = suggestion(plain, [*REWARDS, *others])
         raise ConfigError(
             f"--rm-type {name}: no such reward{near}; known: {known}, each also with the prefix {BOXED}"
         )

@@ -16,10 +16,10 @@ from rlpost.agents.environments.plain import PlainRunner
 from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.agents.examples.calculator import Calculator
 from rlpost.agents.examples.guess import Guess
-from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.config.env_names import parse_envs
 from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.driver.batches import rollout_advantages
 from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.errors import ConfigError, GradingLost, RolloutError
@@ -27,6 +27,7 @@ from rlpost.rollout.episode_metrics import episode_metrics
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import InlineGrader
 from rlpost.types import Prompt, SampleGroup, Unfinished
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -217,9 +218,7 @@ def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
     async def write() -> tuple[SampleGroup | Unfinished, dict[str, float]]:
         async with connected(FakeEngine(answer=answers)) as connection:
             function = Episodes(environments(Sometimes, env_retries=1), seed=1, pause_s=0.001)
-            grader = SlimeGrader(
-                InlineGrader(lambda *_: 99.0), wanted=None, takes_given=True, reward_key=None
-            )
+            grader = GivenRewards(InlineGrader(lambda *_: 99.0), RolloutConfig())
             writer = GroupWriter(
                 connection, SAMPLING, n=4, grader=grader, function=function, codec=CODEC
             )
@@ -295,7 +294,7 @@ def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None
         async with connected(Script("1")) as connection:
             function = Episodes(environments(Working), seed=1, record=records.append)
             given = InlineGrader(lambda *_: 0.0)
-            grader = SlimeGrader(given, wanted=None, takes_given=True, reward_key=None)
+            grader = GivenRewards(given, RolloutConfig())
             writer = GroupWriter(
                 connection, SAMPLING, n=1, grader=grader, function=function, codec=CODEC
             )

@@ -10,7 +10,7 @@ import pytest
 
 from rlpost import __version__
 from rlpost.cli.completion import completion_script, flags_of_verb
-from rlpost.cli.main import VERBS, main, verbs
+from rlpost.cli.main import main, verbs
 from rlpost.cli.recipes import JOBS, description
 from rlpost.cli.runs import RUNS_DIR_VARIABLE
 from rlpost.config.flags import fields, first_sentence, flag
@@ -43,7 +43,7 @@ def test_the_version_is_printed(capsys):
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the doctor's flags come from a separate process, which takes a second
-    flags = {verb: flags_of_verb(verb) for verb in VERBS if verb != "doctor"}
+    flags = {verb: flags_of_verb(verb) for verb in verbs() if verb != "doctor"}
     path = tmp_path_factory.mktemp("completion") / "rlpost.bash"
     path.write_text(completion_script(flags))
     return path

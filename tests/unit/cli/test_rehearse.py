@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli import rehearse, submit
+from rlpost.cli import rehearse
+from rlpost.cli.command_line import make_parser, settings
+from rlpost.config import extensions
 from rlpost.errors import ConfigError
 from rlpost.rehearsal.result import (
     Compared,
@@ -50,8 +52,7 @@ def stand_in(monkeypatch):
     def made(config, *, gpu_bytes, all_ranks=False, micro_batches=None):
         return result(gpu_bytes)
 
-    for module in (rehearse, submit):
-        monkeypatch.setattr(module, "rehearse_config", made)
+    monkeypatch.setattr(rehearse, "rehearse_config", made)
 
 
 def test_a_fault_ends_with_2_and_is_told_last(capsys):
@@ -80,10 +81,10 @@ def test_one_object_for_programs(capsys):
 
 
 def test_nothing_is_submitted_after_a_fault():
-    config = submit.settings(rehearse.make_parser("test", ""), [RECIPE])[1].config
+    config = settings(make_parser("test", ""), [RECIPE])[1].config
     with pytest.raises(ConfigError, match=r"rank 1: train takes 60\.0 GB.*nothing was submitted"):
-        submit._rehearse(config, "48GB")
-    submit._rehearse(config, "80GB")
+        extensions.rehearsal()(config, "48GB")
+    extensions.rehearsal()(config, "80GB")
 
 
 def test_zero_micro_batches_are_rejected():

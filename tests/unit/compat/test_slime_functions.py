@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.compat.slime import engines
 from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeGrader, reward_number
+from rlpost.compat.slime.filters import SlimeGrader
 from rlpost.compat.slime.generate import _sampling_mask
 from rlpost.compat.slime.sample import shown
 from rlpost.config.plugin_settings import settings_of
@@ -26,7 +27,9 @@ from rlpost.rollout.filters import buffer_filter, generate_function, group_filte
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.tasks.reward import grader as grading
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import InlineGrader, make_grader
+from rlpost.tasks.reward.reward_number import reward_number
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 from tests.unit.engines.test_routes import FORM, Mixture, versions
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -91,9 +94,7 @@ def writing(
             args.connected(engine.url, KEY)
             function = generate_function(plugin(name), args, evaluation=evaluation)
             score = InlineGrader(lambda text, label, metadata: 1.0)
-            grader = SlimeGrader(
-                score, wanted=None, takes_given=True, reward_key=config.rollout.reward_key
-            )
+            grader = GivenRewards(score, config.rollout)
             writer = GroupWriter(connection, SAMPLING, n=n, grader=grader, function=function)
             return await writer.write(Unfinished(PROMPT))
 
@@ -380,10 +381,7 @@ def filtering(name: str, **rollout: Any) -> Callable[[SampleGroup], bool]:
     config = settings(**rollout)
     wanted = group_filter(plugin(name), Arguments(settings_of(config)))
     inline = InlineGrader(lambda text, label, metadata: 1.0)
-    grader = SlimeGrader(
-        inline, wanted=wanted, takes_given=True, reward_key=config.rollout.reward_key
-    )
-    asyncio.run(grader.grade(PROMPT, [answer("a")]))
+    asyncio.run(foreign_adapters().grader(inline, wanted).grade(PROMPT, [answer("a")]))
     return wanted
 
 
@@ -405,9 +403,7 @@ def test_a_filter_reads_prompt_and_metadata_and_may_keep_a_group_as_a_fallback()
 
 async def _show(wanted: Any, prompt: Prompt) -> None:
     inline = InlineGrader(lambda text, label, metadata: 1.0)
-    await SlimeGrader(inline, wanted=wanted, takes_given=True, reward_key=None).grade(
-        prompt, [answer("a")]
-    )
+    await SlimeGrader(inline, wanted).grade(prompt, [answer("a")])
 
 
 @pytest.mark.parametrize(

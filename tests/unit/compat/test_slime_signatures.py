@@ -222,7 +222,8 @@ def test_a_plugin_may_import_modules_in_its_folder(tmp_path: Path) -> None:
 
 def test_a_clone_in_the_working_directory_is_not_an_installed_slime(tmp_path: Path) -> None:
     (tmp_path / "slime/docs").mkdir(parents=True)
-    code = "from rlpost.compat.slime import modules; print(modules.sample_class().__module__, modules.is_installed())"
+    code = "from rlpost.compat.slime import modules; "
+    code += "print(modules.sample_class().__module__, modules.is_installed())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

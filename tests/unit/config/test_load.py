@@ -8,10 +8,12 @@ import pytest
 
 from rlpost.config import flags
 from rlpost.config.flags import fields, flag
-from rlpost.config.load import dump, load, parse_dump
+from rlpost.config.groups.env import EnvConfig
+from rlpost.config.load import dump, load, parse_dump, read_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
+from rlpost.durable.result_settings import result_settings
 from rlpost.errors import ConfigError
 
 
@@ -253,6 +255,25 @@ def test_an_unset_setting_that_an_earlier_version_wrote_is_ignored_and_a_set_one
     stored["observe"]["otlp_endpoint"] = "http://collector:4318"
     with pytest.raises(ValueError, match=r"--otlp-endpoint http:.*use --trace-steps"):
         parse_dump(json.dumps(stored))
+    stored["theirs"] = {"key": 1}
+    config, lines = read_dump(json.dumps(stored))
+    assert config == Config() and lines[0].endswith("has no table [theirs]") and len(lines) == 2
+    with pytest.raises(ConfigError, match="--lr fast: must be a number"):
+        parse_dump(json.dumps({"optimizer": {"lr": "fast"}}))
+
+
+def test_settings_that_an_earlier_version_stored_are_read() -> None:
+    """run_of_0_2.json was written before extensions brought the tables [env] and [sandbox]."""
+    stored = json.loads(Path(__file__).with_name("run_of_0_2.json").read_text())
+    config = parse_dump(json.dumps(stored))
+    environment = config.model_dump(mode="json")["env"]
+    assert environment == stored["env"] and environment["env"] == ["pkg.mod:Game"]
+    decided = json.loads(result_settings(config).to_json())["generated"]
+    assert decided.keys() & environment.keys() == EnvConfig.decides <= environment.keys()
+    plain = parse_dump(dump(Config()))
+    assert "env" not in json.loads(result_settings(plain).to_json())["generated"]
+    assert not {"env", "sandbox"} & json.loads(dump(plain)).keys()
+    assert json.loads(dump(config))["sandbox"]["sandbox_places"] == 4
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

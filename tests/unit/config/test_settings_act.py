@@ -25,21 +25,28 @@ import rlpost.trainer  # noqa: F401  its stand-in for CUDA comes before Megatron
 from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.algorithm.guards import Guards
 from rlpost.algorithm.objective import loss_function
+from rlpost.algorithm.plugin import foreign_adapters
 from rlpost.algorithm.shaping import shaped
 from rlpost.cli import check_settings
 from rlpost.columns import FloatColumn
-from rlpost.compat.slime.filters import reward_post_process
 from rlpost.config.checks.no_effect import ROWS, no_effect_notes, no_effect_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.flags import fields, flag
 from rlpost.config.groups.base import Group
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.plugin_settings import settings_of
-from rlpost.config.tree import Config
+from rlpost.config.tree import Config, Tree
 from rlpost.config.wording import value_of, with_values
 from rlpost.driver.batches import deal, rollout_advantages, samples_with, shaping_of
 from rlpost.driver.training import guard_bounds, kl_penalties, masked_penalties
 from rlpost.errors import ConfigError, DataError, TrainingError
-from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
+from rlpost.rollout.filters import (
+    buffer_filter,
+    generate_function,
+    group_filter,
+    reward_post_process,
+)
 from rlpost.rollout.sampling import rollout_sampling
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_settings import longest_prompt, prompt_fields
@@ -187,12 +194,17 @@ def base_of(folder: Path) -> Config:
 
 def properties(config: Config) -> dict[str, object]:
     """Derived values of the tree and of its tables."""
-    owners: list[Group] = [config, config.rollout, config.grpo]
+    owners: list[tuple[type[Group], Group]] = [
+        (Tree, config),
+        (RolloutConfig, config.rollout),
+        (GrpoConfig, config.grpo),
+    ]
+    excluded = ("loss_settings", "lr_decay_iters", "tables")
     return {
         name: getattr(owner, name)
-        for owner in owners
-        for name, member in vars(type(owner)).items()
-        if isinstance(member, property) and name not in ("loss_settings", "lr_decay_iters")
+        for kind, owner in owners
+        for name, member in vars(kind).items()
+        if isinstance(member, property) and name not in excluded
     }
 
 
@@ -247,7 +259,12 @@ def advantages(config: Config) -> object:
     """Advantages of a rollout, and its batches by optimizer step, as the driver makes them."""
     grpo = config.grpo
     groups = shaped(groups_of(config), replace(shaping_of(config), max_response_len=8))
-    if (post_process := reward_post_process(config)) is not None:
+    if (
+        post_process := reward_post_process(
+            config.grpo.custom_reward_post_process_path,
+            foreign_adapters().arguments(settings_of(config)),
+        )
+    ) is not None:
         groups = list(post_process(groups).groups)
     penalties = None
     samples = samples_with([[0.0] * len(each.samples) for each in groups], groups, grpo)
@@ -571,6 +588,7 @@ EXPECTED = {
 # fmt: on
 
 
+@pytest.mark.usefixtures("slime_adapters")
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, name: str) -> None:
     base = with_values(base_of(folder), **in_folder(folder, CONTEXTS[name]))
@@ -593,6 +611,7 @@ def test_every_setting_that_is_changed_acts_or_the_check_names_it(folder: Path, 
     assert silent == []
 
 
+@pytest.mark.usefixtures("slime_adapters")
 def test_with_what_it_needs_each_setting_acts_and_the_check_is_silent(folder: Path) -> None:
     """So no row of the check refuses a setting that acts, and no setting is without effect at all."""
     base = base_of(folder)

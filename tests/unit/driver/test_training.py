@@ -529,6 +529,7 @@ def test_a_stop_after_the_critics_first_step_lets_the_others_follow(tmp_path):
 PLUGINS = Path(__file__).parents[1] / "compat/plugins.py"
 
 
+@pytest.mark.usefixtures("slime_adapters")
 @pytest.mark.parametrize("estimator", ["grpo", "cispo"])
 def test_post_processed_rewards_of_slime_are_the_advantages(estimator):
     """Rewards are 0 and 1 and lengths 2 and 3, so advantages are 2 r + length, with no baseline."""
@@ -540,6 +541,7 @@ def test_post_processed_rewards_of_slime_are_the_advantages(estimator):
     assert metrics["reward/mean"] == 0.5 and metrics["reward/shaped_mean"] == 3.5
 
 
+@pytest.mark.usefixtures("slime_adapters")
 def test_a_critic_learns_post_processed_rewards():
     actors = Actors()
     path = f"{PLUGINS}:post_process"
@@ -549,6 +551,7 @@ def test_a_critic_learns_post_processed_rewards():
         assert list(target)[-1] == pytest.approx({2: 2.0, 3: 5.0}[sample.response_length])
 
 
+@pytest.mark.usefixtures("slime_adapters")
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -7,9 +7,16 @@ import pytest
 
 from rlpost.config.flags import flag
 from rlpost.config.groups.engines import EngineGroup
-from rlpost.config.tree import Config
+from rlpost.config.tree import Config, Tree
 from rlpost.durable.provenance import Provenance
-from rlpost.durable.result_settings import TABLE, Change, compare, difference, result_settings
+from rlpost.durable.result_settings import (
+    TABLE,
+    Change,
+    compare,
+    difference,
+    result_settings,
+    rule_of,
+)
 
 USED = Config.model_validate(
     {
@@ -73,8 +80,9 @@ def kinds(config: Config, before: Config = USED) -> set[str]:
 
 
 def test_every_table_has_a_rule_and_every_name_in_a_rule_is_a_setting():
-    assert TABLE.keys() == Config.model_fields.keys()
-    for group, rule in TABLE.items():
+    assert TABLE.keys() == Tree.model_fields.keys()
+    for group in Config.model_fields:
+        rule = rule_of(group)
         named = rule.generated | rule.trained | rule.neither
         own = set(type(getattr(USED, group)).model_fields)
         assert {key for key in named - own if not key.startswith("sglang_")} == set(), group
@@ -89,7 +97,7 @@ def test_a_change_of_any_setting_is_seen_as_what_it_decides_and_named(group):
     for name, key in settings():
         if name != group or key in SWITCHES:
             continue
-        config, kind = changed(group, key), DERIVED.get(key, TABLE[group].kind(key))
+        config, kind = changed(group, key), DERIVED.get(key, rule_of(group).kind(key))
         if key in DERIVED:
             assert kinds(config) <= {kind}, key
             continue

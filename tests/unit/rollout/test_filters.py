@@ -46,11 +46,13 @@ def named(function):
     return f"{__name__}.{function.__name__}"
 
 
+@pytest.mark.usefixtures("slime_adapters")
 def test_a_filter_may_have_slimes_interface():
     wanted = group_filter(named(of_the_guide), Arguments(SETTINGS))
     assert wanted(group(0.0, 1.0)) is True and wanted(group(1.0, 1.0)) is False
 
 
+@pytest.mark.usefixtures("slime_adapters")
 def test_a_filter_of_slime_gets_the_settings_as_args_and_may_return_an_object():
     wanted = group_filter(named(of_newer_slime), Arguments(SETTINGS))
     assert wanted(group(1.0, 0.0)) is True and wanted(group(0.1, 0.0)) is False

@@ -13,7 +13,7 @@ from common.run_folder import RunFolder
 from rlpost.cli.check import check_problems
 from rlpost.cli.fleet_jobs import engine_settings, fleet_spec
 from rlpost.cli.job import job_spec
-from rlpost.cli.sandboxes import sandbox_spec
+from rlpost.cli.sandboxes import SERVER, sandbox_spec
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -112,7 +112,7 @@ def scripts(task: JobSpec) -> list[str]:
     return [
         render_sbatch(replace(task, nodes=4, spare_nodes=1, segment=5, requeue="chain")),
         render_fleet(FleetSpec(task, 2, after="7")),
-        render_sandbox(SandboxSpec(server, 2, places=4, memory_mib=9, after="7")),
+        render_sandbox(SandboxSpec(server, 2, places=4, module=SERVER, memory_mib=9, after="7")),
         render_conversion(replace(task, gpu_request="gpus-per-node", requeue="never"), "/save"),
         render_look(task),
     ]

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from rlpost.compat.slime.arguments import Arguments
 from rlpost.compat.slime.filters import SlimeFilter, SlimeGrader
+from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
@@ -42,6 +43,7 @@ from rlpost.tasks.judge.verdicts import (
     spearman,
 )
 from rlpost.tasks.reward import grader as grader_module
+from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import LOST, Grader, make_grader
 from rlpost.types import Prompt, Sample
 from tests.unit.agents.chat_models import write_model
@@ -399,9 +401,8 @@ async def test_slow_rewards_that_need_no_other_answer_are_graded_singly(
         given = {"judge": str(tmp_path / "judge.toml"), "judge_url": "http://h:1/v1"}
     grader = make_grader(settings(**given))
     of_slime = SlimeFilter(lambda *_: True, Arguments({}))
-    for wanted, expected in ((None, singly), (of_slime, False)):
-        adapted = SlimeGrader(grader, wanted=wanted, takes_given=True, reward_key=None)
-        assert adapted.grades_singly(prompt()) is expected
+    assert GivenRewards(grader, RolloutConfig()).grades_singly(prompt()) is singly
+    assert SlimeGrader(grader, of_slime).grades_singly(prompt()) is False
     await grader.close()
 
 

@@ -1,0 +1,1 @@
+"""Extensions: what a run can do without (``rlpost.config.extensions`` lists this folder)."""

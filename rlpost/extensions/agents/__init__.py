@@ -1,0 +1,1 @@
+"""Episodes of environments as answers, sandboxes for the commands of agents."""

@@ -1,0 +1,1 @@
+"""Rehearsal of every rank of a run on one machine without GPUs."""

@@ -1,0 +1,1 @@
+"""Functions that were written for slime."""
