@@ -32,7 +32,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rlpost.agents.chat_messages import END_THINK, Message, Tool
+from rlpost.agents.chat_messages import END_THINK, THINK, Message, Tool
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
@@ -205,14 +205,16 @@ class RequestPlan:
     """The input of one request.
 
     Attributes:
-        text: the template's text of all messages.
+        prompt: the template's text of all messages.
+        opens_thinking: that text ends inside a thought.
         base: the answer that is extended; None for a fresh input.
         added_ids: tokens after the base; all tokens of a fresh input.
         cause: why the answer begins another trajectory; empty if it extends one.
     """
 
     node: MessageNode
-    text: str
+    prompt: Beginning
+    opens_thinking: bool
     base: Answered | None
     added_ids: IntColumn
     cause: str
@@ -306,13 +308,13 @@ class Conversation:
                 rewritten = place if rewritten is None else rewritten
                 continue
             cause = "" if len(base.line) == base.length else cause_of(nodes, first_new, rewritten)
-            return RequestPlan(node, text, base, self._encode(rest), cause, bool(tools))
+            return self._request_plan(node, text, base, rest, cause, tools)
         cause = cause_of(nodes, first_new, rewritten)
         if not self._lines:
             cause = FIRST
         elif others:
             cause = "its tools differ from those of earlier requests"
-        return RequestPlan(node, text, None, self._encode(text), cause, bool(tools))
+        return self._request_plan(node, text, None, text, cause, tools)
 
     def add(
         self,
@@ -320,18 +322,19 @@ class Conversation:
         message: Message,
         sample: Sample,
         turn: AnsweredTurn,
+        *,
+        answer_text: str,
         stop_text: str,
     ) -> MessageNode:
         """Record an answer, and return its node.
 
         ``sample`` holds the whole line with the answer at its end, as a response builder returns
-        it; ``stop_text`` is the text of the stop token that ends it, or empty.
+        it; ``answer_text`` is the text of the answer's tokens without the stop token that ends it,
+        ``stop_text`` the text of that token, or empty.
         """
         line, before = self._extended(plan, sample)
         line.turns.append(turn)
-        ids = sample.response_ids[turn.start - len(sample.prompt_ids) :]
-        text = self._template.decode_all(ids[:-1] if stop_text else ids)
-        answered = Answered(line, len(line), before, Beginning.of(plan.text), text, stop_text)
+        answered = Answered(line, len(line), before, plan.prompt, answer_text, stop_text)
         return plan.node.added(message, answered)
 
     def remove(self, node: MessageNode) -> bool:
@@ -416,5 +419,16 @@ class Conversation:
             return None
         return rest.removeprefix(base.stop_text)
 
-    def _encode(self, text: str) -> IntColumn:
-        return self._template.encode(text) if text else IntColumn()
+    def _request_plan(
+        self,
+        node: MessageNode,
+        text: str,
+        base: Answered | None,
+        rest: str,
+        cause: str,
+        tools: Tools | None,
+    ) -> RequestPlan:
+        """Return the input of a request with ``text``, of which ``rest`` follows the base."""
+        added_ids = self._template.encode(rest) if rest else IntColumn()
+        is_open = text.rstrip().endswith(THINK)
+        return RequestPlan(node, Beginning.of(text), is_open, base, added_ids, cause, bool(tools))

@@ -19,19 +19,19 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import Parsed, parse_answer
-from rlpost.agents.chat_messages import THINK, BadRequest, Message, Tool, ToolCall
+from rlpost.agents.aside import run_aside
+from rlpost.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.agents.chat_template import TooLong
 from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
-from rlpost.agents.policy import EpisodeLimits, Policy, largest_body, run_aside
+from rlpost.agents.policy import EpisodeLimits, Policy, largest_body
 from rlpost.agents.requests import (
-    AnswerEnd,
-    ChatChoice,
+    TOKEN_CHARS,
     ChatRequest,
     Completion,
     Earlier,
 )
-from rlpost.agents.trajectory import AnsweredTurn, Trajectory
+from rlpost.agents.trajectory import Trajectory
+from rlpost.agents.written_answer import WrittenAnswer, read_answer
 from rlpost.engines.connection import Connection, Halted
 from rlpost.errors import DataError, RolloutError
 from rlpost.rollout.answer_log import AnswerLog
@@ -48,23 +48,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """An answer before it is recorded; ``stop_text`` is the text of the token that ended it."""
-
-    choice: ChatChoice
-    sample: Sample
-    turn: AnsweredTurn
-    stop_text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Unread:
     """A recorded completion that no request has continued, with the nodes of its answers."""
 
     request: ChatRequest
     after: MessageNode
     completion: Completion
-    nodes: Mapping[MessageNode, _Written]
+    nodes: Mapping[MessageNode, WrittenAnswer]
 
 
 class OpenEpisode:
@@ -178,7 +168,6 @@ class OpenEpisode:
         *,
         before_recording: Callable[[Completion], object] = lambda _: None,
         is_repeated: bool = False,
-        is_large: bool = False,
     ) -> Completion:
         """Answer a request of the harness, and record the answer.
 
@@ -186,7 +175,6 @@ class OpenEpisode:
         not fail after it was recorded, or the harness would repeat a request that is trained.
         ``is_repeated``: the client says that it received no answer to this request; if one was
         recorded, it is returned again.
-        ``is_large``: it is rendered and tokenised in a thread, so that it holds no other request.
 
         Raises:
             BadRequest: it is refused: a limit, halted, closed, or rejected by the template.
@@ -194,11 +182,10 @@ class OpenEpisode:
         """
         self._refuse_ended()
         async with self._changing:
-            plan = await run_aside(lambda: self._plan(request), is_large=is_large)
-            self._forget_read(plan)
-        if is_repeated and (lost := self._lost(plan, request)) is not None:
-            before_recording(lost)
-            return lost
+            plan, repeated = await run_aside(lambda: self._plan(request), num_bytes=request.size)
+        if is_repeated and repeated is not None:
+            await self._before_recording(before_recording, repeated, request)
+            return repeated
         limit = self._admit(request)
         number = next(self._numbers)
         longest = self._sampling.max_context_len
@@ -214,7 +201,7 @@ class OpenEpisode:
             choices = tuple(answer.choice for answer in answers)
             completion = Completion(number, choices, plan.num_tokens)
             async with self._changing:
-                before_recording(completion)
+                await self._before_recording(before_recording, completion, request)
                 self._record(plan, request, completion, answers)
         finally:
             self._num_in_flight -= request.n
@@ -243,19 +230,24 @@ class OpenEpisode:
         plan: RequestPlan,
         request: ChatRequest,
         completion: Completion,
-        answers: Sequence[_Written],
+        answers: Sequence[WrittenAnswer],
     ) -> None:
         if self.is_closed:
             raise _closed()
         if plan.cause not in ("", FIRST):
             self._policy.log_once(f"an episode begins another trajectory: {plan.cause}")
         with self._lock:
-            nodes: dict[MessageNode, _Written] = {}
+            nodes: dict[MessageNode, WrittenAnswer] = {}
             for each in answers:
                 if each.turn.end > each.turn.start:
                     message = each.choice.message
                     node = self._conversation.add(
-                        plan, message, each.sample, each.turn, each.stop_text
+                        plan,
+                        message,
+                        each.sample,
+                        each.turn,
+                        answer_text=each.answer_text,
+                        stop_text=each.stop_text,
                     )
                     nodes[node] = each
             if nodes:
@@ -295,9 +287,18 @@ class OpenEpisode:
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest) -> RequestPlan:
-        """Return the input for a request. Raises BadRequest."""
-        return self._render(request, self._conversation.plan)
+    def _plan(self, request: ChatRequest) -> tuple[RequestPlan, Completion | None]:
+        """Return the input for a request, and its answer that was not read. Raises BadRequest."""
+        plan = self._render(request, self._conversation.plan)
+        self._forget_read(plan)
+        return plan, self._lost(plan, request)
+
+    @staticmethod
+    async def _before_recording(
+        act: Callable[[Completion], object], completion: Completion, request: ChatRequest
+    ) -> None:
+        size = completion.size(with_logprobs=request.with_logprobs)
+        await run_aside(lambda: act(completion), num_bytes=size)
 
     def _render(
         self,
@@ -342,11 +343,8 @@ class OpenEpisode:
         """Return the bytes of one token, for log-probs."""
         return self._policy.template.token_bytes(token_id)
 
-    async def count_tokens(self, request: ChatRequest, *, is_large: bool = False) -> int:
-        """Return the number of tokens of a request's input; ``is_large`` as for ``answer``.
-
-        Raises BadRequest.
-        """
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's input. Raises BadRequest."""
         template, longest = self._policy.template, self._sampling.max_context_len
 
         def count(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
@@ -354,7 +352,7 @@ class OpenEpisode:
             template.check_length([text], longest)
             return len(template.encode(text))
 
-        return await run_aside(lambda: self._render(request, count), is_large=is_large)
+        return await run_aside(lambda: self._render(request, count), num_bytes=request.size)
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
@@ -374,7 +372,7 @@ class OpenEpisode:
 
     async def _write(
         self, plan: RequestPlan, request: ChatRequest, number: int, limit: int
-    ) -> _Written:
+    ) -> WrittenAnswer:
         """Generate one answer."""
         async with self._parallel:
             self._refuse_ended()  # while it waited
@@ -384,32 +382,21 @@ class OpenEpisode:
             builder = await self._exchange(
                 lambda: self._generate(plan, so_far, request.stop, limit)
             )
-        sample, start = builder.sample(), plan.num_tokens
-        own = sample.response_ids[start - len(sample.prompt_ids) :]
-        own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
-        stopped_at = builder.stopped_at
-        ended_by_token = isinstance(stopped_at, int) and len(own) > 0 and own[-1] == stopped_at
-        template = self._policy.template
-        text = builder.text
-        if self._policy.marks_are_special:
-            text = template.decode_all(own[:-1] if ended_by_token else own)
-            if isinstance(stopped_at, str) and stopped_at in text:
-                text = text[: text.rfind(stopped_at)]
-        message, ended_by = self._message(text, builder, plan, request)
-        turn = AnsweredTurn(
-            start=start,
-            end=start + len(own),
-            request=number,
-            text=text,
-            finish_reason=builder.finish_reason,
-            is_trained=True,
-            began_at=began_at,
-            ended_at=time.time(),
+        ended_at = time.time()
+        num_new = len(builder.prompt.token_ids) + builder.num_tokens - plan.num_tokens
+        call_ids = f"call_{self._name}_{next(self._answer_numbers)}"
+        return await run_aside(
+            lambda: read_answer(
+                builder,
+                plan,
+                request,
+                self._policy,
+                number=number,
+                call_ids=call_ids,
+                times=(began_at, ended_at),
+            ),
+            num_bytes=TOKEN_CHARS * num_new,
         )
-        stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
-        stop = stopped_at if isinstance(stopped_at, str) else None
-        choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
-        return _Written(choice, sample, turn, stop_text)
 
     async def _generate(
         self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int
@@ -463,31 +450,6 @@ class OpenEpisode:
             if self.is_closed:
                 raise _closed() from None
             raise
-
-    def _message(
-        self, text: str, builder: ResponseBuilder, plan: RequestPlan, request: ChatRequest
-    ) -> tuple[Message, AnswerEnd]:
-        """Return the answer as a message, and how it ended."""
-        opens_thinking = plan.text.rstrip().endswith(THINK)
-        parsed = self._parsed(text, request, opens_thinking=opens_thinking)
-        answer = next(self._answer_numbers)
-        calls = tuple(
-            ToolCall(f"call_{self._name}_{answer}_{place}", each.name, each.arguments)
-            for place, each in enumerate(parsed.calls)
-        )
-        message = Message("assistant", parsed.content, parsed.reasoning, calls)
-        if calls:
-            return message, "tool_calls"
-        return message, "length" if builder.finish_reason == "length" else "stop"
-
-    def _parsed(self, text: str, request: ChatRequest, *, opens_thinking: bool) -> Parsed:
-        """Parse an answer. A parser that fails must not lose the turn, which stays a text."""
-        form = self._policy.format
-        try:
-            return parse_answer(text, form, request.tools, opens_thinking=opens_thinking)
-        except Exception:
-            logger.exception("an answer of %d characters could not be parsed", len(text))
-            return Parsed("", text, ())
 
 
 def _closed() -> BadRequest:

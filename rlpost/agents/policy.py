@@ -1,13 +1,10 @@
-"""What all episodes share: template and formats of the model, limits, large requests."""
+"""What all episodes share: template and formats of the model, limits."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, PROBE_ANSWER, PROBE_TOOLS, format_of
 from rlpost.agents.chat_messages import BadRequest
@@ -20,7 +17,6 @@ SMALLEST_BOUND = 4 << 20
 """Bytes of a body that are read whatever the context is."""
 BYTES_PER_TOKEN = 16
 """Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +68,3 @@ class Policy:
 def largest_body(longest: int) -> int:
     """Return the bound on a body in bytes, for a context of ``longest`` tokens."""
     return max(SMALLEST_BOUND, BYTES_PER_TOKEN * longest)
-
-
-async def run_aside(work: Callable[[], T], *, is_large: bool) -> T:
-    """Run ``work``, in a thread if it is large. When cancelled, waits until it has ended."""
-    if not is_large:
-        return work()
-    ending = asyncio.get_running_loop().run_in_executor(None, work)
-    cancelled: asyncio.CancelledError | None = None
-    while not ending.done():
-        try:
-            await asyncio.wait([ending])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        ending.exception()  # retrieved, so that it is not logged
-        raise cancelled
-    return ending.result()

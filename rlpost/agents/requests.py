@@ -12,6 +12,8 @@ from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
 MAX_CHOICES, MAX_STOPS = 64, 16
+MESSAGE_CHARS = 40  # of JSON around a text
+TOKEN_CHARS, LOGPROB_CHARS = 4, 100  # of JSON in an answer, a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class ChatRequest:
         dropped_tools: kinds of tools that the server would run; the model does not see them.
         namespaces: the namespace of each function that is in one.
         has_instructions: the first message is not part of the conversation, but of this request.
+        size: bytes of its body, or characters of its messages if it refers to earlier ones.
     """
 
     messages: tuple[Message, ...]
@@ -41,6 +44,17 @@ class ChatRequest:
     dropped_tools: tuple[str, ...] = ()
     namespaces: Mapping[str, str] = field(default_factory=dict)
     has_instructions: bool = False
+    size: int = field(default=0, compare=False)
+
+    def num_chars(self) -> int:
+        """Return the characters of its messages, about as in a body that holds them all."""
+        return sum(
+            MESSAGE_CHARS
+            + len(message.content)
+            + len(message.reasoning)
+            + sum(len(call.arguments) for call in message.tool_calls)
+            for message in self.messages
+        )
 
     def written_texts(self) -> list[str]:
         """Return the texts that every chat template writes: all but reasoning, which it may drop.
@@ -110,6 +124,10 @@ class Completion:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    def size(self, *, with_logprobs: bool) -> int:
+        """Return about how many bytes its JSON has."""
+        return self.num_tokens * (LOGPROB_CHARS if with_logprobs else TOKEN_CHARS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rlpost.agents import episode as episode_module
-from rlpost.agents import http_server, policy
+from rlpost.agents import aside, http_server, policy, written_answer
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.conversation import Conversation
 from rlpost.agents.gateway import EpisodeLimits, OpenEpisode
 from rlpost.agents.http_server import REPEATED_HEADER
+from rlpost.rollout.sampling import SamplingParams
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS
 from tests.unit.agents.sampled import check
-from tests.unit.agents.test_gateway import CHAT, MESSAGES, USER, Body, setup
+from tests.unit.agents.test_gateway import CHAT, MESSAGES, PROMPT, USER, Body, setup
 
 RESPONSES = "/v1/responses"
 SURROGATE = '{"name": "weather", "arguments": {"city": "\\ud83d"}}'
@@ -88,7 +88,7 @@ async def test_a_parser_that_fails_leaves_the_answer_as_text(
     def fail(*_: object, **__: object) -> None:
         raise RecursionError
 
-    monkeypatch.setattr(episode_module, "parse_answer", fail)
+    monkeypatch.setattr(written_answer, "parse_answer", fail)
     async with setup(folder, ["Fine."]) as made, await made.open() as episode:
         status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "Fine.")
@@ -376,6 +376,62 @@ async def test_a_body_far_beyond_the_context_is_not_parsed(
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+HEAVY = (
+    (http_server, "_parse"),
+    (http_server._Api, "content"),
+    (Conversation, "plan"),
+    (ChatTemplate, "render"),
+    (ChatTemplate, "encode"),
+    (ChatTemplate, "decode_all"),
+    (ChatTemplate, "token_bytes"),
+    (written_answer, "parse_answer"),
+)
+
+
+async def test_nothing_of_a_long_request_or_answer_is_computed_in_a_loop(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a short body that refers to a long conversation; a short one needs no thread."""
+    calls = set[tuple[str, bool]]()
+
+    def watch(name: str, work: Any) -> Any:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            thread = threading.current_thread()
+            in_loop = thread is threading.main_thread() or thread.name == "rlpost-gateway"
+            if arguments[0] is not made.sampled.template:  # of the fake engine
+                calls.add((name, in_loop))
+            return work(*arguments, **options)
+
+        return watched
+
+    words = "word " * 1000
+    sampling = SamplingParams(max_new_tokens=2 * len(words))
+    async with (
+        setup(folder, [words] * 4 + ["Fine."]) as made,
+        await made.gateway.open(PROMPT, sampling, connection=made.connection) as episode,
+        await made.open() as other,
+    ):
+        for owner, name in HEAVY:
+            monkeypatch.setattr(owner, name, watch(name, getattr(owner, name)))
+        message, key = {"role": "user", "content": words}, {"x-api-key": episode.api_key}
+        for path, body in (
+            (f"/v1{CHAT}", {"messages": [message], "logprobs": True, "stream": True}),
+            (MESSAGES, {"messages": [message], "max_tokens": 9999}),
+            (COUNT, {"messages": [message]}),
+            (RESPONSES, {"input": words}),
+            (RESPONSES, {"input": "On.", "previous_response_id": "resp_2"}),
+        ):
+            url = episode.anthropic_url + path
+            async with made.client.post(url, json=body, headers=key) as reply:
+                assert reply.status == 200, await reply.text()
+                await reply.read()
+        in_threads = {(name, False) for _, name in HEAVY}
+        assert calls == in_threads | {("_parse", True)}  # of the body with the reference
+        calls.clear()
+        assert (await made.post(other, {"messages": [USER]}))[0] == 200
+        assert all(in_loop for _, in_loop in calls)
+
+
 async def test_a_client_that_leaves_while_its_request_is_planned_leaves_the_episode_usable(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +446,7 @@ async def test_a_client_that_leaves_while_its_request_is_planned_leaves_the_epis
         return plan(conversation, *arguments)
 
     monkeypatch.setattr(Conversation, "plan", waiting)
-    monkeypatch.setattr(http_server, "LARGE_BODY_BYTES", 10)
+    monkeypatch.setattr(aside, "SMALL_BYTES", 10)
     async with setup(folder, ["Fine."]) as made, await made.open() as episode:
         leaving = asyncio.ensure_future(made.post(episode, {"messages": [USER]}))
         await asyncio.to_thread(begun.wait, 30)
