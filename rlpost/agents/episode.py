@@ -105,8 +105,7 @@ class OpenEpisode:
         # Each request has its own limit, because the builder's limit would count earlier turns too.
         self._turn_limit = sampling.max_new_tokens
         # The refusal of an engine would end the run, so the gateway refuses such a request itself.
-        contexts = [sampling.max_context_len, policy.context_length]
-        context = min((each for each in contexts if each is not None), default=None)
+        context = policy.longest(sampling.max_context_len)
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close

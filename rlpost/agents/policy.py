@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BOUND = 4 << 20
 """Bytes of a body that are read whatever the context is."""
+UNREAD_TOKENS = 6
+"""Engines refuse an input that leaves no more of their context (``max_req_input_len`` in SGLang's
+``managers/tp_worker.py``, 0.5.23: context - 1 - 5)."""
 BYTES_PER_TOKEN = 16
 """Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
 
@@ -39,13 +42,21 @@ class Policy:
     """Template, formats and limits of the model, shared by all episodes."""
 
     def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
-        """``context_length``: the engines refuse requests with more tokens, the answer included."""
+        """``context_length``: that of the engines."""
         self.template, self.context_length = template, context_length
         self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
         logger.info("format of tool calls in the chat template: %s", self.format)
         self._logged: set[str] = set()
         # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
+
+    def longest(self, max_context_len: int | None) -> int | None:
+        """Return the bound on a request with its answer, in tokens.
+
+        An input below it is accepted by the engines, also one that an abort has left incomplete.
+        """
+        context = None if self.context_length is None else self.context_length - UNREAD_TOKENS
+        return min((each for each in (max_context_len, context) if each is not None), default=None)
 
     def log_once(self, text: str) -> None:
         """Log a message of harnesses, unless one that differs only in numbers was logged."""
