@@ -47,7 +47,7 @@ CONTEXT = 200_000
 Files = Mapping[str, str]
 LONGEST_TEXT, LONGEST_TEXTS = 200, {"description": 36}  # characters of a recorded text
 _HEXADECIMAL = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4,})+")
-_EPISODE = re.compile(r"call_[0-9a-f]{8}_")
+_EPISODE = re.compile(r"_[0-9a-f]{16}_")
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def shorten(value: Any, home: str, key: str = "") -> Any:
         return [shorten(each, home) for each in value]
     if not isinstance(value, str):
         return value
-    text = _HEXADECIMAL.sub("0" * 8, value.replace(home, "/home/user"))
-    text = _EPISODE.sub("call_NAME_", text)
+    text = _EPISODE.sub("_NAME_", value.replace(home, "/home/user"))
+    text = _HEXADECIMAL.sub("0" * 8, text)
     longest = LONGEST_TEXTS.get(key, LONGEST_TEXT)
     return text if len(text) <= longest or key == "arguments" else text[:longest] + " ..."
 

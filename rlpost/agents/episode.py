@@ -99,7 +99,7 @@ class OpenEpisode:
         self.is_closed = False
         # The same in every attempt, because a template may render ids of tool calls.
         name = f"{prompt.prompt_id} {index}".encode()
-        self._name = hashlib.blake2b(name, digest_size=4).hexdigest()
+        self._name = hashlib.blake2b(name, digest_size=8).hexdigest()
         self._limits, self._policy, self._connection = limits, policy, connection
         self._log = log
         # Each request has its own limit, because the builder's limit would count earlier turns too.
@@ -119,7 +119,7 @@ class OpenEpisode:
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
         self._unread: dict[int, _Unread] = {}  # by number of the request
-        self._answered: dict[int, tuple[MessageNode, ChatRequest]] = {}  # without messages
+        self._answered: dict[str, tuple[MessageNode, ChatRequest]] = {}  # by id, without messages
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
         self.error: Exception | None = None
@@ -198,7 +198,7 @@ class OpenEpisode:
         try:
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
-            completion = Completion(number, choices, plan.num_tokens)
+            completion = Completion(f"{self._name}_{number}", number, choices, plan.num_tokens)
             async with self._changing:
                 await self._before_recording(before_recording, completion, request)
                 self._record(plan, request, completion, answers)
@@ -218,7 +218,7 @@ class OpenEpisode:
             unread = self._unread.pop(completion.number, None)
             if unread is None:
                 return
-            self._answered.pop(completion.number, None)
+            self._answered.pop(completion.id, None)
             for node, answer in unread.nodes.items():
                 if self._conversation.remove(node):
                     self.num_requests -= 1
@@ -251,7 +251,7 @@ class OpenEpisode:
                     nodes[node] = each
             if nodes:
                 without = replace(request, messages=())
-                self._answered[completion.number] = next(iter(nodes)), without
+                self._answered[completion.id] = next(iter(nodes)), without
             self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
             self.num_requests += request.n
             self.num_tokens += completion.num_tokens
@@ -330,9 +330,9 @@ class OpenEpisode:
             code="context_length_exceeded",
         )
 
-    def recall(self, number: int) -> Earlier | None:
-        """Return the first answer to the request with a number; None if it has none."""
-        node, request = self._answered.get(number, (None, None))
+    def recall(self, name: str) -> Earlier | None:
+        """Return the first answer of the completion with an id; None if there is none."""
+        node, request = self._answered.get(name, (None, None))
         if node is None or request is None:
             return None
         messages = [each.message for each in node.path() if each.message is not None]

@@ -177,7 +177,7 @@ def may_call_tools(choice: object) -> bool:
 
 def _head(reply: Reply, kind: str) -> dict[str, object]:
     return {
-        "id": f"chatcmpl-{reply.completion.number}",
+        "id": f"chatcmpl-{reply.completion.id}",
         "object": kind,
         "created": reply.created,
         "model": reply.model,

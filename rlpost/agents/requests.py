@@ -84,20 +84,22 @@ class Earlier:
         return (*self.messages[int(leave_out) :], self.answer)
 
 
-Recall = Callable[[int], Earlier | None]
-"""Returns the answer to the request with a number; None if the episode has none."""
+Recall = Callable[[str], Earlier | None]
+"""Returns the answer of a completion with an id; None if the episode has none."""
 
 
-def recall_nothing(number: int) -> None:
+def recall_nothing(name: str) -> None:
     """Refer to no answer; the default of the readers of requests."""
 
 
 def recalled(name: object, prefix: str, recall: Recall, *, field: str, remedy: str) -> Earlier:
-    """Return the answer whose id is ``PREFIX_NUMBER``. Raises BadRequest."""
-    head, _, number = str(name).partition("_")
-    earlier = recall(int(number)) if head == prefix and number.isdecimal() else None
+    """Return the answer whose id is ``PREFIX_ID``. Raises BadRequest."""
+    head, _, rest = str(name).partition("_")
+    earlier = recall(rest) if head == prefix else None
     if earlier is None:
-        raise BadRequest(f"{field} {name!r} is no answer of this episode; {remedy}", param=field)
+        raise BadRequest(
+            f"{field} {str(name)[:80]!r} is no answer of this episode; {remedy}", param=field
+        )
     return earlier
 
 
@@ -114,8 +116,13 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers to a request; ``number`` counts the requests of the episode."""
+    """The answers to a request.
 
+    ``number`` counts the requests of the episode. ``id`` is ``EPISODE_NUMBER``: unique in the run
+    among training episodes, the same in each attempt.
+    """
+
+    id: str
     number: int
     choices: tuple[ChatChoice, ...]
     num_prompt_tokens: int

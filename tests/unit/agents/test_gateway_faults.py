@@ -419,7 +419,7 @@ async def test_nothing_of_a_long_request_or_answer_is_computed_in_a_loop(
             (MESSAGES, {"messages": [message], "max_tokens": 9999}),
             (COUNT, {"messages": [message]}),
             (RESPONSES, {"input": words}),
-            (RESPONSES, {"input": "On.", "previous_response_id": "resp_2"}),
+            (RESPONSES, {"input": "On.", "previous_response_id": f"resp_{episode._name}_2"}),
         ):
             url = episode.anthropic_url + path
             async with made.client.post(url, json=body, headers=key) as reply:

@@ -2,7 +2,7 @@
 
 A request for a title before them is beside the task.
 ``recorded.jsonl`` holds the bodies in their order, with long texts shortened, names of folders and
-ids of sessions replaced, and ``call_NAME_`` for the ids of the episode's calls (``python -m
+ids of sessions replaced, and ``_NAME_`` in the ids of the episode's calls (``python -m
 tools.agent_programs --record FILE`` writes such lines).
 """
 
@@ -84,7 +84,7 @@ async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program
         for each in RECORDED:
             if each["program"] != program:
                 continue
-            body = json.dumps(each["body"]).replace("call_NAME_", f"call_{episode._name}_")
+            body = json.dumps(each["body"]).replace("_NAME_", f"_{episode._name}_")
             url = episode.anthropic_url + each["path"]
             async with made.client.post(url, data=body, headers=headers) as response:
                 text = await response.text()
@@ -107,14 +107,16 @@ async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> No
         for number in range(2):
             async with made.client.post(url, json=body, headers=key) as response:
                 answer = await response.json()
-                assert (response.status, answer["id"]) == (200, f"resp_{number}"), answer
+                assert (response.status, answer["id"]) == (200, f"resp_{episode._name}_{number}"), (
+                    answer
+                )
             body = {**body, "input": "And now?", "previous_response_id": answer["id"]}
         (trajectory,) = episode.trajectories()
         assert [turn.text for turn in trajectory.turns] == ["Fine.", "Rain."]
         body["instructions"] = "Be brief."
         async with made.client.post(url, json=body, headers=key) as response:
             assert response.status == 200
-        earlier = episode.recall(2)
+        earlier = episode.recall(f"{episode._name}_2")
         assert earlier is not None
         roles = [message.role for message in earlier.messages]
         assert roles == ["system", *["user", "assistant"] * 2, "user"]
@@ -125,7 +127,9 @@ async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> No
     ("body", "remedy"),
     [
         ({"input": "x", "previous_response_id": "resp_7"}, "send the items"),
+        ({"input": "x", "previous_response_id": "resp_" + "9" * 5000}, "send the items"),
         ({"input": [{"type": "item_reference", "id": "rs_7"}]}, "store: false"),
+        ({"input": [{"type": "item_reference", "id": "fc"}]}, "store: false"),
         ({"input": [{"type": "item_reference", "id": "other_0"}]}, "store: false"),
     ],
 )
