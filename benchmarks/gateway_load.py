@@ -1,6 +1,6 @@
 """The gateway under load: latency that it adds, holds of its loops, memory of the driver.
 
-    python -m benchmarks.gateway_load [--conversations 500] [--turns 10] [--words 150] [--write]
+    python -m benchmarks.gateway_load [--conversations 500] [--turns 10] [--words 40] [--write]
 
 Harnesses in another process hold conversations with stub engines, which answer after ENGINE_S. One
 conversation in LONG_SHARE is LONG_FACTOR times longer. Of the requests, one in twenty each is left
@@ -50,7 +50,7 @@ T = TypeVar("T")
 HEADING = "## Under load"
 PAGE = Path(__file__).parents[1] / "docs/gateway.md"
 ENGINE_S = 1.0
-LENGTH = 256  # tokens of an answer
+LENGTH = 128  # tokens of an answer
 LONG_SHARE, LONG_FACTOR = 25, 20
 FAULT_SHARE = 0.05
 RAMP_S = 10.0  # within which the conversations begin
@@ -256,7 +256,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--words", type=int, default=150, help="numbers in a message of the user")
+    parser.add_argument("--words", type=int, default=40, help="numbers in a message of the user")
     for hidden in ("--harness", "--idle"):
         parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -153,12 +153,16 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class MessageNode:
-    """A message in the tree; the root has none."""
+    """A message in the tree; the root has none.
+
+    ``num_requests``: those in progress that end with it.
+    """
 
     message: Message | None
     parent: MessageNode | None
     answered: Answered | None = None
     children: dict[tuple[object, ...], list[MessageNode]] = field(default_factory=dict)
+    num_requests: int = 0
 
     def child(self, message: Message) -> MessageNode | None:
         """Return the child for a message of a request, or None.
@@ -180,10 +184,15 @@ class MessageNode:
         self.children.setdefault(message.key, []).append(node)
         return node
 
-    def detach(self) -> None:
-        """Remove the message, with those after it, from the tree."""
-        assert self.parent is not None and self.message is not None
-        self.parent.children[self.message.key].remove(self)
+    def detach(self) -> MessageNode:
+        """Remove the message, with those after it, from the tree; return its parent."""
+        parent, self.parent = self.parent, None
+        assert parent is not None and self.message is not None
+        known = parent.children[self.message.key]
+        known.remove(self)
+        if not known:
+            del parent.children[self.message.key]
+        return parent
 
     def answers(self) -> list[MessageNode]:
         """Return the answers that were given here to the messages up to this one."""
@@ -269,6 +278,7 @@ class Conversation:
         # By tools, which are at the beginning of the prompt.
         self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
+        self._released: list[MessageNode] = []  # ends of requests that may be forgotten
 
     def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> RequestPlan:
         """Return the input for a request.
@@ -277,6 +287,7 @@ class Conversation:
             DataError: the template rejects the messages.
             TooLong: their text is far beyond the context; it is not tokenised.
         """
+        self._forget_unanswered()
         tools_key = json.dumps(tools) if tools else ""
         others = tools_key not in self._roots and bool(self._roots)
         node = self._roots.setdefault(tools_key, MessageNode(None, None))
@@ -316,6 +327,26 @@ class Conversation:
             cause = "its tools differ from those of earlier requests"
         return self._request_plan(node, text, None, text, cause, tools)
 
+    def hold(self, plan: RequestPlan) -> None:
+        """Keep the messages of a request until ``release``, also those without an answer."""
+        plan.node.num_requests += 1
+
+    def release(self, plan: RequestPlan) -> None:
+        """Let the next plan forget the messages of a request if they have no answer.
+
+        Requests that are refused or left would fill the memory otherwise.
+        """
+        plan.node.num_requests -= 1
+        self._released.append(plan.node)
+
+    def _forget_unanswered(self) -> None:
+        while self._released:
+            node = self._released.pop()
+            while node.parent and not (node.children or node.num_requests or node.answered):
+                node = node.detach()
+        for key in [key for key, root in self._roots.items() if not root.children]:
+            del self._roots[key]
+
     def add(
         self,
         plan: RequestPlan,
@@ -347,7 +378,7 @@ class Conversation:
         line = answered.line
         if node.children or len(line) != answered.length:
             return False
-        node.detach()
+        self._released.append(node.detach())
         if answered.before is None:
             self._lines.remove(line)
         else:
@@ -431,4 +462,5 @@ class Conversation:
         """Return the input of a request with ``text``, of which ``rest`` follows the base."""
         added_ids = self._template.encode(rest) if rest else IntColumn()
         is_open = text.rstrip().endswith(THINK)
+        self._released.append(node)  # unless ``hold`` keeps it
         return RequestPlan(node, Beginning.of(text), is_open, base, added_ids, cause, bool(tools))

@@ -182,9 +182,21 @@ class OpenEpisode:
         self._refuse_ended()
         async with self._changing:
             plan, repeated = await run_aside(lambda: self._plan(request), num_bytes=request.size)
-        if is_repeated and repeated is not None:
-            await self._before_recording(before_recording, repeated, request)
-            return repeated
+            self._conversation.hold(plan)
+        try:
+            if is_repeated and repeated is not None:
+                await self._before_recording(before_recording, repeated, request)
+                return repeated
+            return await self._answer(plan, request, before_recording)
+        finally:
+            self._conversation.release(plan)
+
+    async def _answer(
+        self,
+        plan: RequestPlan,
+        request: ChatRequest,
+        before_recording: Callable[[Completion], object],
+    ) -> Completion:
         limit = self._admit(request)
         number = next(self._numbers)
         longest = self._sampling.max_context_len
@@ -351,7 +363,8 @@ class OpenEpisode:
             template.check_length([text], longest)
             return len(template.encode(text))
 
-        return await run_aside(lambda: self._render(request, count), num_bytes=request.size)
+        async with self._changing:  # one at a time, or an episode could keep all threads busy
+            return await run_aside(lambda: self._render(request, count), num_bytes=request.size)
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""

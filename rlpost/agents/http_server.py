@@ -13,6 +13,7 @@ import functools
 import hmac
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ the policy may let it send requests."""
 MAX_CONTAINERS = 1_000_000
 """Brackets in a body: Python takes up to 60 bytes for each, before a body can be refused."""
 UNAUTHORIZED = 401
+MAX_CONNECTIONS = 256
+"""Of one episode; each is a descriptor of the driver's process."""
 KEEP_ALIVE_S = 10.0
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
@@ -104,6 +107,9 @@ class _Routes:
         self._seen_overridden: set[str] = set()
         self._seen_dropped: set[str] = set()
         self._pending = Counter[str]()  # bytes of bodies, by the key of their episode
+        self._connections = weakref.WeakKeyDictionary[
+            OpenEpisode, weakref.WeakSet[asyncio.Transport]
+        ]()
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
@@ -179,9 +185,23 @@ class _Routes:
             # aiohttp decodes bytes above 127 to surrogates.
             sent = key.encode("utf-8", "surrogateescape")
             if episode is not None and hmac.compare_digest(episode.api_key.encode(), sent):
-                admit(request)
+                self._admit(request, episode)
                 return episode
         raise BadRequest("the key belongs to no open episode", status=401, code="invalid_api_key")
+
+    def _admit(self, request: web.Request, episode: OpenEpisode) -> None:
+        """Let the connection of an episode stay. Raises BadRequest (429) if it has too many."""
+        transport = request.transport
+        if transport is None:
+            return
+        known = self._connections.setdefault(episode, weakref.WeakSet())
+        if transport not in known:
+            if sum(not each.is_closing() for each in known) >= MAX_CONNECTIONS:
+                raise BadRequest(
+                    f"the episode has {MAX_CONNECTIONS} connections; close some", status=429
+                )
+            known.add(transport)
+        admit(request)
 
     def _headers(self, asked: ChatRequest) -> dict[str, str]:
         for field in set(asked.overridden) - self._seen_overridden:

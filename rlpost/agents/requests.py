@@ -11,7 +11,7 @@ from rlpost.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
-MAX_CHOICES, MAX_STOPS = 64, 16
+MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS = 64, 16, 1000
 MESSAGE_CHARS = 40  # of JSON around a text
 TOKEN_CHARS, LOGPROB_CHARS = 4, 100  # of JSON in an answer, a token
 
