@@ -98,7 +98,7 @@ class ChatTemplate:
         if longest is None or sum(map(len, texts)) <= LONG_TEXT * longest:
             return
         if self.exceeds(texts, longest):
-            raise TooLong("the request is too long")
+            raise TooLong(f"more than {longest} tokens")
 
     def exceeds(self, texts: Iterable[str], limit: int) -> bool:
         """Whether texts have more than ``limit`` tokens.

@@ -201,7 +201,7 @@ class OpenEpisode:
         number = next(self._numbers)
         longest = self._sampling.max_context_len
         if longest is not None and plan.num_tokens >= longest:
-            raise self._too_long(f"the messages have {plan.num_tokens} tokens", longest)
+            raise self._too_long(f"{plan.num_tokens} tokens > {longest - 1} maximum", longest)
         self._num_in_flight += request.n
         writing = [
             asyncio.ensure_future(self._write(plan, request, number, limit))
@@ -327,7 +327,7 @@ class OpenEpisode:
             # Before the texts are rendered. A message has at least one token.
             template.check_length(request.written_texts(), longest)
             if longest is not None and len(request.messages) > longest:
-                raise TooLong(f"the request has {len(request.messages)} messages")
+                raise TooLong(f"{len(request.messages)} messages")
             return render(request.messages, request.tools)
         except TooLong as error:
             assert longest is not None
@@ -336,9 +336,11 @@ class OpenEpisode:
             raise BadRequest(str(error), param="messages") from error
 
     def _too_long(self, what: str, longest: int) -> BadRequest:
+        # Claude Code and LiteLLM know a full context by these words, and shorten it then.
         return self._limited(
             "context",
-            f"{what}; the context of this model holds {longest} with the answer",
+            f"prompt is too long: {what}; this model's maximum context length is {longest} tokens "
+            "with the answer",
             code="context_length_exceeded",
         )
 

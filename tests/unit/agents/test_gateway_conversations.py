@@ -390,6 +390,8 @@ async def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
         with pytest.raises(BadRequest) as refused:
             await talk.ask([*messages, MORE])
         assert refused.value.code == "context_length_exceeded"
+        for words in ("prompt is too long: ", "this model's maximum context length is 60 tokens"):
+            assert words in str(refused.value)
     assert len(talk.episode.trajectories()[0].token_ids) == 60
     assert talk.episode.limit_reached == "context"
 
