@@ -17,7 +17,7 @@ SMALLEST_BOUND = 4 << 20
 """Bytes of a body that are read whatever the context is."""
 UNREAD_TOKENS = 6
 """Engines refuse an input that leaves no more of their context (``max_req_input_len`` in SGLang's
-``managers/tp_worker.py``, 0.5.23: context - 1 - 5)."""
+``managers/tp_worker.py``, 0.5.21: context - 1 - 5)."""
 BYTES_PER_TOKEN = 16
 """Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
 
