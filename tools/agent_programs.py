@@ -257,19 +257,19 @@ def shorten(value: Any, home: str, key: str = "") -> Any:
 async def observe(program: Program, model: str, folder: Path, recorder: Recorder) -> Seen:
     """Run one program with a gateway of its own."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        async with setup(model) as made:
-            made.sampled.write = script(program, recorder.bodies)
-            made.gateway.policy.context_length = CONTEXT
+        async with setup(model) as serving:
+            serving.sampled.write = script(program, recorder.bodies)
+            serving.gateway.policy.context_length = CONTEXT
             sampling = SamplingParams(max_new_tokens=4000)
-            async with await made.gateway.open(
-                PROMPT, sampling, connection=made.connection
+            async with await serving.gateway.open(
+                PROMPT, sampling, connection=serving.connection
             ) as episode:
                 output = await run_program(program, episode, folder, Path(home))
                 recorder.bodies[:] = [shorten(each, home) for each in recorder.bodies]
                 trajectories = episode.trajectories()
     fault = ""
     try:
-        check(trajectories, made.sampled)
+        check(trajectories, serving.sampled)
     except AssertionError as error:
         fault = f"not exact: {error}"
     task, side = split_side_requests(trajectories)
