@@ -8,9 +8,9 @@ and sent again, is sent twice at once, and is repeated after its answer with the
 that lost it. The rest of a conversation continues one of the answers.
 
 The latency is that of answered requests, less ENGINE_S. A hold is the delay of a callback every 5
-ms in the loop of the gateway and in that of the driver: in wall time, which other processes of the
-machine lengthen, and in processor time of the loop's thread. An idle process shows what the machine
-alone adds. --write puts the table into docs/gateway.md.
+ms in the loop of the gateway and in that of the driver; other processes of the machine lengthen it,
+and an idle process shows by how much. What one request holds is the longest callback of a loop, in
+processor time of its thread. --write puts the table into docs/gateway.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable
 from concurrent.futures import Future
 from pathlib import Path
@@ -52,6 +53,7 @@ ENGINE_S = 1.0
 LENGTH = 128  # tokens of an answer
 LONG_SHARE, LONG_FACTOR = 25, 20
 FAULT_SHARE = 0.05
+COLLECTION = "collection"
 RAMP_S = 10.0  # within which the conversations begin
 
 
@@ -144,6 +146,35 @@ class WatchedGateway(Gateway):
         return result, sampler.lags()
 
 
+def time_callbacks() -> dict[str, float]:
+    """Return the longest callback of each thread's loop, by the thread's name, from now on.
+
+    In seconds of the thread's processor time, without garbage collections, whose longest has the
+    name COLLECTION: they are of all objects, and run in the thread that happens to allocate.
+    """
+    longest = defaultdict[str, float](float)
+    run, thread = asyncio.Handle._run, threading.local()
+
+    def collect(phase: str, _: object) -> None:
+        if phase == "start":
+            thread.began = time.thread_time()
+        else:
+            seconds = time.thread_time() - thread.began
+            thread.collecting = getattr(thread, "collecting", 0.0) + seconds
+            longest[COLLECTION] = max(longest[COLLECTION], seconds)
+
+    def timed(handle: asyncio.Handle) -> None:
+        began, thread.collecting = time.thread_time(), 0.0
+        run(handle)
+        seconds = time.thread_time() - began - thread.collecting
+        name = threading.current_thread().name
+        longest[name] = max(longest[name], seconds)
+
+    gc.callbacks.append(collect)
+    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    return longest
+
+
 def memory_mb(field: str = "VmRSS") -> float:
     """Return the memory of this process; VmHWM is its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -198,11 +229,11 @@ async def measure(options: argparse.Namespace) -> list[str]:
             addresses = [(each.base_url, each.api_key) for each in episodes]
             gc.collect()
             start_mb = memory_mb()
-            began = time.perf_counter()
+            began, longest = time.perf_counter(), time_callbacks()
             order = [options.turns, options.words, addresses]
             harness = driver.during(run_harness(order))
             (latencies, counts, idle_s), lags = await gateway.lags_during(harness)
-            seconds = time.perf_counter() - began
+            seconds, longest = time.perf_counter() - began, dict(longest)
             num_trained = check_trained(episodes, counts)
             for episode in episodes:
                 await episode.close()
@@ -218,9 +249,15 @@ async def measure(options: argparse.Namespace) -> list[str]:
         ["answered requests (left, sent twice, repeated)", _counts(counts)],
         ["turns trained, each answered request once", f"{num_trained:,}"],
         ["added latency, p50 / p95 / p99 / max", _milliseconds(added)],
-        _row("the gateway's loop", lags),
-        _row("the driver's loop", driver.lags()),
-        ["longest hold of an idle process beside it", f"{1000 * idle_s:.0f} ms"],
+        [
+            "longest callback of the gateway's loop / the driver's / garbage collection",
+            _milliseconds([longest[name] for name in ("rlpost-gateway", "MainThread", COLLECTION)]),
+        ],
+        *(
+            [f"hold of {name}, p99.9 / longest", _milliseconds([each.p999, each.most])]
+            for name, each in (("the gateway's loop", lags), ("the driver's", driver.lags()))
+        ),
+        ["longest hold of an idle process beside it", _milliseconds([idle_s])],
         [
             "driver's memory at start / peak / end",
             f"{start_mb:.0f} / {memory_mb('VmHWM'):.0f} / {end_mb:.0f} MB",
@@ -230,7 +267,7 @@ async def measure(options: argparse.Namespace) -> list[str]:
     return [
         f"`python -m benchmarks.gateway_load --write`; {machine()}; {options.conversations} conversations of "
         f"{options.turns} turns in {seconds:.0f} s, {LENGTH} tokens an answer, engines that answer after "
-        f"{ENGINE_S:.0f} s. Holds in wall time, and in processor time of the loop's thread.",
+        f"{ENGINE_S:.0f} s. Callbacks in processor time of the loop's thread, holds in wall time.",
         "",
         *table(["", "seen"], rows),
     ]
@@ -243,11 +280,6 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _milliseconds(seconds: list[float]) -> str:
     return " / ".join(f"{1000 * each:,.0f}" for each in seconds) + " ms"
-
-
-def _row(name: str, lags: Lags) -> list[str]:
-    wall, own = _milliseconds([lags.p999, lags.most]), _milliseconds([lags.own_p999, lags.own_most])
-    return [f"holds of {name}, p99.9 / longest", f"{wall}; {own} of processor time"]
 
 
 def main() -> int:
