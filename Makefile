@@ -11,7 +11,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install clients system assets quickstart test test-fast test-gpu test-gpu-packages test-slurm mutants lint format hooks lock jobs docs docs-site clean
+.PHONY: help install clients system assets quickstart test test-fast test-gpu test-gpu-packages test-slurm test-programs mutants lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -46,6 +46,9 @@ test-gpu: install  ## every check that needs a GPU, and an answer for each
 test-gpu-packages:  ## the packages of the GPU lock, without a GPU: 9 GB, 10 minutes
 	@tools/gpu_packages.sh
 
+test-programs: install  ## agents of npm (Claude Code, Codex, qwen-code, opencode) against the gateway; 1.1 GB, a minute
+	$(BIN)/python -m tools.agent_programs
+
 mutants: install assets  ## mutation testing of six modules, half an hour on two idle cores
 	@tools/mutants.sh $(VENV)
 
@@ -74,4 +77,4 @@ hooks: install  ## style and types before each commit
 	$(BIN)/pre-commit install
 
 clean:  ## forget the environment and what was made (runs/ stays)
-	rm -rf $(VENV) .venv-clients .venv-mutants .venv-gpu-packages mutants assets build dist *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-programs .venv-mutants .venv-gpu-packages mutants assets build dist *.egg-info

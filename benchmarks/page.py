@@ -35,24 +35,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
-def show(heading: str, lines: Sequence[str], *, write: bool) -> None:
-    """Print a section; with ``write`` also put it into docs/benchmarks.md."""
+def show(heading: str, lines: Sequence[str], *, write: bool, page: Path = PAGE) -> None:
+    """Print a section; with ``write`` also put it into a page."""
     section = "\n".join([heading, "", *lines, ""])
     print(section)
     if write:
-        _put_section(heading, section)
+        _put_section(heading, section, page)
 
 
-def _put_section(heading: str, section: str) -> None:
+def _put_section(heading: str, section: str, page: Path) -> None:
     """Replace the section with this heading, or append it to the page.
 
     Subsections stay: they have figures that no program measures any more.
     """
-    text = PAGE.read_text() if PAGE.exists() else "# Benchmarks\n"
+    text = page.read_text() if page.exists() else "# Benchmarks\n"
     before, found, rest = text.partition(heading + "\n")
     after = re.search(r"^###? ", rest, re.MULTILINE)
     tail = rest[after.start() :] if found and after else ""
-    with tempfile.NamedTemporaryFile("w", dir=PAGE.parent, delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", dir=page.parent, delete=False) as file:
         file.write(before.rstrip() + "\n\n" + section + ("\n" + tail if tail else ""))
     Path(file.name).chmod(0o644)
-    Path(file.name).replace(PAGE)
+    Path(file.name).replace(page)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +23,8 @@ from rlpost.agents.json_values import loads_strict
 Tools = Sequence[Tool]
 Format = Literal["qwen", "xml", "glm", "none"]
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+OPEN_KEY, CLOSE_VALUE = "<arg_key>", "</arg_value>"
+_GLM_BETWEEN = re.compile(r"</arg_key>\s*<arg_value>")
 # A value ends at its end mark, or where the next parameter or the end of the call is written.
 _XML_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)", re.DOTALL)
 _XML_ARGUMENT = re.compile(
@@ -79,8 +79,8 @@ def format_of(written: str) -> Format:
     """
     (call,) = PROBE_ANSWER.tool_calls
     for form, read in _READERS.items():
-        for found in _CALL.finditer(written):
-            parsed = read(found[1], PROBE_TOOLS)
+        for call_text in _between(written, OPEN_CALL, CLOSE_CALL):
+            parsed = read(call_text, PROBE_TOOLS)
             if parsed is not None and ToolCall("", parsed.name, parsed.arguments).key == call.key:
                 return form
     return "none"
@@ -99,16 +99,32 @@ def parse_answer(text: str, form: Format, tools: Tools, *, opens_thinking: bool 
     read = _READERS[form]
     valid: list[ParsedCall] = []
     invalid: list[str] = []
-    for match in _CALL.finditer(content):
-        call = read(match[1], tools)
+    for call_text in _between(content, OPEN_CALL, CLOSE_CALL):
+        call = read(call_text, tools)
         if call is None:
-            invalid.append(match[0])
+            invalid.append(f"{OPEN_CALL}{call_text}{CLOSE_CALL}")
         else:
             valid.append(call)
     if not valid:
         return Parsed(reasoning, content, ())
     before = content[: content.index(OPEN_CALL)].strip()
     return Parsed(reasoning, "\n".join(filter(None, (before, *invalid))), tuple(valid))
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[str]:
+    """Yield the texts between two marks.
+
+    Takes linear time: a regular expression would search for the missing end once for each of the
+    thousands of marks that a policy may repeat, and it holds the interpreter meanwhile.
+    """
+    end = 0
+    while (start := text.find(opening, end)) >= 0:
+        start += len(opening)
+        end = text.find(closing, start)
+        if end < 0:
+            return
+        yield text[start:end]
+        end += len(closing)
 
 
 def split_reasoning(text: str, *, opens_thinking: bool = False) -> tuple[str, str]:
@@ -141,17 +157,28 @@ def _qwen_call(text: str, tools: Tools) -> ParsedCall | None:
 
 def _glm_call(text: str, tools: Tools) -> ParsedCall | None:
     """Parse a name, then keys and values between marks; the schema names the string values."""
-    name, _, rest = text.partition("<arg_key>")
+    name, _, rest = text.partition(OPEN_KEY)
     name = name.strip()
     if not name or "\n" in name:
         return None
     schemas = _parameters(name, tools)
     arguments: dict[str, object] = {}
-    for found in _GLM_ARGUMENT.finditer("<arg_key>" + rest):
-        key, value = found[1].strip(), found[2]
+    for key, value in _glm_arguments(OPEN_KEY + rest):
         is_text = allows_string(schemas.get(key), if_unknown=False)
         arguments[key] = value if is_text else _value(value)
     return _parsed(name, arguments)
+
+
+def _glm_arguments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield keys and values; in linear time, as ``_between``."""
+    end = 0
+    while (start := text.find(OPEN_KEY, end)) >= 0:
+        between = _GLM_BETWEEN.search(text, start)
+        end = -1 if between is None else text.find(CLOSE_VALUE, between.end())
+        if between is None or end < 0:
+            return
+        yield text[start + len(OPEN_KEY) : between.start()].strip(), text[between.end() : end]
+        end += len(CLOSE_VALUE)
 
 
 def _xml_call(text: str, tools: Tools) -> ParsedCall | None:

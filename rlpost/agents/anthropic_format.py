@@ -79,7 +79,7 @@ def message_body(reply: Reply) -> dict[str, Any]:
     completion = reply.completion
     choice = completion.choices[0]
     return {
-        "id": f"msg_{completion.number}",
+        "id": f"msg_{completion.id}",
         "type": "message",
         "role": "assistant",
         "model": reply.model,

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlpost.agents.aside import without_turn
 from rlpost.agents.chat_messages import Message
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, DataError
@@ -97,7 +98,7 @@ class ChatTemplate:
         if longest is None or sum(map(len, texts)) <= LONG_TEXT * longest:
             return
         if self.exceeds(texts, longest):
-            raise TooLong("the request is too long")
+            raise TooLong(f"more than {longest} tokens")
 
     def exceeds(self, texts: Iterable[str], limit: int) -> bool:
         """Whether texts have more than ``limit`` tokens.
@@ -115,7 +116,8 @@ class ChatTemplate:
 
     def encode(self, text: str) -> IntColumn:
         """Return the ids of a text; special tokens in it become their ids, and none is added."""
-        return IntColumn(self._tokenizer.encode(text, add_special_tokens=False))
+        with without_turn():
+            return IntColumn(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens, without any clean-up."""

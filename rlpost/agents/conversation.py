@@ -32,7 +32,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rlpost.agents.chat_messages import END_THINK, Message, Tool
+from rlpost.agents.chat_messages import END_THINK, THINK, Message, Tool
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
@@ -153,12 +153,16 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class MessageNode:
-    """A message in the tree; the root has none."""
+    """A message in the tree; the root has none.
+
+    ``num_requests``: those in progress that end with it.
+    """
 
     message: Message | None
     parent: MessageNode | None
     answered: Answered | None = None
     children: dict[tuple[object, ...], list[MessageNode]] = field(default_factory=dict)
+    num_requests: int = 0
 
     def child(self, message: Message) -> MessageNode | None:
         """Return the child for a message of a request, or None.
@@ -180,10 +184,15 @@ class MessageNode:
         self.children.setdefault(message.key, []).append(node)
         return node
 
-    def detach(self) -> None:
-        """Remove the message, with those after it, from the tree."""
-        assert self.parent is not None and self.message is not None
-        self.parent.children[self.message.key].remove(self)
+    def detach(self) -> MessageNode:
+        """Remove the message, with those after it, from the tree; return its parent."""
+        parent, self.parent = self.parent, None
+        assert parent is not None and self.message is not None
+        known = parent.children[self.message.key]
+        known.remove(self)
+        if not known:
+            del parent.children[self.message.key]
+        return parent
 
     def answers(self) -> list[MessageNode]:
         """Return the answers that were given here to the messages up to this one."""
@@ -205,14 +214,16 @@ class RequestPlan:
     """The input of one request.
 
     Attributes:
-        text: the template's text of all messages.
+        prompt: the template's text of all messages.
+        opens_thinking: that text ends inside a thought.
         base: the answer that is extended; None for a fresh input.
         added_ids: tokens after the base; all tokens of a fresh input.
         cause: why the answer begins another trajectory; empty if it extends one.
     """
 
     node: MessageNode
-    text: str
+    prompt: Beginning
+    opens_thinking: bool
     base: Answered | None
     added_ids: IntColumn
     cause: str
@@ -267,6 +278,7 @@ class Conversation:
         # By tools, which are at the beginning of the prompt.
         self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
+        self._released: list[MessageNode] = []  # ends of requests that may be forgotten
 
     def plan(self, messages: Sequence[Message], tools: Tools | None = None) -> RequestPlan:
         """Return the input for a request.
@@ -275,6 +287,7 @@ class Conversation:
             DataError: the template rejects the messages.
             TooLong: their text is far beyond the context; it is not tokenised.
         """
+        self._forget_unanswered()
         tools_key = json.dumps(tools) if tools else ""
         others = tools_key not in self._roots and bool(self._roots)
         node = self._roots.setdefault(tools_key, MessageNode(None, None))
@@ -306,13 +319,33 @@ class Conversation:
                 rewritten = place if rewritten is None else rewritten
                 continue
             cause = "" if len(base.line) == base.length else cause_of(nodes, first_new, rewritten)
-            return RequestPlan(node, text, base, self._encode(rest), cause, bool(tools))
+            return self._request_plan(node, text, base, rest, cause, tools)
         cause = cause_of(nodes, first_new, rewritten)
         if not self._lines:
             cause = FIRST
         elif others:
             cause = "its tools differ from those of earlier requests"
-        return RequestPlan(node, text, None, self._encode(text), cause, bool(tools))
+        return self._request_plan(node, text, None, text, cause, tools)
+
+    def hold(self, plan: RequestPlan) -> None:
+        """Keep the messages of a request until ``release``, also those without an answer."""
+        plan.node.num_requests += 1
+
+    def release(self, plan: RequestPlan) -> None:
+        """Let the next plan forget the messages of a request if they have no answer.
+
+        Requests that are refused or left would fill the memory otherwise.
+        """
+        plan.node.num_requests -= 1
+        self._released.append(plan.node)
+
+    def _forget_unanswered(self) -> None:
+        while self._released:
+            node = self._released.pop()
+            while node.parent and not (node.children or node.num_requests or node.answered):
+                node = node.detach()
+        for key in [key for key, root in self._roots.items() if not root.children]:
+            del self._roots[key]
 
     def add(
         self,
@@ -320,18 +353,19 @@ class Conversation:
         message: Message,
         sample: Sample,
         turn: AnsweredTurn,
+        *,
+        answer_text: str,
         stop_text: str,
     ) -> MessageNode:
         """Record an answer, and return its node.
 
         ``sample`` holds the whole line with the answer at its end, as a response builder returns
-        it; ``stop_text`` is the text of the stop token that ends it, or empty.
+        it; ``answer_text`` is the text of the answer's tokens without the stop token that ends it,
+        ``stop_text`` the text of that token, or empty.
         """
         line, before = self._extended(plan, sample)
         line.turns.append(turn)
-        ids = sample.response_ids[turn.start - len(sample.prompt_ids) :]
-        text = self._template.decode_all(ids[:-1] if stop_text else ids)
-        answered = Answered(line, len(line), before, Beginning.of(plan.text), text, stop_text)
+        answered = Answered(line, len(line), before, plan.prompt, answer_text, stop_text)
         return plan.node.added(message, answered)
 
     def remove(self, node: MessageNode) -> bool:
@@ -344,7 +378,7 @@ class Conversation:
         line = answered.line
         if node.children or len(line) != answered.length:
             return False
-        node.detach()
+        self._released.append(node.detach())
         if answered.before is None:
             self._lines.remove(line)
         else:
@@ -416,5 +450,17 @@ class Conversation:
             return None
         return rest.removeprefix(base.stop_text)
 
-    def _encode(self, text: str) -> IntColumn:
-        return self._template.encode(text) if text else IntColumn()
+    def _request_plan(
+        self,
+        node: MessageNode,
+        text: str,
+        base: Answered | None,
+        rest: str,
+        cause: str,
+        tools: Tools | None,
+    ) -> RequestPlan:
+        """Return the input of a request with ``text``, of which ``rest`` follows the base."""
+        added_ids = self._template.encode(rest) if rest else IntColumn()
+        is_open = text.rstrip().endswith(THINK)
+        self._released.append(node)  # unless ``hold`` keeps it
+        return RequestPlan(node, Beginning.of(text), is_open, base, added_ids, cause, bool(tools))

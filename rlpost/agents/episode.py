@@ -19,19 +19,19 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from rlpost.agents.answer_parsing import Parsed, parse_answer
-from rlpost.agents.chat_messages import THINK, BadRequest, Message, Tool, ToolCall
+from rlpost.agents.aside import run_aside
+from rlpost.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.agents.chat_template import TooLong
 from rlpost.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
-from rlpost.agents.policy import EpisodeLimits, Policy, largest_body, run_aside
+from rlpost.agents.policy import EpisodeLimits, Policy, largest_body
 from rlpost.agents.requests import (
-    AnswerEnd,
-    ChatChoice,
+    TOKEN_CHARS,
     ChatRequest,
     Completion,
     Earlier,
 )
-from rlpost.agents.trajectory import AnsweredTurn, Trajectory
+from rlpost.agents.trajectory import Trajectory
+from rlpost.agents.written_answer import WrittenAnswer, read_answer
 from rlpost.engines.connection import Connection, Halted
 from rlpost.errors import DataError, RolloutError
 from rlpost.rollout.answer_log import AnswerLog
@@ -48,23 +48,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """An answer before it is recorded; ``stop_text`` is the text of the token that ended it."""
-
-    choice: ChatChoice
-    sample: Sample
-    turn: AnsweredTurn
-    stop_text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Unread:
     """A recorded completion that no request has continued, with the nodes of its answers."""
 
     request: ChatRequest
     after: MessageNode
     completion: Completion
-    nodes: Mapping[MessageNode, _Written]
+    nodes: Mapping[MessageNode, WrittenAnswer]
 
 
 class OpenEpisode:
@@ -109,14 +99,13 @@ class OpenEpisode:
         self.is_closed = False
         # The same in every attempt, because a template may render ids of tool calls.
         name = f"{prompt.prompt_id} {index}".encode()
-        self._name = hashlib.blake2b(name, digest_size=4).hexdigest()
+        self._name = hashlib.blake2b(name, digest_size=8).hexdigest()
         self._limits, self._policy, self._connection = limits, policy, connection
         self._log = log
         # Each request has its own limit, because the builder's limit would count earlier turns too.
         self._turn_limit = sampling.max_new_tokens
         # The refusal of an engine would end the run, so the gateway refuses such a request itself.
-        contexts = [sampling.max_context_len, policy.context_length]
-        context = min((each for each in contexts if each is not None), default=None)
+        context = policy.longest(sampling.max_context_len)
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
@@ -130,7 +119,7 @@ class OpenEpisode:
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
         self._unread: dict[int, _Unread] = {}  # by number of the request
-        self._answered: dict[int, tuple[MessageNode, ChatRequest]] = {}  # without messages
+        self._answered: dict[str, tuple[MessageNode, ChatRequest]] = {}  # by id, without messages
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
         self.error: Exception | None = None
@@ -178,7 +167,6 @@ class OpenEpisode:
         *,
         before_recording: Callable[[Completion], object] = lambda _: None,
         is_repeated: bool = False,
-        is_large: bool = False,
     ) -> Completion:
         """Answer a request of the harness, and record the answer.
 
@@ -186,7 +174,6 @@ class OpenEpisode:
         not fail after it was recorded, or the harness would repeat a request that is trained.
         ``is_repeated``: the client says that it received no answer to this request; if one was
         recorded, it is returned again.
-        ``is_large``: it is rendered and tokenised in a thread, so that it holds no other request.
 
         Raises:
             BadRequest: it is refused: a limit, halted, closed, or rejected by the template.
@@ -194,16 +181,27 @@ class OpenEpisode:
         """
         self._refuse_ended()
         async with self._changing:
-            plan = await run_aside(lambda: self._plan(request), is_large=is_large)
-            self._forget_read(plan)
-        if is_repeated and (lost := self._lost(plan, request)) is not None:
-            before_recording(lost)
-            return lost
+            plan, repeated = await run_aside(lambda: self._plan(request), num_bytes=request.size)
+            self._conversation.hold(plan)
+        try:
+            if is_repeated and repeated is not None:
+                await self._before_recording(before_recording, repeated, request)
+                return repeated
+            return await self._answer(plan, request, before_recording)
+        finally:
+            self._conversation.release(plan)
+
+    async def _answer(
+        self,
+        plan: RequestPlan,
+        request: ChatRequest,
+        before_recording: Callable[[Completion], object],
+    ) -> Completion:
         limit = self._admit(request)
         number = next(self._numbers)
         longest = self._sampling.max_context_len
         if longest is not None and plan.num_tokens >= longest:
-            raise self._too_long(f"the messages have {plan.num_tokens} tokens", longest)
+            raise self._too_long(f"{plan.num_tokens} tokens > {longest - 1} maximum", longest)
         self._num_in_flight += request.n
         writing = [
             asyncio.ensure_future(self._write(plan, request, number, limit))
@@ -212,9 +210,9 @@ class OpenEpisode:
         try:
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
-            completion = Completion(number, choices, plan.num_tokens)
+            completion = Completion(f"{self._name}_{number}", number, choices, plan.num_tokens)
             async with self._changing:
-                before_recording(completion)
+                await self._before_recording(before_recording, completion, request)
                 self._record(plan, request, completion, answers)
         finally:
             self._num_in_flight -= request.n
@@ -232,7 +230,7 @@ class OpenEpisode:
             unread = self._unread.pop(completion.number, None)
             if unread is None:
                 return
-            self._answered.pop(completion.number, None)
+            self._answered.pop(completion.id, None)
             for node, answer in unread.nodes.items():
                 if self._conversation.remove(node):
                     self.num_requests -= 1
@@ -243,24 +241,29 @@ class OpenEpisode:
         plan: RequestPlan,
         request: ChatRequest,
         completion: Completion,
-        answers: Sequence[_Written],
+        answers: Sequence[WrittenAnswer],
     ) -> None:
         if self.is_closed:
             raise _closed()
         if plan.cause not in ("", FIRST):
             self._policy.log_once(f"an episode begins another trajectory: {plan.cause}")
         with self._lock:
-            nodes: dict[MessageNode, _Written] = {}
+            nodes: dict[MessageNode, WrittenAnswer] = {}
             for each in answers:
                 if each.turn.end > each.turn.start:
                     message = each.choice.message
                     node = self._conversation.add(
-                        plan, message, each.sample, each.turn, each.stop_text
+                        plan,
+                        message,
+                        each.sample,
+                        each.turn,
+                        answer_text=each.answer_text,
+                        stop_text=each.stop_text,
                     )
                     nodes[node] = each
             if nodes:
                 without = replace(request, messages=())
-                self._answered[completion.number] = next(iter(nodes)), without
+                self._answered[completion.id] = next(iter(nodes)), without
             self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
             self.num_requests += request.n
             self.num_tokens += completion.num_tokens
@@ -295,9 +298,18 @@ class OpenEpisode:
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest) -> RequestPlan:
-        """Return the input for a request. Raises BadRequest."""
-        return self._render(request, self._conversation.plan)
+    def _plan(self, request: ChatRequest) -> tuple[RequestPlan, Completion | None]:
+        """Return the input for a request, and its answer that was not read. Raises BadRequest."""
+        plan = self._render(request, self._conversation.plan)
+        self._forget_read(plan)
+        return plan, self._lost(plan, request)
+
+    @staticmethod
+    async def _before_recording(
+        act: Callable[[Completion], object], completion: Completion, request: ChatRequest
+    ) -> None:
+        size = completion.size(with_logprobs=request.with_logprobs)
+        await run_aside(lambda: act(completion), num_bytes=size)
 
     def _render(
         self,
@@ -315,7 +327,7 @@ class OpenEpisode:
             # Before the texts are rendered. A message has at least one token.
             template.check_length(request.written_texts(), longest)
             if longest is not None and len(request.messages) > longest:
-                raise TooLong(f"the request has {len(request.messages)} messages")
+                raise TooLong(f"{len(request.messages)} messages")
             return render(request.messages, request.tools)
         except TooLong as error:
             assert longest is not None
@@ -324,15 +336,17 @@ class OpenEpisode:
             raise BadRequest(str(error), param="messages") from error
 
     def _too_long(self, what: str, longest: int) -> BadRequest:
+        # Claude Code and LiteLLM know a full context by these words, and shorten it then.
         return self._limited(
             "context",
-            f"{what}; the context of this model holds {longest} with the answer",
+            f"prompt is too long: {what}; this model's maximum context length is {longest} tokens "
+            "with the answer",
             code="context_length_exceeded",
         )
 
-    def recall(self, number: int) -> Earlier | None:
-        """Return the first answer to the request with a number; None if it has none."""
-        node, request = self._answered.get(number, (None, None))
+    def recall(self, name: str) -> Earlier | None:
+        """Return the first answer of the completion with an id; None if there is none."""
+        node, request = self._answered.get(name, (None, None))
         if node is None or request is None:
             return None
         messages = [each.message for each in node.path() if each.message is not None]
@@ -342,11 +356,8 @@ class OpenEpisode:
         """Return the bytes of one token, for log-probs."""
         return self._policy.template.token_bytes(token_id)
 
-    async def count_tokens(self, request: ChatRequest, *, is_large: bool = False) -> int:
-        """Return the number of tokens of a request's input; ``is_large`` as for ``answer``.
-
-        Raises BadRequest.
-        """
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's input. Raises BadRequest."""
         template, longest = self._policy.template, self._sampling.max_context_len
 
         def count(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
@@ -354,7 +365,8 @@ class OpenEpisode:
             template.check_length([text], longest)
             return len(template.encode(text))
 
-        return await run_aside(lambda: self._render(request, count), is_large=is_large)
+        async with self._changing:  # one at a time, or an episode could keep all threads busy
+            return await run_aside(lambda: self._render(request, count), num_bytes=request.size)
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
@@ -374,7 +386,7 @@ class OpenEpisode:
 
     async def _write(
         self, plan: RequestPlan, request: ChatRequest, number: int, limit: int
-    ) -> _Written:
+    ) -> WrittenAnswer:
         """Generate one answer."""
         async with self._parallel:
             self._refuse_ended()  # while it waited
@@ -384,32 +396,21 @@ class OpenEpisode:
             builder = await self._exchange(
                 lambda: self._generate(plan, so_far, request.stop, limit)
             )
-        sample, start = builder.sample(), plan.num_tokens
-        own = sample.response_ids[start - len(sample.prompt_ids) :]
-        own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
-        stopped_at = builder.stopped_at
-        ended_by_token = isinstance(stopped_at, int) and len(own) > 0 and own[-1] == stopped_at
-        template = self._policy.template
-        text = builder.text
-        if self._policy.marks_are_special:
-            text = template.decode_all(own[:-1] if ended_by_token else own)
-            if isinstance(stopped_at, str) and stopped_at in text:
-                text = text[: text.rfind(stopped_at)]
-        message, ended_by = self._message(text, builder, plan, request)
-        turn = AnsweredTurn(
-            start=start,
-            end=start + len(own),
-            request=number,
-            text=text,
-            finish_reason=builder.finish_reason,
-            is_trained=True,
-            began_at=began_at,
-            ended_at=time.time(),
+        ended_at = time.time()
+        num_new = len(builder.prompt.token_ids) + builder.num_tokens - plan.num_tokens
+        call_ids = f"call_{self._name}_{next(self._answer_numbers)}"
+        return await run_aside(
+            lambda: read_answer(
+                builder,
+                plan,
+                request,
+                self._policy,
+                number=number,
+                call_ids=call_ids,
+                times=(began_at, ended_at),
+            ),
+            num_bytes=TOKEN_CHARS * num_new,
         )
-        stop_text = template.decode_all(own[-1:]) if ended_by_token else ""
-        stop = stopped_at if isinstance(stopped_at, str) else None
-        choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
-        return _Written(choice, sample, turn, stop_text)
 
     async def _generate(
         self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int
@@ -463,31 +464,6 @@ class OpenEpisode:
             if self.is_closed:
                 raise _closed() from None
             raise
-
-    def _message(
-        self, text: str, builder: ResponseBuilder, plan: RequestPlan, request: ChatRequest
-    ) -> tuple[Message, AnswerEnd]:
-        """Return the answer as a message, and how it ended."""
-        opens_thinking = plan.text.rstrip().endswith(THINK)
-        parsed = self._parsed(text, request, opens_thinking=opens_thinking)
-        answer = next(self._answer_numbers)
-        calls = tuple(
-            ToolCall(f"call_{self._name}_{answer}_{place}", each.name, each.arguments)
-            for place, each in enumerate(parsed.calls)
-        )
-        message = Message("assistant", parsed.content, parsed.reasoning, calls)
-        if calls:
-            return message, "tool_calls"
-        return message, "length" if builder.finish_reason == "length" else "stop"
-
-    def _parsed(self, text: str, request: ChatRequest, *, opens_thinking: bool) -> Parsed:
-        """Parse an answer. A parser that fails must not lose the turn, which stays a text."""
-        form = self._policy.format
-        try:
-            return parse_answer(text, form, request.tools, opens_thinking=opens_thinking)
-        except Exception:
-            logger.exception("an answer of %d characters could not be parsed", len(text))
-            return Parsed("", text, ())
 
 
 def _closed() -> BadRequest:

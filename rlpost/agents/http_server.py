@@ -13,19 +13,20 @@ import functools
 import hmac
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from aiohttp import web
 
 from rlpost.agents import anthropic_format, openai_format, responses_format
+from rlpost.agents.aside import run_aside
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.json_values import check_depth, dumps
 from rlpost.agents.listener import admit
-from rlpost.agents.policy import run_aside
 from rlpost.agents.requests import ChatRequest, Completion, Recall, Reply
 from rlpost.errors import RolloutError
 
@@ -37,8 +38,8 @@ the policy may let it send requests."""
 MAX_CONTAINERS = 1_000_000
 """Brackets in a body: Python takes up to 60 bytes for each, before a body can be refused."""
 UNAUTHORIZED = 401
-LARGE_BODY_BYTES = 64 << 10
-"""Larger ones are parsed, rendered and tokenised in a thread: that takes 10 ms and more."""
+MAX_CONNECTIONS = 256
+"""Of one episode; each is a descriptor of the driver's process."""
 KEEP_ALIVE_S = 10.0
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
@@ -106,13 +107,16 @@ class _Routes:
         self._seen_overridden: set[str] = set()
         self._seen_dropped: set[str] = set()
         self._pending = Counter[str]()  # bytes of bodies, by the key of their episode
+        self._connections = weakref.WeakKeyDictionary[
+            OpenEpisode, weakref.WeakSet[asyncio.Transport]
+        ]()
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked, is_large = await self._read(request, episode, api.read)
+            asked = await self._read(request, episode, api.read)
             contents: list[bytes] = []
 
             def write(completion: Completion) -> None:
@@ -127,9 +131,7 @@ class _Routes:
 
             is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
             answering = asyncio.ensure_future(
-                episode.answer(
-                    asked, before_recording=write, is_repeated=is_repeated, is_large=is_large
-                )
+                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
             )
             headers = self._headers(asked)
             try:
@@ -154,8 +156,7 @@ class _Routes:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
         read = functools.partial(anthropic_format.messages_request, needs_answer=False)
-        asked, is_large = await self._read(request, episode, read)
-        count = await episode.count_tokens(asked, is_large=is_large)
+        count = await episode.count_tokens(await self._read(request, episode, read))
         return _json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -184,9 +185,23 @@ class _Routes:
             # aiohttp decodes bytes above 127 to surrogates.
             sent = key.encode("utf-8", "surrogateescape")
             if episode is not None and hmac.compare_digest(episode.api_key.encode(), sent):
-                admit(request)
+                self._admit(request, episode)
                 return episode
         raise BadRequest("the key belongs to no open episode", status=401, code="invalid_api_key")
+
+    def _admit(self, request: web.Request, episode: OpenEpisode) -> None:
+        """Let the connection of an episode stay. Raises BadRequest (429) if it has too many."""
+        transport = request.transport
+        if transport is None:
+            return
+        known = self._connections.setdefault(episode, weakref.WeakSet())
+        if transport not in known:
+            if sum(not each.is_closing() for each in known) >= MAX_CONNECTIONS:
+                raise BadRequest(
+                    f"the episode has {MAX_CONNECTIONS} connections; close some", status=429
+                )
+            known.add(transport)
+        admit(request)
 
     def _headers(self, asked: ChatRequest) -> dict[str, str]:
         for field in set(asked.overridden) - self._seen_overridden:
@@ -225,14 +240,14 @@ class _Routes:
         request: web.Request,
         episode: OpenEpisode,
         convert: Callable[[Mapping[str, object], Recall], ChatRequest],
-    ) -> tuple[ChatRequest, bool]:
-        """Return the request of a body, and whether it is large. Raises BadRequest."""
+    ) -> ChatRequest:
+        """Return the request of a body. Raises BadRequest."""
         episode.check_size(request.content_length or 0)  # before it is read
         content = await self._content(request, episode)
         episode.check_size(len(content))
-        is_large = len(content) > LARGE_BODY_BYTES
-        asked = await run_aside(lambda: convert(_parse(content), episode.recall), is_large=is_large)
-        return asked, is_large
+        size = len(content)
+        asked = await run_aside(lambda: convert(_parse(content), episode.recall), num_bytes=size)
+        return replace(asked, size=max(size, asked.num_chars()))
 
 
 def _parse(content: bytes) -> Mapping[str, object]:

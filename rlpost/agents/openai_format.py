@@ -17,6 +17,7 @@ from rlpost.agents.chat_messages import (
 )
 from rlpost.agents.requests import (
     MAX_CHOICES,
+    MAX_STOP_CHARS,
     MAX_STOPS,
     ChatChoice,
     ChatRequest,
@@ -137,6 +138,9 @@ def stop_strings(given: object, field: str) -> tuple[str, ...]:
         raise BadRequest(f"{field} must be a string or a list of strings", param=field)
     if len(values) > MAX_STOPS:
         raise BadRequest(f"{field} may have {MAX_STOPS} strings", param=field)
+    # At each token an engine decodes as many tokens as the longest string has.
+    if any(len(one) > MAX_STOP_CHARS for one in values):
+        raise BadRequest(f"a string of {field} may have {MAX_STOP_CHARS} characters", param=field)
     return tuple(one for one in values if one)
 
 
@@ -177,7 +181,7 @@ def may_call_tools(choice: object) -> bool:
 
 def _head(reply: Reply, kind: str) -> dict[str, object]:
     return {
-        "id": f"chatcmpl-{reply.completion.number}",
+        "id": f"chatcmpl-{reply.completion.id}",
         "object": kind,
         "created": reply.created,
         "model": reply.model,

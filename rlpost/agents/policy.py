@@ -1,13 +1,10 @@
-"""What all episodes share: template and formats of the model, limits, large requests."""
+"""What all episodes share: template and formats of the model, limits."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rlpost.agents.answer_parsing import MARKS, PROBE_ANSWER, PROBE_TOOLS, format_of
 from rlpost.agents.chat_messages import BadRequest
@@ -18,9 +15,11 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BOUND = 4 << 20
 """Bytes of a body that are read whatever the context is."""
+UNREAD_TOKENS = 6
+"""Engines refuse an input that leaves no more of their context (``max_req_input_len`` in SGLang's
+``managers/tp_worker.py``, 0.5.21: context - 1 - 5)."""
 BYTES_PER_TOKEN = 16
 """Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,21 @@ class Policy:
     """Template, formats and limits of the model, shared by all episodes."""
 
     def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
-        """``context_length``: the engines refuse requests with more tokens, the answer included."""
+        """``context_length``: that of the engines."""
         self.template, self.context_length = template, context_length
         self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
         logger.info("format of tool calls in the chat template: %s", self.format)
         self._logged: set[str] = set()
         # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)
+
+    def longest(self, max_context_len: int | None) -> int | None:
+        """Return the bound on a request with its answer, in tokens.
+
+        An input below it is accepted by the engines, also one that an abort has left incomplete.
+        """
+        context = None if self.context_length is None else self.context_length - UNREAD_TOKENS
+        return min((each for each in (max_context_len, context) if each is not None), default=None)
 
     def log_once(self, text: str) -> None:
         """Log a message of harnesses, unless one that differs only in numbers was logged."""
@@ -72,20 +79,3 @@ class Policy:
 def largest_body(longest: int) -> int:
     """Return the bound on a body in bytes, for a context of ``longest`` tokens."""
     return max(SMALLEST_BOUND, BYTES_PER_TOKEN * longest)
-
-
-async def run_aside(work: Callable[[], T], *, is_large: bool) -> T:
-    """Run ``work``, in a thread if it is large. When cancelled, waits until it has ended."""
-    if not is_large:
-        return work()
-    ending = asyncio.get_running_loop().run_in_executor(None, work)
-    cancelled: asyncio.CancelledError | None = None
-    while not ending.done():
-        try:
-            await asyncio.wait([ending])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        ending.exception()  # retrieved, so that it is not logged
-        raise cancelled
-    return ending.result()

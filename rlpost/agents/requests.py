@@ -11,7 +11,9 @@ from rlpost.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.columns import FloatColumn, IntColumn
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
-MAX_CHOICES, MAX_STOPS = 64, 16
+MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS = 64, 16, 1000
+MESSAGE_CHARS = 40  # of JSON around a text
+TOKEN_CHARS, LOGPROB_CHARS = 4, 100  # of JSON in an answer, a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class ChatRequest:
         dropped_tools: kinds of tools that the server would run; the model does not see them.
         namespaces: the namespace of each function that is in one.
         has_instructions: the first message is not part of the conversation, but of this request.
+        size: bytes of its body, or characters of its messages if it refers to earlier ones.
     """
 
     messages: tuple[Message, ...]
@@ -41,6 +44,17 @@ class ChatRequest:
     dropped_tools: tuple[str, ...] = ()
     namespaces: Mapping[str, str] = field(default_factory=dict)
     has_instructions: bool = False
+    size: int = field(default=0, compare=False)
+
+    def num_chars(self) -> int:
+        """Return the characters of its messages, about as in a body that holds them all."""
+        return sum(
+            MESSAGE_CHARS
+            + len(message.content)
+            + len(message.reasoning)
+            + sum(len(call.arguments) for call in message.tool_calls)
+            for message in self.messages
+        )
 
     def written_texts(self) -> list[str]:
         """Return the texts that every chat template writes: all but reasoning, which it may drop.
@@ -70,20 +84,22 @@ class Earlier:
         return (*self.messages[int(leave_out) :], self.answer)
 
 
-Recall = Callable[[int], Earlier | None]
-"""Returns the answer to the request with a number; None if the episode has none."""
+Recall = Callable[[str], Earlier | None]
+"""Returns the answer of a completion with an id; None if the episode has none."""
 
 
-def recall_nothing(number: int) -> None:
+def recall_nothing(name: str) -> None:
     """Refer to no answer; the default of the readers of requests."""
 
 
 def recalled(name: object, prefix: str, recall: Recall, *, field: str, remedy: str) -> Earlier:
-    """Return the answer whose id is ``PREFIX_NUMBER``. Raises BadRequest."""
-    head, _, number = str(name).partition("_")
-    earlier = recall(int(number)) if head == prefix and number.isdecimal() else None
+    """Return the answer whose id is ``PREFIX_ID``. Raises BadRequest."""
+    head, _, rest = str(name).partition("_")
+    earlier = recall(rest) if head == prefix else None
     if earlier is None:
-        raise BadRequest(f"{field} {name!r} is no answer of this episode; {remedy}", param=field)
+        raise BadRequest(
+            f"{field} {str(name)[:80]!r} is no answer of this episode; {remedy}", param=field
+        )
     return earlier
 
 
@@ -100,8 +116,13 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers to a request; ``number`` counts the requests of the episode."""
+    """The answers to a request.
 
+    ``number`` counts the requests of the episode. ``id`` is ``EPISODE_NUMBER``: unique in the run
+    among training episodes, the same in each attempt.
+    """
+
+    id: str
     number: int
     choices: tuple[ChatChoice, ...]
     num_prompt_tokens: int
@@ -110,6 +131,10 @@ class Completion:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    def size(self, *, with_logprobs: bool) -> int:
+        """Return about how many bytes its JSON has."""
+        return self.num_tokens * (LOGPROB_CHARS if with_logprobs else TOKEN_CHARS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def response_body(reply: Reply) -> dict[str, Any]:
     is_truncated = choice.ended_by == "length"
     prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
     return {
-        "id": f"resp_{completion.number}",
+        "id": f"resp_{completion.id}",
         "object": "response",
         "created_at": reply.created,
         "status": "incomplete" if is_truncated else "completed",
@@ -154,14 +154,14 @@ def _answer_items(reply: Reply) -> list[dict[str, object]]:
     """Return an answer as items; a call of a function in a namespace names it."""
     choice, namespaces = reply.completion.choices[0], reply.request.namespaces
     status = "incomplete" if choice.ended_by == "length" else "completed"
-    items = _items(choice.message, reply.completion.number, status)
+    items = _items(choice.message, reply.completion.id, status)
     for item in items:
         if str(item.get("name")) in namespaces:
             item["namespace"] = namespaces[str(item["name"])]
     return items
 
 
-def _items(message: Message, number: int, status: str) -> list[dict[str, object]]:
+def _items(message: Message, name: str, status: str) -> list[dict[str, object]]:
     """Return an answer as items: reasoning, text, calls."""
     items = list[dict[str, object]]()
     if message.reasoning:
@@ -169,7 +169,7 @@ def _items(message: Message, number: int, status: str) -> list[dict[str, object]
         items.append(
             {
                 "type": "reasoning",
-                "id": f"rs_{number}",
+                "id": f"rs_{name}",
                 "status": status,
                 "summary": [],
                 "content": [thought],
@@ -180,7 +180,7 @@ def _items(message: Message, number: int, status: str) -> list[dict[str, object]
         items.append(
             {
                 "type": "message",
-                "id": f"msg_{number}",
+                "id": f"msg_{name}",
                 "status": status,
                 "role": "assistant",
                 "content": [text],
@@ -190,7 +190,7 @@ def _items(message: Message, number: int, status: str) -> list[dict[str, object]
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{number}_{place}",
+                "id": f"fc_{name}_{place}",
                 "status": status,
                 "call_id": call.id,
                 "name": call.name,
@@ -225,12 +225,12 @@ def _messages(raw_input: object, recall: Recall) -> list[Message]:
 
 def _referenced(name: object, where: str, recall: Recall) -> Mapping[str, Any]:
     """Return the item of an answer that has this id. Raises BadRequest."""
-    kind, _, rest = str(name).partition("_")
-    number = rest.partition("_")[0]
+    kind, *rest = str(name).split("_")
+    answer = "_".join(rest[:2])
     remedy = "send the items themselves (store: false)"
     if kind in ("rs", "msg", "fc"):
-        earlier = recalled(f"resp_{number}", "resp", recall, field=where, remedy=remedy)
-        for item in _items(earlier.answer, int(number), "completed"):
+        earlier = recalled(f"resp_{answer}", "resp", recall, field=where, remedy=remedy)
+        for item in _items(earlier.answer, answer, "completed"):
             if item["id"] == name:
                 return item
     raise BadRequest(f"{where} {name!r} is no item of this episode; {remedy}", param=where)

@@ -321,6 +321,33 @@ def _shortest(value: Any, kind: Any) -> Any:
     return _shortest(value, kind.value_type) if isinstance(value, float) else value
 
 
+def _text_columns(path: Path) -> list[str]:
+    """Return the columns of a Parquet file that hold texts or bytes.
+
+    Without nested ones, which Arrow cannot read as dictionaries of several row groups.
+    """
+    from pyarrow import parquet
+
+    schema = parquet.read_metadata(path).schema
+    columns = (schema.column(index) for index in range(len(schema)))
+    texts = (column.path for column in columns if column.physical_type == "BYTE_ARRAY")
+    return [name for name in texts if "." not in name]
+
+
+def _num_bytes(values: Any) -> int:
+    """Return the bytes of a column in which each text of a dictionary is a copy."""
+    from pyarrow import compute, types
+
+    if not types.is_dictionary(values.type):
+        return int(values.nbytes)
+    kind = values.type.value_type
+    is_text = types.is_string(kind) or types.is_binary(kind)
+    if not (is_text or types.is_large_string(kind) or types.is_large_binary(kind)):
+        return int(values.nbytes)  # of numbers
+    lengths = compute.binary_length(values.dictionary)
+    return compute.sum(lengths.take(values.indices)).as_py() or 0
+
+
 def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
     """Convert Parquet to JSON Lines in an unnamed temporary file; bytes are UTF-8, dates become text."""
     try:
@@ -329,8 +356,11 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        # Buffered columns without pre-reading, to avoid a whole row group in memory.
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as source:
+        # Buffered columns without pre-reading, to avoid a whole row group in memory; dictionaries,
+        # because each reference to a long text would become a copy before its size is known.
+        with parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=_text_columns(path)
+        ) as source:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
             counts = Counter(name for name in names if kept is None or name in kept)
@@ -346,7 +376,7 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
             left = max(MAX_EXPANSION * path.stat().st_size, MIN_BOUND)
             number = 0
             for batch in source.iter_batches(BATCH_ROWS, columns=kept):
-                if batch.nbytes > left:
+                if sum(map(_num_bytes, batch.columns)) > left:
                     raise _too_large(path)
                 for row in batch.to_pylist():
                     number += 1

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.agents.answer_parsing import PROBE_ANSWER, PROBE_TOOLS, format_of, parse_answer
+from rlpost.agents.answer_parsing import (
+    PROBE_ANSWER,
+    PROBE_TOOLS,
+    Format,
+    format_of,
+    parse_answer,
+)
 from rlpost.agents.chat_messages import Message, ToolCall
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.json_values import dumps
@@ -64,6 +70,18 @@ def test_any_text_with_any_tools_is_parsed_into_what_every_client_reads(
             dumps({"input": arguments})
             again = ToolCall("", call.name, json.dumps(arguments))
             assert again.key == ToolCall("", call.name, call.arguments).key
+
+
+MARKS = ("<tool_call>", "<arg_key>", "<arg_key>k</arg_key>", "<parameter=a>", "<function=f>", " ")
+
+
+@pytest.mark.parametrize("form", ["qwen", "xml", "glm"])
+@pytest.mark.parametrize("end", ["", "</tool_call>"])
+def test_a_mark_that_a_policy_repeats_does_not_hold_the_driver(form: Format, end: str) -> None:
+    """A search for the end of each would take minutes, in which no thread runs."""
+    for mark in MARKS:
+        text = "<tool_call>weather" + mark * 30_000 + end
+        assert len(parse_answer(text, form, TOOLS).calls) <= 1
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,7 @@ async def test_anthropic_messages_are_the_same_conversation(folder: str) -> None
         ({"messages": [USER], "n": 0}, "n"),
         ({"messages": [USER], "max_tokens": "5"}, "max_tokens"),
         ({"messages": [USER], "stop": [1]}, "stop"),
+        ({"messages": [USER], "stop": "z" * 1001}, "stop"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
     ],
 )

@@ -13,7 +13,7 @@ from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.chat_template import ChatTemplate
 from rlpost.agents.episode import OpenEpisode
 from rlpost.agents.openai_format import chat_request
-from rlpost.agents.policy import EpisodeLimits, Policy
+from rlpost.agents.policy import UNREAD_TOKENS, EpisodeLimits, Policy
 from rlpost.agents.requests import Completion
 from rlpost.agents.trajectory import to_samples
 from rlpost.rollout.sampling import SamplingParams
@@ -375,10 +375,14 @@ async def test_parallel_requests_do_not_exceed_the_limit(policies: dict[str, Pol
 async def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
     policies: dict[str, Policy], of_model: bool
 ) -> None:
-    """A refusal by the engine would fail the run, so the gateway checks the limit first."""
+    """A refusal by the engine would fail the run, so the gateway checks the limit first.
+
+    The last tokens of its context are those of an answer, which no engine reads again.
+    """
     template = policies["qwen"].template
     talk = Talk(
-        Policy(template, context_length=60 if of_model else None), ("Fine. " * 40, "<|im_end|>")
+        Policy(template, context_length=60 + UNREAD_TOKENS if of_model else None),
+        ("Fine. " * 40, "<|im_end|>"),
     )
     talk.sampling = SamplingParams(max_new_tokens=500, max_context_len=None if of_model else 60)
     async with talk:
@@ -386,6 +390,8 @@ async def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
         with pytest.raises(BadRequest) as refused:
             await talk.ask([*messages, MORE])
         assert refused.value.code == "context_length_exceeded"
+        for words in ("prompt is too long: ", "this model's maximum context length is 60 tokens"):
+            assert words in str(refused.value)
     assert len(talk.episode.trajectories()[0].token_ids) == 60
     assert talk.episode.limit_reached == "context"
 

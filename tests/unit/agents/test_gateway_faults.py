@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rlpost.agents import aside, http_server, policy, written_answer
 from rlpost.agents import episode as episode_module
-from rlpost.agents import http_server, policy
 from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.conversation import Conversation
+from rlpost.agents.conversation import Conversation, MessageNode
 from rlpost.agents.gateway import EpisodeLimits, OpenEpisode
 from rlpost.agents.http_server import REPEATED_HEADER
+from rlpost.rollout.sampling import SamplingParams
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS
 from tests.unit.agents.sampled import check
-from tests.unit.agents.test_gateway import CHAT, MESSAGES, USER, Body, setup
+from tests.unit.agents.test_gateway import CHAT, MESSAGES, PROMPT, SAMPLING, USER, Body, setup
 
 RESPONSES = "/v1/responses"
 SURROGATE = '{"name": "weather", "arguments": {"city": "\\ud83d"}}'
@@ -88,7 +90,7 @@ async def test_a_parser_that_fails_leaves_the_answer_as_text(
     def fail(*_: object, **__: object) -> None:
         raise RecursionError
 
-    monkeypatch.setattr(episode_module, "parse_answer", fail)
+    monkeypatch.setattr(written_answer, "parse_answer", fail)
     async with setup(folder, ["Fine."]) as made, await made.open() as episode:
         status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "Fine.")
@@ -376,6 +378,169 @@ async def test_a_body_far_beyond_the_context_is_not_parsed(
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+HEAVY = (
+    (http_server, "_parse"),
+    (http_server._Api, "content"),
+    (Conversation, "plan"),
+    (ChatTemplate, "render"),
+    (ChatTemplate, "encode"),
+    (ChatTemplate, "decode_all"),
+    (ChatTemplate, "token_bytes"),
+    (written_answer, "parse_answer"),
+)
+
+
+async def test_nothing_of_a_long_request_or_answer_is_computed_in_a_loop(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a short body that refers to a long conversation; a short one needs no thread."""
+    calls = set[tuple[str, bool]]()
+
+    def watch(name: str, work: Any) -> Any:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            thread = threading.current_thread()
+            in_loop = thread is threading.main_thread() or thread.name == "rlpost-gateway"
+            if arguments[0] is not made.sampled.template:  # of the fake engine
+                calls.add((name, in_loop))
+            return work(*arguments, **options)
+
+        return watched
+
+    words = "word " * 1000
+    sampling = SamplingParams(max_new_tokens=2 * len(words))
+    async with (
+        setup(folder, [words] * 4 + ["Fine."]) as made,
+        await made.gateway.open(PROMPT, sampling, connection=made.connection) as episode,
+        await made.open() as other,
+    ):
+        for owner, name in HEAVY:
+            monkeypatch.setattr(owner, name, watch(name, getattr(owner, name)))
+        message, key = {"role": "user", "content": words}, {"x-api-key": episode.api_key}
+        for path, body in (
+            (f"/v1{CHAT}", {"messages": [message], "logprobs": True, "stream": True}),
+            (MESSAGES, {"messages": [message], "max_tokens": 9999}),
+            (COUNT, {"messages": [message]}),
+            (RESPONSES, {"input": words}),
+            (RESPONSES, {"input": "On.", "previous_response_id": f"resp_{episode._name}_2"}),
+        ):
+            url = episode.anthropic_url + path
+            async with made.client.post(url, json=body, headers=key) as reply:
+                assert reply.status == 200, await reply.text()
+                await reply.read()
+        in_threads = {(name, False) for _, name in HEAVY}
+        assert calls == in_threads | {("_parse", True)}  # of the body with the reference
+        calls.clear()
+        assert (await made.post(other, {"messages": [USER]}))[0] == 200
+        assert all(in_loop for _, in_loop in calls)
+
+
+async def test_requests_without_an_answer_leave_no_messages(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would fill the memory: refused ones are not bounded by any limit of the episode."""
+
+    def texts(node: MessageNode) -> set[str]:
+        known = [child for children in node.children.values() for child in children]
+        return {each.message.content for each in known if each.message}.union(*map(texts, known))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the engine has failed")
+
+    async with (
+        setup(folder, ["Fine."] * 4) as made,
+        await made.gateway.open(
+            PROMPT,
+            replace(SAMPLING, max_context_len=300),
+            connection=made.connection,
+            limits=EpisodeLimits(max_requests=2),
+        ) as episode,
+    ):
+
+        async def post(text: str, **options: Any) -> int:
+            body = {"messages": [{"role": "user", "content": text}], **options}
+            return (await made.post(episode, body))[0]
+
+        assert await post("first") == 200
+        assert await post("too many", n=2, tools=TOOLS) == 400
+        assert await post("too long " * 60) == 400
+        with monkeypatch.context() as failing:
+            failing.setattr(episode_module, "read_answer", fail)
+            assert await post("failed") == 500
+        made.engine.holds = asyncio.Event()
+        num_sent = len(made.engine.bodies)
+        leaving = asyncio.ensure_future(post("left"))
+        while len(made.engine.bodies) == num_sent:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        while episode._num_in_flight:
+            await asyncio.sleep(0.01)
+        made.engine.holds.set()
+        assert await post("second") == 200
+        (root,) = episode._conversation._roots.values()
+        assert texts(root) == {"first", "second", "Fine."}
+
+
+async def test_an_episode_counts_tokens_of_one_request_at_a_time(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many requests of an episode do not keep all threads from the others."""
+    began, go_on, encode = threading.Semaphore(0), threading.Event(), ChatTemplate.encode
+    first: list[str] = []
+
+    def waiting(template: ChatTemplate, text: str) -> Any:
+        if template is made.sampled.template or "other" in text:
+            return encode(template, text)
+        first.append(text)
+        began.release()
+        with aside.without_turn():
+            assert go_on.wait(30)
+        return encode(template, text)
+
+    async with (
+        setup(folder, ["Fine."]) as made,
+        await made.open() as episode,
+        await made.open() as other,
+    ):
+        monkeypatch.setattr(aside, "SMALL_BYTES", 10)
+        monkeypatch.setattr(ChatTemplate, "encode", waiting)
+        url, key = episode.anthropic_url + COUNT, {"x-api-key": episode.api_key}
+
+        async def count() -> int:
+            async with made.client.post(url, json={"messages": [USER]}, headers=key) as reply:
+                return reply.status
+
+        counting = [asyncio.ensure_future(count()) for _ in range(40)]
+        assert await asyncio.to_thread(began.acquire, timeout=30)
+        message = {"role": "user", "content": "other"}
+        assert (await made.post(other, {"messages": [message]}))[0] == 200
+        assert len(first) == 1
+        go_on.set()
+        assert set(await asyncio.gather(*counting)) == {200}
+
+
+async def test_the_connections_of_an_episode_are_bounded(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    async with setup(folder) as made, await made.open() as episode, await made.open() as other:
+        clients = [aiohttp.ClientSession() for _ in range(4)]  # each keeps a connection
+
+        async def status_of(client: aiohttp.ClientSession, of: OpenEpisode) -> int:
+            headers = {"x-api-key": of.api_key}
+            async with client.get(f"{of.base_url}/models", headers=headers) as reply:
+                await reply.read()
+                return reply.status
+
+        assert [await status_of(each, episode) for each in clients[:3]] == [200, 200, 429]
+        assert await status_of(clients[3], other) == 200
+        assert await status_of(clients[0], episode) == 200
+        await clients[0].close()
+        while await status_of(clients[2], episode) != 200:
+            await asyncio.sleep(0.01)
+        for each in clients:
+            await each.close()
+
+
 async def test_a_client_that_leaves_while_its_request_is_planned_leaves_the_episode_usable(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +555,7 @@ async def test_a_client_that_leaves_while_its_request_is_planned_leaves_the_epis
         return plan(conversation, *arguments)
 
     monkeypatch.setattr(Conversation, "plan", waiting)
-    monkeypatch.setattr(http_server, "LARGE_BODY_BYTES", 10)
+    monkeypatch.setattr(aside, "SMALL_BYTES", 10)
     async with setup(folder, ["Fine."]) as made, await made.open() as episode:
         leaving = asyncio.ensure_future(made.post(episode, {"messages": [USER]}))
         await asyncio.to_thread(begun.wait, 30)

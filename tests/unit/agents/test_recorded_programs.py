@@ -1,7 +1,9 @@
 """Requests that real programs sent, three turns each: all are answered, as one trajectory.
 
+A request for a title before them is beside the task.
 ``recorded.jsonl`` holds the bodies in their order, with long texts shortened, names of folders and
-ids of sessions replaced, and ``call_NAME_`` for the ids of the episode's calls.
+ids of sessions replaced, and ``_NAME_`` in the ids of the episode's calls (``python -m
+tools.agent_programs --record FILE`` writes such lines).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import pytest
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.requests import recall_nothing
 from rlpost.agents.responses_format import responses_request
+from rlpost.agents.trajectory import split_side_requests
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
 from tests.unit.agents.test_gateway import setup
@@ -44,6 +47,26 @@ COMMANDS = (
     THOUGHT + call("close_agent", '{"target": "x"}'),
     THOUGHT + "Done.",
 )
+SAID = "<think>\nHm.\n</think>\n\nIt is done."
+
+
+def commands(tool: str, *, title: bool, **more: str) -> tuple[str, ...]:
+    """Return a title, two calls with a command, and an answer."""
+    calls = (
+        f"<think>\nHm.\n</think>\n\nLook:\n{call(tool, json.dumps({**more, 'command': each}))}"
+        for each in ("ls", "echo R\u00f6m \u5929; ls -a")
+    )
+    return (*[SAID] * title, *calls, SAID)
+
+
+ANSWERS = {
+    "codex": COMMANDS,
+    "claude_code": commands("Bash", title=True),
+    "opencode": commands("bash", title=True, description="a command"),
+    "qwen_code": commands(
+        "run_shell_command", title=False, description="a command", is_background="false"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program: str) -> None:
-    answers = COMMANDS if program == "codex" else WEATHER
+    answers = ANSWERS.get(program, WEATHER)
     async with setup(folder, answers) as made, await made.open() as episode:
         made.gateway.policy.context_length = 100_000
         headers = {"x-api-key": episode.api_key}
@@ -61,7 +84,7 @@ async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program
         for each in RECORDED:
             if each["program"] != program:
                 continue
-            body = json.dumps(each["body"]).replace("call_NAME_", f"call_{episode._name}_")
+            body = json.dumps(each["body"]).replace("_NAME_", f"_{episode._name}_")
             url = episode.anthropic_url + each["path"]
             async with made.client.post(url, data=body, headers=headers) as response:
                 text = await response.text()
@@ -70,9 +93,10 @@ async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program
                 assert dropped == ("web_search" if program == "codex" else None)
             calls_in_namespace = text.count('"namespace":"multi_agent_v1"') > 0
             assert calls_in_namespace == ('"name":"close_agent","arguments"' in text)
-        (trajectory,) = episode.trajectories()
-        assert [turn.text for turn in trajectory.turns] == list(answers)
-        check((trajectory,), made.sampled)
+        (task,), side = split_side_requests(episode.trajectories())
+        texts = [turn.text for each in (*side, task) for turn in each.turns]
+        assert (texts, len(task.turns)) == (list(answers), 3)
+        check((*side, task), made.sampled)
 
 
 async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> None:
@@ -83,14 +107,16 @@ async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> No
         for number in range(2):
             async with made.client.post(url, json=body, headers=key) as response:
                 answer = await response.json()
-                assert (response.status, answer["id"]) == (200, f"resp_{number}"), answer
+                assert (response.status, answer["id"]) == (200, f"resp_{episode._name}_{number}"), (
+                    answer
+                )
             body = {**body, "input": "And now?", "previous_response_id": answer["id"]}
         (trajectory,) = episode.trajectories()
         assert [turn.text for turn in trajectory.turns] == ["Fine.", "Rain."]
         body["instructions"] = "Be brief."
         async with made.client.post(url, json=body, headers=key) as response:
             assert response.status == 200
-        earlier = episode.recall(2)
+        earlier = episode.recall(f"{episode._name}_2")
         assert earlier is not None
         roles = [message.role for message in earlier.messages]
         assert roles == ["system", *["user", "assistant"] * 2, "user"]
@@ -101,7 +127,9 @@ async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> No
     ("body", "remedy"),
     [
         ({"input": "x", "previous_response_id": "resp_7"}, "send the items"),
+        ({"input": "x", "previous_response_id": "resp_" + "9" * 5000}, "send the items"),
         ({"input": [{"type": "item_reference", "id": "rs_7"}]}, "store: false"),
+        ({"input": [{"type": "item_reference", "id": "fc"}]}, "store: false"),
         ({"input": [{"type": "item_reference", "id": "other_0"}]}, "store: false"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -294,20 +295,25 @@ def test_the_check_of_settings_reads_every_file_and_counts_the_weights(tmp_path:
         check_prompts(paths, RolloutConfig(prompt_data=paths, bad_prompts="skip"))
 
 
-def test_a_small_parquet_file_that_repeats_a_long_value_does_not_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "count"), [(1 << 20, 2000), (4 << 20, 30)])
+def test_a_small_parquet_file_that_repeats_a_long_value_fills_neither_disk_nor_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, count: int
 ) -> None:
-    """A dictionary of one value of 1 MiB and 2,000 references to it: about 1 KB."""
+    """A dictionary of one long value and many references to it, also within one batch of rows."""
     import pyarrow
     from pyarrow import parquet
 
     path = tmp_path / "bomb.parquet"
-    values = pyarrow.DictionaryArray.from_arrays([0] * 2000, ["x" * (1 << 20)])
+    values = pyarrow.DictionaryArray.from_arrays([0] * count, ["x" * size])
     parquet.write_table(pyarrow.table({"prompt": values}), path, compression="zstd")
     assert path.stat().st_size < 100_000
     monkeypatch.setattr("rlpost.tasks.rows.MIN_BOUND", 80 << 20)
+    tracemalloc.start()
     with pytest.raises(DataError, match=r"become more than 83,886,080 bytes .* JSON Lines"):
         check_prompt_file(path, FIELDS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80 << 20  # of Python; a batch beyond the bound is not converted
 
 
 MEASURE = """
