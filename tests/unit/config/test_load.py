@@ -257,7 +257,8 @@ def test_an_unset_setting_that_an_earlier_version_wrote_is_ignored_and_a_set_one
         parse_dump(json.dumps(stored))
     stored["theirs"] = {"key": 1}
     config, lines = read_dump(json.dumps(stored))
-    assert config == Config() and lines[0].endswith("has no table [theirs]") and len(lines) == 2
+    assert len(lines) == 2 and any(line.endswith("has no table [theirs]") for line in lines)
+    assert config.model_dump() == Config().model_dump()
     with pytest.raises(ConfigError, match="--lr fast: must be a number"):
         parse_dump(json.dumps({"optimizer": {"lr": "fast"}}))
 
