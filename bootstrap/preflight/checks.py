@@ -222,10 +222,22 @@ def _cuda(facts: HostFacts) -> Check | None:
 
 
 def _compiler(facts: HostFacts) -> Check:
-    """The CUDA compiler, which SGLang's kernels need at run time (FlashInfer, DeepGEMM)."""
+    """What compiles kernels at run time: Triton's launchers everywhere, the others in engines."""
     built = facts.torch_cuda
-    if not facts.gpu_reading.gpus or not built or facts.nvcc is None:
+    if not facts.gpu_reading.gpus or not built:
         return Check("compiler", "OK", "not needed, or not known")
+    if facts.launcher:
+        said = f"Triton cannot compile its launchers, without which no rank and no engine computes: {facts.launcher}; "
+        said += (
+            "install gcc and the headers of Python (python3-dev, python3-devel), or name another "
+        )
+        said += "interpreter with --python"
+        return Check("compiler", "FATAL_CONFIG", said)
+    if facts.has_ninja is False:
+        said = "no ninja, with which engines compile kernels when they start: install the package ninja"
+        return Check("compiler", "WARN", said)
+    if facts.nvcc is None:
+        return Check("compiler", "OK", "nvcc is not known")
     if not facts.nvcc:
         said = "no nvcc: engines compile kernels when they start and fail without it; "
         said += f"install the toolkit of CUDA {built}, or set CUDA_HOME"
