@@ -159,6 +159,12 @@ def _hcas(facts: HostFacts) -> Check:
     if closed := [port.name for port in facts.hcas if not port.is_open]:
         said = f"{', '.join(closed)} cannot be opened: give the container /dev/infiniband{also}"
         return Check("hcas", "WARN", said)
+    if facts.limited_ports:
+        said = (
+            "the first partition is a limited one, whose members do not connect with each other: "
+        )
+        said += f"{', '.join(facts.limited_ports)}; set NCCL_IB_PKEY to that index (--environment)"
+        return Check("hcas", "WARN", said)
     return Check("hcas", "OK", f"{_describe_rates(_active_rates(facts))}{also}")
 
 

@@ -105,6 +105,7 @@ def read_host(
             )
             for row in read_rdma_devices()
         ),
+        limited_ports=() if environ.get("NCCL_IB_PKEY") else read_limited_ports(),
         gpu_direct=read_gpu_direct(),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
@@ -131,6 +132,28 @@ def _needs_libfabric() -> bool:
     return os.path.exists("/sys/class/cxi") or any(
         driver.startswith(("efa", "cxi")) for driver in drivers
     )
+
+
+_FULL_MEMBER = 0x8000
+
+
+def read_limited_ports(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the InfiniBand ports whose partition at index 0 is limited and another one is full.
+
+    NCCL takes index 0 unless NCCL_IB_PKEY names another. Two limited members never connect
+    (InfiniBand Architecture Specification, volume 1, section 10.9.3).
+    """
+    ports = []
+    for folder in sorted(root.glob("sys/class/infiniband/*/ports/*/pkeys")):
+        keys = {}
+        for path in folder.iterdir():
+            with suppress(ValueError):
+                keys[int(path.name)] = int(text_or_empty(path), 16)
+        full = sorted(index for index, key in keys.items() if key & _FULL_MEMBER)
+        if full and keys.get(0) and 0 not in full:
+            port = folder.parent
+            ports.append(f"{port.parent.parent.name}:{port.name} has a full one at index {full[0]}")
+    return tuple(ports)
 
 
 def read_gpu_direct(root: Path = Path("/")) -> tuple[str, ...] | None:

@@ -66,6 +66,8 @@ class HostFacts:
     net_plugin: str | None = None  # why NCCL's plug-in for libfabric does not load; "" if it does
     preload: str | None = None  # why the library that engines preload does not load; "" if it does
     hcas: tuple[Hca, ...] = ()
+    # InfiniBand ports whose first partition is limited: "mlx5_0:1 has a full one at index 1"
+    limited_ports: tuple[str, ...] = ()
     gpu_direct: tuple[str, ...] | None = None  # ways of RDMA to GPU memory; None: no NVIDIA driver
     memlock: int | None = None  # bytes, UNLIMITED
     nofile: int | None = None  # UNLIMITED
@@ -100,6 +102,7 @@ class HostFacts:
         for name in (
             "head_ips",
             "gpu_direct",
+            "limited_ports",
             "taken_ports",
             "missing_paths",
             "folder_lacks",

@@ -287,24 +287,20 @@ def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -
     return TeacherScores(top=[list(map(top_of, micro)) for micro in batch.micro_batches])
 
 
-def held_scores(
-    scores: TeacherScores | None, packed: Sequence[PackedMicroBatch]
-) -> list[HeldScores]:
-    """Return the scores of the tokens that this rank holds, for each micro-batch."""
+def held_scores(scores: TeacherScores | None, index: int, packed: PackedMicroBatch) -> HeldScores:
+    """Return the scores of this rank's tokens in micro-batch ``index``, which is ``packed``."""
     if scores is not None and scores.top:
-        return [_held_top(top, part) for top, part in zip(scores.top, packed, strict=True)]
-    logprobs = None if scores is None else scores.logprobs
-    return [HeldScores(values) for values in held_values(logprobs, packed)]
+        return _held_top(scores.top[index], packed)
+    return HeldScores(held_values(None if scores is None else scores.logprobs, index, packed))
 
 
 def _held_top(samples: Sequence[TopTokens], packed: PackedMicroBatch) -> HeldScores:
     num_tokens = sum(packed.response_lengths)
     ids = torch.cat([torch.from_numpy(each.token_ids.array.astype("int64")) for each in samples])
     logprobs = joined_columns(each.logprobs for each in samples)
-    where = device.current()
     return HeldScores(
-        top_ids=ids.view(num_tokens, -1).to(where)[packed.held],
-        top_logprobs=logprobs.view(num_tokens, -1).to(where)[packed.held],
+        top_ids=device.on_device(ids).view(num_tokens, -1)[packed.held],
+        top_logprobs=device.on_device(logprobs).view(num_tokens, -1)[packed.held],
     )
 
 

@@ -168,10 +168,10 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from rlpost.trainer import device, step
+    from rlpost.trainer import step
     from rlpost.trainer.packing import pack
 
-    packed = [pack(tuple(samples), actor.row_layout).to(device.current())]
+    packed = [pack(tuple(samples), actor.row_layout)]
     collect = lambda index, micro_batch, sharded: (  # noqa: E731
         sharded.sum(),
         gather_from_tensor_model_parallel_region(sharded)[0],
