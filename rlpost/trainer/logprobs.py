@@ -165,13 +165,21 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
-            # accumulates: samples that share a beginning may have a row in common
-            grad_TV[:, : rows.num_valid].index_put_(
-                (rows.index_R[part],),
-                (grad / rows.temperature).to(grad_TV.dtype),
-                accumulate=rows.may_repeat,
-            )
+            _write_rows(grad_TV, rows, part, (grad / rows.temperature).to(grad_TV.dtype))
         return grad_TV, None, None
+
+
+def _write_rows(grad_TV: torch.Tensor, rows: LogitRows, part: slice, grad: torch.Tensor) -> None:
+    """Write the gradient [r, num_valid] of the rows of one chunk, which are 0 before."""
+    index = rows.index_R[part]
+    if not rows.may_repeat:
+        grad_TV[:, : rows.num_valid].index_put_((index,), grad)
+        return
+    # Adds, in a fixed order: samples that share a beginning may have a row in common. On CUDA the
+    # whole of a target that is not contiguous would be copied, so the gradient is padded instead.
+    padding = grad_TV.size(1) - rows.num_valid
+    whole = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
+    grad_TV.index_put_((index,), whole, accumulate=True)
 
 
 def _parts(rows: LogitRows) -> list[slice]:

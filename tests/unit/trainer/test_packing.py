@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlpost.algorithm.shared_prefix import FEWEST
 from rlpost.errors import DataError
+from rlpost.trainer import device
 from rlpost.trainer.packing import (
     RowLayout,
     as_trained,
@@ -144,9 +145,10 @@ def test_samples_that_share_rows_have_the_tokens_and_logits_of_separate_ones(one
     assert not predicting
 
 
-def test_tensors_have_the_types_of_their_fields_and_move_together():
+def test_tensors_have_the_types_of_their_fields_and_move_together(monkeypatch):
     packed = pack((replace(sample_of(2, 3, random.Random(1)), weight=1),))
-    moved = packed.to(torch.device("meta"))
+    monkeypatch.setattr(device, "current", lambda: torch.device("meta"))
+    moved = packed.on_device()
     for field in dataclasses.fields(packed):
         tensor, there = getattr(packed, field.name), getattr(moved, field.name)
         if not isinstance(tensor, torch.Tensor):
