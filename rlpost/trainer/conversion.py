@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rlpost.config.plan.architecture import mtp_problem
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
@@ -94,9 +92,7 @@ class Converter:
             folder,
             template=self.description.path.parent,
             config=self.description.hf_config,
-            writes=dist.get_rank() == 0,
         )
-        dist.barrier()
 
     def close(self) -> None:
         """Leave all groups."""

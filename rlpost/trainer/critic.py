@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.partition import partition
@@ -225,7 +224,7 @@ class Critic:
         """Write the critic as a Hugging Face folder with a model for token classification.
 
         Raises:
-            OSError: the folder cannot be written; raised on the writing rank.
+            OSError: the folder cannot be written; raised on every rank.
         """
         optimizer.finish_param_sync(self.model, self.config)
         export_folder(
@@ -233,7 +232,6 @@ class Critic:
             folder,
             template=self.config.checkpoint.hf_checkpoint,
             config=value_config(self._description),
-            writes=dist.get_rank() == 0,
         )
 
     def weights_hash(self, *, max_bytes: int) -> str:

@@ -72,7 +72,6 @@ def export_merged(
         folder,
         template=config.checkpoint.hf_checkpoint,
         config=description.hf_config,
-        writes=dist.get_rank() == 0,
     )
     write_everywhere(write, folder)
 
