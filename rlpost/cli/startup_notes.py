@@ -21,7 +21,8 @@ def awaited(has_attempt: bool, record: str) -> str:
         record: the newest record of the driver's log; empty without one.
 
     >>> awaited(True, "10:00:00 INFO starting 2 actor ranks and 2 engines")
-    'trainer and engines to load (usually 20 s for a small model, minutes for a large one)'
+    'trainer and engines to load (usually 20 s for a small model, minutes for a large one or where \
+GPU kernels are compiled first)'
     """
     if not has_attempt:
         return "the run's process to start (usually 5 s)"
@@ -31,9 +32,10 @@ def awaited(has_attempt: bool, record: str) -> str:
         return ""
     if _LOADING.search(record):
         return (
-            "trainer and engines to load (usually 20 s for a small model, minutes for a large one)"
+            "trainer and engines to load (usually 20 s for a small model, minutes for a large one "
+            "or where GPU kernels are compiled first)"
         )
-    return "the first step (generation takes most of its time)"
+    return "the first step (generation takes most of its time; GPU kernels are compiled in it once)"
 
 
 class StartupNotes:

@@ -29,7 +29,8 @@ from rlpost.errors import CheckpointError, SyncError
 from rlpost.types import TrainBatch, TrainSample
 from tests.ports import free_port
 
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("RLPOST_RANKS_DEADLINE_S", "120"))
+"""Of an answer of a rank. The first of a fresh machine reads libraries of gigabytes and compiles."""
 _fork_server = multiprocessing.get_context("forkserver")
 # The first step of an optimizer imports torch._dynamo, which would take 0.3 s in every rank.
 _fork_server.set_forkserver_preload(

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-from rlpost.trainer.layer_specs import has_transformer_engine
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
 from tests.contract.samples import STEPS
@@ -87,7 +86,15 @@ def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path,
     )
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "local",
+        pytest.param(
+            "transformer_engine", marks=pytest.mark.needs("transformer-engine", cuda=True)
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(
     folders, tmp_path, device, name, implementation
@@ -96,8 +103,6 @@ def test_packed_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transform
 
     Not the largest error: a rounding may change the choice of an expert.
     """
-    if implementation == "transformer_engine" and not has_transformer_engine():
-        pytest.skip("TransformerEngine is not installed, or there is no CUDA for it")
     exact = hf_logits(folders[name], torch.float32, "cpu")
     theirs = (hf_logits(folders[name], torch.bfloat16, device) - exact).abs().median()
     logits = our_logits(folders[name], tmp_path, implementation=implementation, bf16=True)
@@ -141,14 +146,11 @@ def test_three_steps_in_bfloat16_are_close_to_those_in_float32(folders, name):
         assert found["train/loss"] == pytest.approx(wanted["train/loss"], rel=0.2, abs=0.05)
 
 
+@pytest.mark.needs("transformer-engine", cuda=True)
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(folders, device, name):
-    if (
-        device != "cuda"
-        or not has_transformer_engine()
-        or torch.cuda.get_device_capability() < (8, 9)
-    ):
-        pytest.skip("FP8 needs TransformerEngine and a GPU of sm89 or newer")
+def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(folders, name):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs a GPU of sm89 or newer")
     fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     for found, wanted in zip(
         trained(folders[name], bf16=True, megatron=fp8),
