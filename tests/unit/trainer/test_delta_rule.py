@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
