@@ -19,7 +19,8 @@ from rlpost.trainer.model_description import read_description
 from rlpost.trainer.mtp import CHECKPOINT_KEY
 from rlpost.trainer.parallel import Rendezvous
 from rlpost.trainer.torch_dist.reader import StoredTensors
-from rlpost.trainer.weights.exporter import Exporter, export_folder
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.folder_export import export_folder
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import MTP_MARK
 from rlpost.trainer.weights.safetensors_files import tensor_files

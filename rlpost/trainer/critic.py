@@ -41,7 +41,8 @@ from rlpost.trainer.value_model import (
     value_config,
     value_inventory,
 )
-from rlpost.trainer.weights.exporter import Exporter, export_folder, weights_hash
+from rlpost.trainer.weights.exporter import Exporter, weights_hash
+from rlpost.trainer.weights.folder_export import export_folder
 from rlpost.types import MicroBatch, TrainBatch
 
 FOLDER = "critic"

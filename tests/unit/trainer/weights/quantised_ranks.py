@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions, to_hugging_face
 from rlpost.trainer.weights import exporter as exporter_code
-from rlpost.trainer.weights import layouts
+from rlpost.trainer.weights import folder_export, layouts
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -134,7 +134,7 @@ def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any)
     """For each case gather everything in FP8; put what came, and the bytes that this rank gave to
     collectives. Then hash and export everything, as ranks of two hosts; ``folder`` is the template.
     """
-    exporter_code._host = lambda: f"host{rank}"
+    folder_export._host = lambda: f"host{rank}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -164,7 +164,7 @@ def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any)
             given_here["hash"] = exporter_code.weights_hash(exporter, max_bytes=10**6)
         target = folder / case.name
         with recorded_files() as wrote:
-            exporter_code.export_folder(exporter, target, template=folder, shard_bytes=10**6)
+            folder_export.export_folder(exporter, target, template=folder, shard_bytes=10**6)
         given_here |= {"hashed": hashed, "folder": str(target), "wrote": wrote}
         results.put((case.name, rank, found, given_here))
     dist.barrier()
@@ -175,17 +175,17 @@ def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any)
 def recorded_files() -> Iterator[list[str]]:
     """Record the files that this rank writes."""
     names: list[str] = []
-    save = exporter_code.save_tensors
+    save = folder_export.save_tensors
 
     def recorded(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
         names.append(name)
         save(tensors, folder, name)
 
-    exporter_code.save_tensors = recorded
+    folder_export.save_tensors = recorded
     try:
         yield names
     finally:
-        exporter_code.save_tensors = save
+        folder_export.save_tensors = save
 
 
 @contextmanager

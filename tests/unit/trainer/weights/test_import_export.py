@@ -19,14 +19,8 @@ from rlpost.errors import WeightError
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions
 from rlpost.trainer import weight_files
-from rlpost.trainer.weights import exporter as exporter_code
-from rlpost.trainer.weights.exporter import (
-    Exporter,
-    describe,
-    export_folder,
-    weights_hash,
-    writers_of,
-)
+from rlpost.trainer.weights.exporter import Exporter, describe, weights_hash
+from rlpost.trainer.weights.folder_export import Share, export_folder, writers_of
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from tests.ports import free_port
@@ -159,7 +153,7 @@ def test_a_template_that_cannot_be_read_fails_before_any_gather(tmp_path, monkey
         raise OSError("stale file handle")
 
     monkeypatch.setattr(exporter, "gather", counted)
-    monkeypatch.setattr("rlpost.trainer.weights.exporter._not_gathered", unreadable)
+    monkeypatch.setattr("rlpost.trainer.weights.folder_export._not_gathered", unreadable)
     with pytest.raises(OSError, match="stale file handle"):
         export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
     assert not gathered and not (tmp_path / "out").exists()
@@ -181,7 +175,7 @@ def test_a_file_that_cannot_be_written_fails_after_all_gathers(tmp_path, monkeyp
         raise OSError("No space left on device")
 
     monkeypatch.setattr(exporter, "gather", counted)
-    monkeypatch.setattr("rlpost.trainer.weights.exporter.save_tensors", full_disk)
+    monkeypatch.setattr("rlpost.trainer.weights.folder_export.save_tensors", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
         export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
     assert tuple(gathered) == tuple(exporter.plan(600)) and len(written) == 1
@@ -521,8 +515,8 @@ def test_every_host_of_a_stage_writes_a_part_of_an_export(gathered, case):
 
 
 def test_one_rank_of_each_host_writes_the_tensors_of_its_stage():
-    shares = [exporter_code._Share(stage, host) for stage in (0, 1) for host in "aabb"]
-    shares += [exporter_code._Share(1, "c")]
+    shares = [Share(stage, host) for stage in (0, 1) for host in "aabb"]
+    shares += [Share(1, "c")]
     assert writers_of(shares, 0) == [0, 2] and writers_of(shares, 1) == [4, 6, 8]
 
 
