@@ -6,6 +6,8 @@ ASSETS := assets/tiny
 PYTEST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 # As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
 GPU_ARGS ?=
+# the installation counts in the minutes of the checks
+BEGAN := $(shell date +%s)
 # trixie or sid, see tests/cluster/slurm_roots.py
 SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
@@ -40,8 +42,8 @@ test-fast: install  ## unit and golden tests without the slow ones, two to three
 test-slurm: install system  ## the tests of batch script, preemption, requeue and arrays on another Slurm: SLURM=sid or trixie
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster -m every_slurm --slurm $(SLURM)
 
-test-gpu: install  ## every check that needs a GPU, and an answer for each
-	$(BIN)/python -m tools.gpu_check $(GPU_ARGS)
+test-gpu: install  ## every check that needs a GPU, and an answer for each, in 15 minutes with the installation
+	$(BIN)/python -m tools.gpu_check --began $(BEGAN) $(GPU_ARGS)
 
 test-gpu-packages:  ## the packages of the GPU lock, without a GPU: 9 GB, 10 minutes
 	@tools/gpu_packages.sh

@@ -68,21 +68,23 @@ def jit_cache_environment(
     """Return variables that move caches of this node to ``disk``, or from there to the home folder.
 
     All jobs of a user share the folder, so that a restart finds compiled kernels. A user who sets
-    ``BASE`` chooses the folder of all of them.
+    ``BASE`` chooses the folder of all of them: in a container, whose home and /tmp may go with the
+    attempt, a mounted one.
     """
     try:
         home = os.path.realpath(environ.get("HOME") or Path.home())
         chosen = environ.get(BASE)
         is_remote_home = needs_local_caches(home, Path("/proc/self/mounts").read_text())
-        if not is_remote_home and is_safe_home(home):
-            variables = cache_variables(environ, Path(chosen or f"{home}/{OF_SGLANG}"))
+        if not chosen and not is_remote_home and is_safe_home(home):
+            variables = cache_variables(environ, Path(f"{home}/{OF_SGLANG}"))
             return {name: value for name, value in variables.items() if name in IN_TMP}
         base = Path(chosen) if chosen else own_folder(disk / f"rlpost-jit-{os.geteuid()}")
     except (OSError, RuntimeError) as error:
         logger.warning("caches of compiled kernels stay in the home folder: %s", error)
         return {}
     why = "on a network" if is_remote_home else "missing, read-only or open to others"
-    logger.info("caches of compiled kernels: %s, because %s is %s", base, home, why)
+    why = f"{BASE} is set" if chosen else f"{home} is {why}"
+    logger.info("caches of compiled kernels: %s, because %s", base, why)
     return cache_variables(environ, base)
 
 

@@ -4,7 +4,8 @@ A check is a file of tests/gpu. This module starts pytest, and is a plug-in of i
 tools.gpu_check``) that runs each file in a separate process with a time limit, because a kernel fault
 destroys the CUDA context of its process. The summary has a sentence for each test function, with the
 figures that it recorded (``record_property("figure", ...)``) or the reason; results.json has the same
-and the facts of the machine, to paste into an issue.
+and the facts of the machine, to paste into an issue. A check that lacks memory, time, packages or a
+second GPU has neither passed nor failed: it is not run, with that reason.
 
 The exit code is 0 if no check failed, 1 if one did, and 2 if no check can run on this machine.
 """
@@ -20,7 +21,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +30,6 @@ from typing import Any
 
 import pytest
 
-from bootstrap.preflight.probe import read_nvcc
 from tools.predicted import compared_table
 
 ROOT = Path(__file__).parents[1]
@@ -37,21 +38,29 @@ ORDER = (
     "runs",
     "engine_memory",
     "facts",
-    "memory",
     "attention_kernels",
     "logprobs",
-    "optimizer_offload",
-    "broadcast",
+    "memory",
     "quantise",
+    "optimizer_offload",
+    "actor",
     "predictions",
     "benchmarks",
-    "actor",
+    "broadcast",
     "profiling",
 )
-"""By worth: what a run needs first, and what takes long last."""
+"""By worth: does a run work, what would break it in silence, then figures."""
+ENGINES = ("runs", "engine_memory", "broadcast")
+"""Checks that are left out with ``--part trainer``."""
+PROCESSES = {"actor": 6}
+"""Checks of many small worlds, of which none reads the memory of the GPU: so many at a time."""
+RANKS_DEADLINE_S = 600.0
 LIMIT_S = 1800.0
-MINUTES = 20.0  # for all checks
+MINUTES = 14.0  # for all checks, so that they and the summary fit into 15
 SHORTEST_S = 30.0  # no check is begun with less time
+NOT_RUN = "not run"
+OUT_OF_MEMORY = "CUDA out of memory"
+"""Words of torch's error, which a rank or a benchmark passes on as text."""
 PACKAGES = (
     "megatron-core",
     "transformer-engine",
@@ -70,9 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=sorted(FILES), metavar="CHECK", help=", ".join(sorted(FILES)))
+    add(
+        "--part",
+        choices=("all", "trainer"),
+        default="all",
+        help="trainer: without engines, for a machine that reaches no package registry; torch, "
+        "megatron-core and transformers are enough",
+    )
     add("--on-cpu", action="store_true", help="run them on the CPU, to test all but the device")
     add("--out", type=Path, metavar="FOLDER", help="for logs and results.json (default: in runs/)")
-    add("--minutes", type=float, default=MINUTES, metavar="N", help="time for all checks (20)")
+    add("--minutes", type=float, default=MINUTES, metavar="N", help="time for all checks (14)")
+    add("--began", type=float, metavar="S", help="second of the epoch from which they count")
     add("--timeout-s", type=float, default=LIMIT_S, metavar="S", help="limit of each check")
     options = parser.parse_args(arguments)
     if options.on_cpu:
@@ -82,8 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = options.out or ROOT / "runs" / f"gpu-check-{datetime.now():%Y%m%d-%H%M%S}"
     words = [f"--gpu-results={folder}", f"--gpu-limit-s={options.timeout_s}"]
-    words.append(f"--gpu-minutes={options.minutes}")
-    files = [str(FILES[name]) for name in options.only or ORDER]
+    left_out = ENGINES if options.part == "trainer" else ()
+    spent_s = max(0.0, time.time() - options.began) if options.began else 0.0
+    words.append(f"--gpu-minutes={options.minutes - spent_s / 60:.2f}")
+    names = options.only or [name for name in ORDER if name not in left_out]
+    files = [str(FILES[name]) for name in names]
     return int(pytest.main([*files, "-p", "tools.gpu_check", "-p", "no:cacheprovider", *words]))
 
 
@@ -126,7 +146,20 @@ class Reports:
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._config, self._path = config, path
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Skip a check that this GPU has too little memory for."""
+        report = yield
+        if report.failed and call.excinfo is not None and OUT_OF_MEMORY in str(call.excinfo.value):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), 0, "too little memory of the GPU for it")
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if hasattr(self._config, "workerinput"):
+            return  # the process that started this one gets all reports
         hook = self._config.hook
         document = hook.pytest_report_to_serializable(config=self._config, report=report)
         with self._path.open("a") as file:
@@ -143,7 +176,7 @@ class Files:
         self._minutes: float = config.getoption("--gpu-minutes")
         self._deadline = time.monotonic() + 60 * self._minutes
         self._ends: dict[Path, str] = {}
-        self._left: set[Path] = set()  # files that there was no time for
+        self._left: set[Path] = set()  # files that there was no time for, or not enough
         self._reports: dict[str, list[pytest.TestReport]] = {}
         self._summarised: dict[str, list[pytest.TestReport]] = {}
         # as an interrupt, so that a running check is killed as well
@@ -172,22 +205,28 @@ class Files:
 
     def _run(self, path: Path, items: Sequence[str]) -> str:
         """Run the items of a file, and keep their reports; return how the process ended."""
+        name = path.stem.removeprefix("test_")
+        remedy = f"--minutes {self._minutes:g} are over: python -m tools.gpu_check --only {name}"
         left_s = self._deadline - time.monotonic()
         limit_s = min(self._config.getoption("--gpu-limit-s"), left_s)
         if left_s < SHORTEST_S:
             self._left.add(path)
-            name = path.stem.removeprefix("test_")
-            return f"--minutes {self._minutes:g} are over: python -m tools.gpu_check --only {name}"
+            return remedy
         log, reports = self._folder / f"{path.stem}.log", self._folder / f"{path.stem}.jsonl"
         reports.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *items, f"--rootdir={self._config.rootpath}"]
         command += ["-q", "-p", "tools.gpu_check", "-p", "no:cacheprovider"]
+        processes = min(PROCESSES.get(name, 1), (os.cpu_count() or 1) // 2)
+        if processes > 1 and version("pytest-xdist"):
+            command += ["-n", str(processes)]
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*command, f"--gpu-reports={reports}"],
                 cwd=self._config.rootpath,
-                env=os.environ | {"PYTHONPATH": search, "PYTHONUNBUFFERED": "1"},
+                env=os.environ
+                | {"PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
+                | {"RLPOST_RANKS_DEADLINE_S": str(RANKS_DEADLINE_S)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -197,6 +236,8 @@ class Files:
                 end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             except subprocess.TimeoutExpired:
                 end = f"no end after {limit_s:.3g} s"
+                if limit_s == left_s:
+                    self._left.add(path)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -208,7 +249,7 @@ class Files:
             if isinstance(report.longrepr, list):  # JSON has no tuples; of a skip
                 report.longrepr = tuple(report.longrepr)
             self._reports.setdefault(report.nodeid, []).append(report)
-        return f"{end}: {_last_lines(log)}; see {log}"
+        return remedy if path in self._left else f"{end}: {_last_lines(log)}; see {log}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._summarised.setdefault(report.nodeid.partition("[")[0], []).append(report)
@@ -225,6 +266,9 @@ class Files:
             terminalreporter.write_line(str(line))
         for line in compared_table(compared):
             terminalreporter.write_line(line)
+        counts = Counter(one.outcome for one in answers)
+        named = ("passed", "failed", NOT_RUN)
+        terminalreporter.write_line(", ".join(f"{counts[name]} {name}" for name in named))
         terminalreporter.write_line(f"paste into an issue: {results}")
 
 
@@ -238,13 +282,13 @@ def _compared(reports: Mapping[str, Sequence[pytest.TestReport]]) -> list[Any]:
 
 
 def _answer(function: str, reports: Sequence[pytest.TestReport]) -> Answer:
-    """The answer of all cases of a function: failed if one failed, skipped if all were."""
+    """The answer of all cases of a function: failed if one failed, not run if none was."""
     outcomes: dict[str, set[str]] = {}
     for report in reports:
         outcomes.setdefault(report.nodeid, set()).add(report.outcome)
     num_passed = sum(outcome == {"passed"} for outcome in outcomes.values())
     has_failed = any("failed" in outcome for outcome in outcomes.values())
-    outcome = "failed" if has_failed else "passed" if num_passed else "skipped"
+    outcome = "failed" if has_failed else "passed" if num_passed else NOT_RUN
     notes = [f"{num_passed} of {len(outcomes)}"] if len(outcomes) > 1 else []
     for report in reports:
         notes += [value for key, value in report.user_properties if key == "figure"]
@@ -291,11 +335,20 @@ def machine_facts() -> dict[str, Any]:
 
         facts["torch"], facts["CUDA of torch"] = torch.__version__, torch.version.cuda
         facts["GPUs for torch"] = torch.cuda.device_count()
-    for name in PACKAGES:
-        facts[name] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[name] = importlib.metadata.version(name)
-    return facts | {"nvcc": read_nvcc(os.environ) or None, "CPU cores": os.cpu_count()}
+    facts |= {name: version(name) for name in PACKAGES}
+    with contextlib.suppress(ImportError):  # a package of the project that the image lacks
+        from bootstrap.preflight.probe import read_nvcc
+
+        facts["nvcc"] = read_nvcc(os.environ) or None
+    return {"nvcc": None} | facts | {"CPU cores": os.cpu_count()}
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def obstacles_of(facts: dict[str, Any]) -> list[str]:

@@ -58,7 +58,12 @@ trap "kill $! 2> /dev/null || :" EXIT
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install -qq)
 if [ "$stack" = gpu ]; then
     echo "install: GPU stack (takes minutes)"
-    "${pip[@]}" --require-hashes --no-deps -r tools/locks/gpu.txt
+    # A requirement begins in the first column. cuda-tile downloads its wheel from another index while it is installed.
+    awk '/^[a-z]/ { tile = /^cuda-tile==/ } !tile' tools/locks/gpu.txt > "$venv/gpu.txt"
+    awk '/^[a-z]/ { tile = /^cuda-tile==/ } tile' tools/locks/gpu.txt > "$venv/tile.txt"
+    "${pip[@]}" --require-hashes --no-deps -r "$venv/gpu.txt"
+    "${pip[@]}" --require-hashes --no-deps -r "$venv/tile.txt" ||
+        echo "install: without cuda-tile, an optional kernel compiler of FlashInfer: NVIDIA's package index does not answer" >&2
     "${pip[@]}" --no-deps -e .
     tried="tried $compiler"
     if [ -n "$compiler" ]; then

@@ -159,6 +159,12 @@ def _hcas(facts: HostFacts) -> Check:
     if closed := [port.name for port in facts.hcas if not port.is_open]:
         said = f"{', '.join(closed)} cannot be opened: give the container /dev/infiniband{also}"
         return Check("hcas", "WARN", said)
+    if facts.limited_ports:
+        said = (
+            "the first partition is a limited one, whose members do not connect with each other: "
+        )
+        said += f"{', '.join(facts.limited_ports)}; set NCCL_IB_PKEY to that index (--environment)"
+        return Check("hcas", "WARN", said)
     return Check("hcas", "OK", f"{_describe_rates(_active_rates(facts))}{also}")
 
 
@@ -222,10 +228,22 @@ def _cuda(facts: HostFacts) -> Check | None:
 
 
 def _compiler(facts: HostFacts) -> Check:
-    """The CUDA compiler, which SGLang's kernels need at run time (FlashInfer, DeepGEMM)."""
+    """What compiles kernels at run time: Triton's launchers everywhere, the others in engines."""
     built = facts.torch_cuda
-    if not facts.gpu_reading.gpus or not built or facts.nvcc is None:
+    if not facts.gpu_reading.gpus or not built:
         return Check("compiler", "OK", "not needed, or not known")
+    if facts.launcher:
+        said = f"Triton cannot compile its launchers, without which no rank and no engine computes: {facts.launcher}; "
+        said += (
+            "install gcc and the headers of Python (python3-dev, python3-devel), or name another "
+        )
+        said += "interpreter with --python"
+        return Check("compiler", "FATAL_CONFIG", said)
+    if facts.has_ninja is False:
+        said = "no ninja, with which engines compile kernels when they start: install the package ninja"
+        return Check("compiler", "WARN", said)
+    if facts.nvcc is None:
+        return Check("compiler", "OK", "nvcc is not known")
     if not facts.nvcc:
         said = "no nvcc: engines compile kernels when they start and fail without it; "
         said += f"install the toolkit of CUDA {built}, or set CUDA_HOME"

@@ -29,6 +29,7 @@ from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.net_plugin import net_plugin_problem
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
+from common.build_tools import has_ninja, launcher_problem
 from common.cuda_runtime import preload_problem
 from common.delegated_cgroup import delegated_cgroup
 from common.files import text_or_empty, write_atomic
@@ -90,6 +91,8 @@ def read_host(
         num_gpus_by_slurm=_num_gpus_by_slurm(environ),
         torch_cuda=torch_cuda,
         nvcc=read_nvcc(environ) if reading.gpus else None,
+        launcher=launcher_problem(environ) if reading.gpus and torch_cuda else None,
+        has_ninja=has_ninja(environ) if reading.gpus else None,
         preload=preload_problem(environ, torch_cuda) if reading.gpus and torch_cuda else None,
         net_plugin=net_plugin_problem(environ) if reading.gpus and _needs_libfabric() else None,
         hcas=tuple(
@@ -102,6 +105,7 @@ def read_host(
             )
             for row in read_rdma_devices()
         ),
+        limited_ports=() if environ.get("NCCL_IB_PKEY") else read_limited_ports(),
         gpu_direct=read_gpu_direct(),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         nofile=_limit(resource.RLIMIT_NOFILE),
@@ -128,6 +132,28 @@ def _needs_libfabric() -> bool:
     return os.path.exists("/sys/class/cxi") or any(
         driver.startswith(("efa", "cxi")) for driver in drivers
     )
+
+
+_FULL_MEMBER = 0x8000
+
+
+def read_limited_ports(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the InfiniBand ports whose partition at index 0 is limited and another one is full.
+
+    NCCL takes index 0 unless NCCL_IB_PKEY names another. Two limited members never connect
+    (InfiniBand Architecture Specification, volume 1, section 10.9.3).
+    """
+    ports = []
+    for folder in sorted(root.glob("sys/class/infiniband/*/ports/*/pkeys")):
+        keys = {}
+        for path in folder.iterdir():
+            with suppress(ValueError):
+                keys[int(path.name)] = int(text_or_empty(path), 16)
+        full = sorted(index for index, key in keys.items() if key & _FULL_MEMBER)
+        if full and keys.get(0) and 0 not in full:
+            port = folder.parent
+            ports.append(f"{port.parent.parent.name}:{port.name} has a full one at index {full[0]}")
+    return tuple(ports)
 
 
 def read_gpu_direct(root: Path = Path("/")) -> tuple[str, ...] | None:

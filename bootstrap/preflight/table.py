@@ -61,9 +61,13 @@ class HostFacts:
     num_gpus_by_slurm: int | None = None
     torch_cuda: str | None = None  # version of CUDA that torch is built for; "" without CUDA
     nvcc: str | None = None  # version of the CUDA compiler; "" without one
+    launcher: str | None = None  # why Triton cannot compile its launchers; "" if it can
+    has_ninja: bool | None = None
     net_plugin: str | None = None  # why NCCL's plug-in for libfabric does not load; "" if it does
     preload: str | None = None  # why the library that engines preload does not load; "" if it does
     hcas: tuple[Hca, ...] = ()
+    # InfiniBand ports whose first partition is limited: "mlx5_0:1 has a full one at index 1"
+    limited_ports: tuple[str, ...] = ()
     gpu_direct: tuple[str, ...] | None = None  # ways of RDMA to GPU memory; None: no NVIDIA driver
     memlock: int | None = None  # bytes, UNLIMITED
     nofile: int | None = None  # UNLIMITED
@@ -98,6 +102,7 @@ class HostFacts:
         for name in (
             "head_ips",
             "gpu_direct",
+            "limited_ports",
             "taken_ports",
             "missing_paths",
             "folder_lacks",

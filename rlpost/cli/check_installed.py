@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 
+from common.installed import is_package
 from rlpost.cli.engine_groups import group_args_problems
 from rlpost.config.checks.environment_variables import allocator_problems
 from rlpost.config.megatron_options import option_names, option_problems
@@ -69,7 +70,8 @@ def _is_installed(package: str) -> bool:
     """Whether a package is installed. Does not import it; others share the name ``megatron``."""
     if package == "megatron-core":
         return option_names() is not None
-    return PathFinder.find_spec(package.replace("-", "_")) is not None
+    spec = PathFinder.find_spec(package.replace("-", "_"))
+    return spec is not None and spec.origin is not None  # a folder of that name has none
 
 
 def pass_through_problems(config: Config) -> list[str]:
@@ -91,7 +93,7 @@ def package_problems(config: Config) -> list[str]:
     ]
     problems = []
     for is_used, setting, package in optional:
-        if is_used and importlib.util.find_spec(package.replace("-", "_")) is None:
+        if is_used and not is_package(package.replace("-", "_")):
             problems.append(
                 f"{setting} true: the package {package} is not installed; pip install {package}, or use {setting} false"
             )
@@ -103,7 +105,7 @@ def _transformer_engine_problems(config: Config) -> list[str]:
     if not _is_for_gpus():
         return []
     required = [need for need in needs_transformer_engine(config) if need.is_required]
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not is_package("transformer_engine"):
         return [need.problem("which is not installed in this environment") for need in required]
     if config.perf.transformer_impl == "local":
         return [need.problem(RULED_OUT) for need in required if need.is_of_layers]

@@ -16,10 +16,10 @@ import shutil
 import stat
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.installed import is_package
 from common.units import size_text
 from rlpost.cli import arithmetic_data
 from rlpost.cli import command_line as command_line
@@ -91,7 +91,7 @@ def _make(folder: str) -> int:
     """Create the model and the problems of ``tiny``."""
     from rlpost.cli import tiny_model
 
-    lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    lacking = [name for name in ("torch", "transformers") if not is_package(name)]
     if lacking:  # before anything is written: a folder without a model has another remedy
         raise ConfigError(
             f"making the model in {near_path(folder)} needs {' and '.join(lacking)}, missing in "

@@ -17,10 +17,10 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from common.installed import is_package
 from rlpost.cli.resolved_model import differences, engine_model, model_context, trainer_model
 from rlpost.cli.row_check import check_rows
 from rlpost.config.checks.context_length import engine_context
@@ -106,7 +106,7 @@ class StackCheck:
 
 def is_installed() -> bool:
     """Whether this environment has transformers. Does not import it."""
-    return PathFinder.find_spec("transformers") is not None
+    return is_package("transformers")
 
 
 def _has_model(config: Config) -> bool:

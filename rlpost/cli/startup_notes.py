@@ -31,7 +31,8 @@ def awaited(has_attempt: bool, record: str, *, is_local: bool = True) -> str:
         is_local: whether it runs on this machine, without Slurm.
 
     >>> awaited(True, "10:00:00 INFO starting 2 actor ranks and 2 engines")
-    'trainer and engines to load (usually 20 s for a small model, minutes for a large one)'
+    'trainer and engines to load (usually 20 s for a small model, minutes for a large one or where \
+GPU kernels are compiled first)'
     """
     if not has_attempt:
         if is_local:
@@ -45,9 +46,10 @@ def awaited(has_attempt: bool, record: str, *, is_local: bool = True) -> str:
         return ""
     if _LOADING.search(record):
         return (
-            "trainer and engines to load (usually 20 s for a small model, minutes for a large one)"
+            "trainer and engines to load (usually 20 s for a small model, minutes for a large one "
+            "or where GPU kernels are compiled first)"
         )
-    return "the first step (generation takes most of its time)"
+    return "the first step (generation takes most of its time; GPU kernels are compiled in it once)"
 
 
 class StartupNotes:

@@ -83,7 +83,8 @@ class Startup:
             logs = self._cluster.attempt_dir
             raise RlpostError(
                 f"actors and engines were not ready after {deadline_s} s (--bringup-deadline-s); "
-                f"the last lines of {logs}/actor-*.log and {logs}/engine-*.log show which process hangs"
+                "compiled kernels are kept where SGLANG_CACHE_DIR is on the node's disk; the last "
+                f"lines of {logs}/actor-*.log and {logs}/engine-*.log show which process hangs"
             ) from None
 
     async def workers(

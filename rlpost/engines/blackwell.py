@@ -1,10 +1,11 @@
-"""Kernels of engines on Blackwell whose weights can be updated. Pure.
+"""Kernels of engines whose weights can be updated, and that return routes. Pure.
 
 SGLang 0.5.21 resolves some settings by the GPU's architecture when a server starts. On sm100 and
 newer it changes the layout of weights after loading, and cannot restore it for an update: experts in
 bfloat16 in blocks of flashinfer_trtllm (sgl-project/sglang#27787), scales of FP8 blocks in the
 packed exponents of DeepGEMM (sgl-project/sglang#14947). The first update then ends the engine.
-flashinfer_trtllm also chooses experts inside its kernel, so no routes are returned.
+flashinfer_trtllm also chooses experts inside its kernel, so no routes are returned, and so does
+triton_kernel, which SGLang takes for gpt-oss on every GPU.
 
 Input: the given settings, config.json and the GPU. Output: settings that keep the layout of the
 checkpoint. A value of the user takes precedence.
@@ -30,18 +31,20 @@ def updatable_kernels(
     """Return the settings that are "auto" and must not be.
 
     Args:
-        server_args: the given fields of ServerArgs.
+        server_args: the given fields of ServerArgs, with those that follow from the run's settings.
         hf_config: config.json, as ``read_config`` returns it.
         capability: of the engine's GPU.
     """
-    if capability < OLDEST:
-        return {}
     quantised = hf_config.get("quantization_config") or {}
     is_fp8 = quantised.get("quant_method") == "fp8"
+    is_new = capability >= OLDEST
+    returns_routes = server_args.get("enable_return_routed_experts")
+    hides_routes = bool(returns_routes) and hf_config.get("model_type") == "gpt_oss"
     kernels = {}
-    if any(hf_config.get(key) for key in EXPERT_KEYS) and (is_fp8 or not quantised):
+    has_experts = any(hf_config.get(key) for key in EXPERT_KEYS)
+    if has_experts and (is_new or hides_routes) and (is_fp8 or not quantised):
         kernels[EXPERTS] = TRITON
-    if is_fp8:
+    if is_fp8 and is_new:
         kernels[DENSE] = TRITON
     return {name: kernel for name, kernel in kernels.items() if _is_open(server_args.get(name))}
 

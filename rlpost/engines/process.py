@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from common.build_tools import with_scripts
 from common.cuda_runtime import with_runtime
 from common.files import tail_text
 from rlpost.config.keys import without_keys
@@ -94,7 +95,7 @@ class ServerProcess:
             if key not in NOT_INHERITED
         }
         environment |= {key: value for key, value in ENVIRONMENT.items() if key not in environment}
-        environment = with_runtime(environment)
+        environment = with_scripts(with_runtime(environment))
         self._scratch = tempfile.mkdtemp(prefix="rlpost-")  # SGLang leaves sockets behind
         environment["TMPDIR"] = self._scratch
         self._ready_fd, theirs = os.pipe()

@@ -9,7 +9,6 @@ sync``; if that fails too, ``metrics.jsonl`` has all lines.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import queue
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from common.installed import is_package
 from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import MAX_LENGTH, WandbConfig
 from rlpost.config.masking import without_secrets
@@ -44,7 +44,7 @@ class WandbWriter:
     def __init__(
         self, settings: WandbConfig, run_folder: Path, run_config: Mapping[str, object], mode: Mode
     ) -> None:
-        if importlib.util.find_spec("wandb") is None:
+        if not is_package("wandb"):
             raise ConfigError(
                 "wandb.use_wandb = true (--use-wandb): No module named 'wandb'; pip install wandb on the nodes, or "
                 "leave it out"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rlpost.config.plan.architecture import mtp_problem
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
@@ -21,7 +19,8 @@ from rlpost.trainer.model_description import read_description
 from rlpost.trainer.mtp import CHECKPOINT_KEY
 from rlpost.trainer.parallel import Rendezvous
 from rlpost.trainer.torch_dist.reader import StoredTensors
-from rlpost.trainer.weights.exporter import Exporter, export_folder
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.folder_export import export_folder
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import MTP_MARK
 from rlpost.trainer.weights.safetensors_files import tensor_files
@@ -94,9 +93,7 @@ class Converter:
             folder,
             template=self.description.path.parent,
             config=self.description.file_config,
-            writes=dist.get_rank() == 0,
         )
-        dist.barrier()
 
     def close(self) -> None:
         """Leave all groups."""

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from rlpost.algorithm.loss import value_loss
 from rlpost.algorithm.partition import partition
@@ -22,7 +21,7 @@ from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import CheckpointError
-from rlpost.trainer import device, megatron_checkpoint, optimizer, step
+from rlpost.trainer import megatron_checkpoint, optimizer, step
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.packing import (
@@ -42,7 +41,8 @@ from rlpost.trainer.value_model import (
     value_config,
     value_inventory,
 )
-from rlpost.trainer.weights.exporter import Exporter, export_folder, weights_hash
+from rlpost.trainer.weights.exporter import Exporter, weights_hash
+from rlpost.trainer.weights.folder_export import export_folder
 from rlpost.types import MicroBatch, TrainBatch
 
 FOLDER = "critic"
@@ -151,15 +151,15 @@ class Critic:
         self, batch: TrainBatch, values: Values | None, returns: Sequence[FloatColumn]
     ) -> dict[str, float]:
         packed = self._pack(batch.micro_batches)
-        old = held_values(values, packed)
-        target = held_values(partition(returns, map(len, batch.micro_batches)), packed)
+        targets = partition(returns, map(len, batch.micro_batches))
         weighting = step.Weighting(
             batch.num_samples, batch.num_tokens, self.config.grpo.calculate_per_token_loss
         )
 
         def loss_of(index: int, micro_batch: PackedMicroBatch, output: torch.Tensor) -> step.Losses:
             values_R = _response_values(output, micro_batch)
-            old_R, target_R = old[index], target[index]
+            old_R = held_values(values, index, micro_batch)
+            target_R = held_values(targets, index, micro_batch)
             assert old_R is not None and target_R is not None, "the last stage has values"
             loss_R, stats = value_loss(
                 values_R, old_R, target_R, value_clip=self.config.critic.value_clip
@@ -225,7 +225,7 @@ class Critic:
         """Write the critic as a Hugging Face folder with a model for token classification.
 
         Raises:
-            OSError: the folder cannot be written; raised on the writing rank.
+            OSError: the folder cannot be written; raised on every rank.
         """
         optimizer.finish_param_sync(self.model, self.config)
         export_folder(
@@ -233,7 +233,6 @@ class Critic:
             folder,
             template=self.config.checkpoint.hf_checkpoint,
             config=value_config(self._description),
-            writes=dist.get_rank() == 0,
         )
 
     def weights_hash(self, *, max_bytes: int) -> str:
@@ -242,7 +241,7 @@ class Critic:
         return weights_hash(self.exporter, max_bytes=max_bytes)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        return [pack(micro, self._row_layout).to(device.current()) for micro in micro_batches]
+        return [pack(micro, self._row_layout) for micro in micro_batches]
 
 
 def _response_values(output_1T1: torch.Tensor, packed: PackedMicroBatch) -> torch.Tensor:

@@ -19,7 +19,6 @@ some five kernels for each chunk.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 
@@ -41,15 +40,16 @@ def kernels() -> Kernels | None:
     """Return the kernels of flash-linear-attention; None without CUDA or the package."""
     if not torch.cuda.is_available():
         return None
-    if importlib.util.find_spec("fla") is None:
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
         logger.warning(
-            "fla-core is not installed: linear attention is computed in torch, several kernels for "
+            "no kernels of fla-core (%s): linear attention is computed in torch, several kernels for "
             "every %d tokens",
+            error,
             CHUNK,
         )
         return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
     return chunk_gated_delta_rule
 
 

@@ -115,6 +115,18 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of the host to the device, in the order of its work, without waiting for it."""
+    if torch.cuda.is_available():
+        tensor = tensor.pin_memory()  # torch frees the copy when the device has read it
+    return tensor.to(current(), non_blocking=True)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host without waiting; read it on the host after ``synchronise``."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 def synchronise() -> None:
     """Wait for all pending work on the device."""
     if torch.cuda.is_available():

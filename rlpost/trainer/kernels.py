@@ -8,11 +8,11 @@ has no kernels.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 
 from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.transformer_engine import RULED_OUT, Need, needs
@@ -175,7 +175,7 @@ def _packages_missing(config: Config) -> list[str]:
     ):
         problems.append(f"--moe-token-dispatcher-type flex: {problem}; or choose alltoall")
     fuses = config.megatron.options.get("gradient_accumulation_fusion")
-    if fuses and not _is_installed(APEX_KERNEL):
+    if fuses and not layers._grad_accum_fusion_available:
         problems.append(
             f"--gradient-accumulation-fusion true needs a kernel of Apex ({APEX_KERNEL}) for the output layer, which "
             "is not installed on this node; install Apex with --cpp_ext and --cuda_ext or omit the option: "
@@ -232,10 +232,6 @@ def _lack() -> str:
     if has_transformer_engine():
         return RULED_OUT
     return "which is not installed on this node"
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _is_first_rank() -> bool:

@@ -150,13 +150,21 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(1, column, upstream * is_mine)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * log_p.add_(entropy[part, None])
-            # accumulates: samples that share a beginning may have a row in common
-            grad_TV[:, : rows.num_valid].index_put_(
-                (rows.index_R[part],),
-                (grad / rows.temperature).to(grad_TV.dtype),
-                accumulate=rows.may_repeat,
-            )
+            _write_rows(grad_TV, rows, part, (grad / rows.temperature).to(grad_TV.dtype))
         return grad_TV, None, None
+
+
+def _write_rows(grad_TV: torch.Tensor, rows: LogitRows, part: slice, grad: torch.Tensor) -> None:
+    """Write the gradient [r, num_valid] of the rows of one chunk, which are 0 before."""
+    index = rows.index_R[part]
+    if not rows.may_repeat:
+        grad_TV[:, : rows.num_valid].index_put_((index,), grad)
+        return
+    # Adds, in a fixed order: samples that share a beginning may have a row in common. On CUDA the
+    # whole of a target that is not contiguous would be copied, so the gradient is padded instead.
+    padding = grad_TV.size(1) - rows.num_valid
+    whole = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
+    grad_TV.index_put_((index,), whole, accumulate=True)
 
 
 def _parts(rows: LogitRows) -> list[slice]:
@@ -301,24 +309,20 @@ def scores_of_server(batch: TrainBatch, *, top_k: int | None, vocab_size: int) -
     return TeacherScores(top=[list(map(top_of, micro)) for micro in batch.micro_batches])
 
 
-def held_scores(
-    scores: TeacherScores | None, packed: Sequence[PackedMicroBatch]
-) -> list[HeldScores]:
-    """Return the scores of the tokens that this rank holds, for each micro-batch."""
+def held_scores(scores: TeacherScores | None, index: int, packed: PackedMicroBatch) -> HeldScores:
+    """Return the scores of this rank's tokens in micro-batch ``index``, which is ``packed``."""
     if scores is not None and scores.top:
-        return [_held_top(top, part) for top, part in zip(scores.top, packed, strict=True)]
-    logprobs = None if scores is None else scores.logprobs
-    return [HeldScores(values) for values in held_values(logprobs, packed)]
+        return _held_top(scores.top[index], packed)
+    return HeldScores(held_values(None if scores is None else scores.logprobs, index, packed))
 
 
 def _held_top(samples: Sequence[TopTokens], packed: PackedMicroBatch) -> HeldScores:
     num_tokens = sum(packed.response_lengths)
     ids = torch.cat([torch.from_numpy(each.token_ids.array.astype("int64")) for each in samples])
     logprobs = joined_columns(each.logprobs for each in samples)
-    where = device.current()
     return HeldScores(
-        top_ids=ids.view(num_tokens, -1).to(where)[packed.held],
-        top_logprobs=logprobs.view(num_tokens, -1).to(where)[packed.held],
+        top_ids=device.on_device(ids).view(num_tokens, -1)[packed.held],
+        top_logprobs=device.on_device(logprobs).view(num_tokens, -1)[packed.held],
     )
 
 

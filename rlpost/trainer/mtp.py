@@ -144,7 +144,7 @@ class MtpTraining:
 
         def both(index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor) -> Losses:
             policy_loss, num_tokens, stats = loss_of(index, micro_batch, logits)
-            mtp_loss = self._loss(loss, later[index], embedding)
+            mtp_loss = self._loss(loss, later[index].on_device(), embedding)
             # The terms share no trained weight, so neither changes the gradients of the other.
             total = policy_loss + self._factor * mtp_loss
             return total, num_tokens, stats | {"mtp_loss": mtp_loss.detach()}

@@ -59,6 +59,7 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
     for one in inner(optimizer):
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             pin_weights(one.optimizer)
+        update_one_by_one(one.optimizer)
     transformer = model[0].config
     transformer.finalize_model_grads_func = step.finalize_summed_grads
     transformer.grad_scale_func = optimizer.scale_loss
@@ -66,6 +67,16 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
         no_sync = [chunk.no_sync for chunk in model]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
+
+
+def update_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's AdamW, which Megatron takes without TransformerEngine, update weight by weight.
+
+    On CUDA it would update all at once, with 4 bytes for each parameter beside its state.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            group["foreach"] = False
 
 
 def pin_weights(optimizer: HybridDeviceOptimizer) -> None:

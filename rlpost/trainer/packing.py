@@ -1,6 +1,7 @@
 """Pack a micro-batch of samples into one row of tokens.
 
-Input: a tuple of TrainSample. Output: PackedMicroBatch on the CPU; ``to`` moves it. T is the number
+Input: a tuple of TrainSample. Output: PackedMicroBatch on the host; ``rlpost.trainer.step`` copies
+it to the device for its forward and backward pass alone. T is the number
 of tokens in the row, R the number of response tokens in the micro-batch (masked ones included).
 
 Invariants: the row contains whole samples, in order. With ``share_prefix`` a sample has no rows for
@@ -66,12 +67,12 @@ class PackedMicroBatch:
     mask_sizes: torch.Tensor | None = None  # [R] int64
     mask_ids: torch.Tensor | None = None  # [sum of mask_sizes] int64
 
-    def to(self, device: torch.device) -> PackedMicroBatch:
-        """Copy to ``device``."""
+    def on_device(self) -> PackedMicroBatch:
+        """Copy to the device of this rank."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedMicroBatch(
             **{
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                name: device.on_device(value) if isinstance(value, torch.Tensor) else value
                 for name, value in values.items()
             }
         )
@@ -232,13 +233,13 @@ def joined_columns(columns: Iterable[FloatColumn]) -> torch.Tensor:
 
 
 def held_values(
-    logprobs: Sequence[Sequence[FloatColumn]] | None, packed: Sequence[PackedMicroBatch]
-) -> list[torch.Tensor | None]:
-    """Log-probs or values of this rank's tokens; only the last stage has any."""
-    if not logprobs:
-        return [None] * len(packed)
-    tensors = [joined_columns(samples).to(device.current()) for samples in logprobs]
-    return [tensor[part.held] for tensor, part in zip(tensors, packed, strict=True)]
+    logprobs: Sequence[Sequence[FloatColumn]] | None, index: int, packed: PackedMicroBatch
+) -> torch.Tensor | None:
+    """Log-probs or values of this rank's tokens in micro-batch ``index``, which is ``packed``.
+
+    Only the last stage has any.
+    """
+    return device.on_device(joined_columns(logprobs[index]))[packed.held] if logprobs else None
 
 
 def _joined(arrays: Sequence[object], dtype: object = None) -> torch.Tensor:

@@ -124,15 +124,15 @@ class Passes:
             Interrupted: at one of the stop points; some gradients may be accumulated.
         """
         packed = self._pack(batch.micro_batches)
-        old = held_values(old_logprobs, packed)
-        ref = held_values(ref_logprobs, packed)
-        of_teacher = held_scores(teacher, packed)
         loss = self._micro_batch_loss(batch)
 
         def policy_loss(
             index: int, micro_batch: PackedMicroBatch, logits: torch.Tensor
         ) -> step.Losses:
-            return loss.loss(micro_batch, old[index], ref[index], logits, of_teacher[index])
+            old = held_values(old_logprobs, index, micro_batch)
+            ref = held_values(ref_logprobs, index, micro_batch)
+            scores = held_scores(teacher, index, micro_batch)
+            return loss.loss(micro_batch, old, ref, logits, scores)
 
         loss_of = self._with_mtp(policy_loss, loss, batch)
         set_mode(self._model, training=True)
@@ -158,10 +158,7 @@ class Passes:
         if self._mtp is None:
             return policy_loss
         # Without routes: the router of the layer is not replayed.
-        later = [
-            pack(shifted(micro), self._row_layout).to(device.current())
-            for micro in batch.micro_batches
-        ]
+        later = [pack(shifted(micro), self._row_layout) for micro in batch.micro_batches]
         return self._mtp.add_to(policy_loss, loss, later)
 
     def _micro_batch_loss(self, batch: TrainBatch) -> step.MicroBatchLoss:
@@ -173,10 +170,9 @@ class Passes:
         )
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
-        packed = [
+        return [
             self._routing.attached(pack(micro, self._row_layout), micro) for micro in micro_batches
         ]
-        return [each.to(device.current()) for each in packed]
 
 
 def set_mode(model: Sequence[torch.nn.Module], *, training: bool) -> None:

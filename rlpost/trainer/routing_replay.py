@@ -16,7 +16,7 @@ if other micro-batches were computed in between.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,9 @@ class ReplayPass:
     records: bool
     index: int | None = None  # of the micro-batch in its forward pass; None during backward
     micro_batch: PackedMicroBatch | None = None
-    recorded: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch, as ``routes``
+    # by micro-batch, as ``routes``; on the host once all layers are recorded
+    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_recorded: Counter[int] = field(default_factory=Counter)  # layers, by micro-batch
 
 
 class LayerRouting:
@@ -238,6 +240,9 @@ class RoutingReplay:
                 shape, dtype=torch.int16, device=experts.device
             )
         current.recorded[current.index][:, slot] = experts.to(torch.int16)
+        current.num_recorded[current.index] += 1
+        if current.num_recorded[current.index] == len(self._layers):
+            current.recorded[current.index] = device.on_host(current.recorded[current.index])
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last training pass, equal on every rank; empty if dense. Collective."""
@@ -262,7 +267,8 @@ class RoutingReplay:
         if self._recorded is None or not recorded:
             return
         for index, micro_batch in enumerate(micro_batches):
-            whole = _of_all_rows(recorded[index], self._shape.tensor_size)
+            part = device.on_device(recorded[index])
+            whole = _of_all_rows(part, self._shape.tensor_size)
             self._recorded.add(micro_batch, whole.cpu(), self._layout)
 
     def _no_counts(self) -> torch.Tensor:

@@ -213,7 +213,8 @@ def run(
 ) -> list[Any]:
     """Run Megatron's schedule over the micro-batches.
 
-    With ``routing``, call it within one of its passes.
+    With ``routing``, call it within one of its passes. The device holds the columns of the
+    micro-batches in flight alone: those of a batch grow with the length and number of its answers.
 
     Returns:
         The results of ``loss_of(index, micro_batch, logits)`` on the last pipeline stage; an empty
@@ -229,7 +230,8 @@ def run(
     def forward(
         batches: Iterator[tuple[int, PackedMicroBatch]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, object]:
-        index, micro_batch = next(batches)
+        index, on_host = next(batches)
+        micro_batch = on_host.on_device()  # its columns leave the device with it
         if not is_one_unit:
             stop_points.cross(index)
         RECORDER.micro_batch(index)

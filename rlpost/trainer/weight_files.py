@@ -23,7 +23,8 @@ from rlpost.errors import CheckpointError
 from rlpost.trainer import parallel
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.weights.exporter import Exporter, export_folder
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.folder_export import export_folder
 from rlpost.trainer.weights.hf_folder import copy_files, tokenizer_files
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.peft_folder import write_peft_folder
@@ -72,7 +73,6 @@ def export_merged(
         folder,
         template=config.checkpoint.hf_checkpoint,
         config=description.file_config,
-        writes=dist.get_rank() == 0,
     )
     write_everywhere(write, folder)
 

@@ -29,7 +29,8 @@ from rlpost.errors import CheckpointError, SyncError
 from rlpost.types import TrainBatch, TrainSample
 from tests.ports import free_port
 
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("RLPOST_RANKS_DEADLINE_S", "120"))
+"""Of an answer of a rank. The first of a fresh machine reads libraries of gigabytes and compiles."""
 _fork_server = multiprocessing.get_context("forkserver")
 # The first step of an optimizer imports torch._dynamo, which would take 0.3 s in every rank.
 _fork_server.set_forkserver_preload(
@@ -168,10 +169,10 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from rlpost.trainer import device, step
+    from rlpost.trainer import step
     from rlpost.trainer.packing import pack
 
-    packed = [pack(tuple(samples), actor.row_layout).to(device.current())]
+    packed = [pack(tuple(samples), actor.row_layout)]
     collect = lambda index, micro_batch, sharded: (  # noqa: E731
         sharded.sum(),
         gather_from_tensor_model_parallel_region(sharded)[0],

@@ -18,7 +18,6 @@ import torch
 from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.models.fp8 import grid_of
 from rlpost.trainer import fp8_grid
-from rlpost.trainer.layer_specs import has_transformer_engine
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
 from tests.contract.samples import STEPS
@@ -90,7 +89,15 @@ def test_packed_logits_in_float32_equal_those_of_transformers(folders, tmp_path,
     )
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "local",
+        pytest.param(
+            "transformer_engine", marks=pytest.mark.needs("transformer-engine", cuda=True)
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(
     folders, tmp_path, device, name, implementation
@@ -99,8 +106,6 @@ def test_packed_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transform
 
     Not the largest error: a rounding may change the choice of an expert.
     """
-    if implementation == "transformer_engine" and not has_transformer_engine():
-        pytest.skip("TransformerEngine is not installed, or there is no CUDA for it")
     exact = hf_logits(folders[name], torch.float32, "cpu")
     theirs = (hf_logits(folders[name], torch.bfloat16, device) - exact).abs().median()
     logits = our_logits(folders[name], tmp_path, implementation=implementation, bf16=True)
@@ -144,13 +149,10 @@ def test_three_steps_in_bfloat16_are_close_to_those_in_float32(folders, name):
         assert found["train/loss"] == pytest.approx(wanted["train/loss"], rel=0.2, abs=0.05)
 
 
+@pytest.mark.needs("transformer-engine", cuda=True)
 @pytest.mark.parametrize("recipe", FP8_ROWS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(
-    folders, device, monkeypatch, name, recipe
-):
-    if device != "cuda" or not has_transformer_engine():
-        pytest.skip("FP8 needs TransformerEngine and a GPU")
+def test_three_steps_in_fp8_are_close_to_those_in_bfloat16(folders, monkeypatch, name, recipe):
     capability = torch.cuda.get_device_capability()
     if recipe not in grid_of(capability).trains:
         pytest.skip(f"TransformerEngine has no products of {recipe} for this GPU, {capability}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 
 import pytest
@@ -94,6 +95,7 @@ def test_windows_and_sinks_equal_the_formula(device, dtype, window, has_sinks):
     assert all(near(one.cpu(), other, dtype) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.needs("transformer-engine", cuda=True)
 @pytest.mark.parametrize("shares_rows", [False, True])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_transformer_engine_attends_to_packed_rows_of_every_width(
@@ -103,9 +105,7 @@ def test_transformer_engine_attends_to_packed_rows_of_every_width(
 
     ``shares_rows``: a sequence has queries for its last tokens alone, as with --share-prefix.
     """
-    if device == "cpu":
-        pytest.skip("TransformerEngine needs CUDA")
-    attention = pytest.importorskip("transformer_engine.pytorch").DotProductAttention
+    attention = importlib.import_module("transformer_engine.pytorch").DotProductAttention
     torch.manual_seed(1)
     heads, groups = (4, 4) if widths[0] != widths[1] else (4, 2)
     queries = [1 + length // 3 for length in LENGTHS] if shares_rows else LENGTHS

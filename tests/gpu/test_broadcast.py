@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.contract.actor_ranks import plan_sync, run_ranks, send_weights
@@ -16,7 +15,8 @@ from tests.gpu.gpu_ranks import receive_on, send_to_a_peer_that_leaves
 from tests.ports import free_port
 from tests.settings import rank_config
 
-pytestmark = pytest.mark.timeout(300)
+# NCCL takes two ranks of a group on two GPUs only.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs(gpus=2)]
 GROUP = "rlpost-gpu"
 
 
@@ -25,8 +25,6 @@ def test_a_broadcast_to_a_process_that_has_left_ends_with_an_error(
 ) -> None:
     """On NCCL its kernel would wait for ever; afterwards the GPU computes again."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, "qwen3")
     settings = rank_config(
         str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
@@ -57,8 +55,6 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
     tmp_path: Path, device: str, name: str, record_property, monkeypatch
 ) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as the run sets it: both sides must agree
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU: NCCL takes two ranks of a group on two GPUs only")
     make_family(tmp_path, name)
     settings = rank_config(
         str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000

@@ -14,7 +14,7 @@ from rlpost.engines.engine_client import EngineClient
 from tests.gpu.models import make_gpu_model
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("sglang")]
 KEY, GIB = "gpu-key", 2**30
 PARTS = ("kv_cache", "cuda_graph", "weights")
 # On CUDA the default backend of prefill graphs refuses a memory saver that covers graphs.

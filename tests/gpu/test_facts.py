@@ -110,9 +110,8 @@ def test_a_standby_has_no_cuda_context_and_no_gpu_memory(
     assert held < STANDBY_LIMIT
 
 
+@pytest.mark.needs(cuda=True)
 def test_a_cuda_context_takes_what_the_plan_counts(device: str, record_property) -> None:
-    if device == "cpu":
-        pytest.skip("the CPU has no context")
     before = used(device)
     with beside(CONTEXT) as reserved:
         held = used(device) - before - int(reserved)
@@ -120,7 +119,13 @@ def test_a_cuda_context_takes_what_the_plan_counts(device: str, record_property)
     assert 0 < held <= PLANNED_SHARE * CUDA_CONTEXT
 
 
-@pytest.mark.parametrize("is_read", [False, True], ids=["not read", "its reader was killed"])
+@pytest.mark.parametrize(
+    "is_read",
+    [
+        pytest.param(False, id="not read"),
+        pytest.param(True, id="its reader was killed", marks=pytest.mark.needs("sglang")),
+    ],
+)
 def test_memory_of_shared_buckets_comes_back_after_a_failed_update(
     model: Path, device: str, is_read: bool, record_property
 ) -> None:
@@ -134,10 +139,9 @@ def test_memory_of_shared_buckets_comes_back_after_a_failed_update(
     assert after <= before
 
 
-def test_memory_that_the_engines_memory_saver_brings_back_is_zero(device: str) -> None:
+@pytest.mark.needs("torch-memory-saver", cuda=True)
+def test_memory_that_the_engines_memory_saver_brings_back_is_zero() -> None:
     """So parameters that no update sends are 0 after a release, for example scales of a cache."""
-    if device == "cpu":
-        pytest.skip("the memory saver needs CUDA")
     import torch_memory_saver
 
     with torch_memory_saver.configure_subprocess(), beside(SAVER) as num_nonzero:

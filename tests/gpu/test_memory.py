@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.train_step import make_model
 from tests.contract.actor_ranks import in_processes, run_ranks
@@ -46,12 +45,11 @@ def test_offloaded_memory_is_free_and_restored_bit_for_bit(
         )
 
 
+@pytest.mark.needs(gpus=2)
 def test_buffers_of_nccl_leave_the_gpu_and_training_goes_on_as_without(
     model: Path, device: str, record_property
 ) -> None:
     """With ``--offload-nccl``. One tensor-parallel rank on each of two GPUs."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU: its rank has no communicator")
     losses = []
     for offloads in (False, True):
         settings = rank_config(

@@ -13,7 +13,7 @@ from rlpost.trainer.actor import Profiling  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has none of it"),
+    pytest.mark.needs(cuda=True),
 ]
 
 

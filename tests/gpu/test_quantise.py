@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -27,14 +29,13 @@ def test_blocks_made_on_the_device_equal_those_of_the_cpu(
     assert torch.equal(found.cpu().view(torch.uint8), values.view(torch.uint8))
 
 
+@pytest.mark.needs("transformer-engine", cuda=True)
 @pytest.mark.parametrize("powers", [False, True])
 def test_products_of_transformer_engine_have_the_bits_of_the_engines(
     device: str, powers: bool
 ) -> None:
-    if device == "cpu":
-        pytest.skip("TransformerEngine needs CUDA")
-    tensors = pytest.importorskip("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
-    library = pytest.importorskip("transformer_engine_torch")
+    name = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
+    tensors, library = map(importlib.import_module, (name, "transformer_engine_torch"))
     torch.manual_seed(2)
     weight = (torch.randn(384, 256) * torch.logspace(-6, 3, 256)).to(device, torch.bfloat16)
     rounded = tensors.Float8BlockQuantizer(

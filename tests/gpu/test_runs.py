@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlpost.observe.writer import read_metrics
 from tests.gpu.models import make_gpu_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.needs("sglang", "ray")]
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 DEADLINE_S = 900
@@ -123,11 +122,10 @@ def test_trainer_and_engine_share_one_gpu_and_the_run_resumes(
     assert_both_sides_compute_alike(lines, device)
 
 
+@pytest.mark.needs(gpus=2)
 def test_an_engine_on_its_own_gpu_gets_the_weights_by_broadcast(
     model: Path, tmp_path: Path, device: str, record_property
 ) -> None:
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU: the engine needs another one")
     folder = tmp_path / "run"
     lines = trained(submit_words(model, folder, device, *TWO_GPUS), folder)
     record_property("figure", figures(lines))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -64,7 +65,9 @@ def test_the_page_on_gpus_explains_every_check() -> None:
     assert rows == list(gpu_check.ORDER) and set(rows) == set(gpu_check.FILES)
 
 
-@pytest.mark.parametrize(("memory_gb", "size"), [(None, "tiny"), (24.0, "small"), (80.0, "large")])
+@pytest.mark.parametrize(
+    ("memory_gb", "size"), [(None, "tiny"), (24.0, "small"), (85.0, "medium"), (150.0, "large")]
+)
 def test_the_model_of_the_training_benchmark_fits_the_device(memory_gb, size) -> None:
     words = train_step_words(memory_gb)
     assert words[words.index("--size") + 1] == size
@@ -150,7 +153,8 @@ def test_make_passes_its_arguments_to_the_program() -> None:
     # --no-print-directory: these tests may run below another make
     command = ["make", "-n", "--no-print-directory", "test-gpu", "GPU_ARGS=--on-cpu"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert output.splitlines()[-1] == ".venv/bin/python -m tools.gpu_check --on-cpu"
+    last = re.sub(r"--began \d+ ", "--began S ", output.splitlines()[-1])
+    assert last == ".venv/bin/python -m tools.gpu_check --began S --on-cpu"
 
 
 def section(heading: str) -> str:
@@ -193,6 +197,9 @@ def test_one_is_missing(number):
 def test_all_are_missing():
     pytest.skip("no second GPU")
 
+def test_a_small_gpu():
+    raise RuntimeError("rank 0 failed: torch.OutOfMemoryError: CUDA out of memory. Tried ...")
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_two_is_wrong(number):
     assert number == 1, "two is not one"
@@ -213,12 +220,13 @@ def test_a_function_is_an_answer_with_its_figures_or_its_reason(tmp_path: Path) 
     output = running.communicate(timeout=60)[0]
     assert running.returncode == 1
     found = [(one["sentence"], one["outcome"], one["note"]) for one in answers_of(tmp_path)]
-    assert found[:3] == [
+    assert found[:4] == [
         ("Numbers are small", "passed", "2 of 2; number 1; number 2"),
         ("One is missing", "passed", "1 of 2; 2: one GPU"),
-        ("All are missing", "skipped", "no second GPU"),
+        ("All are missing", "not run", "no second GPU"),
+        ("A small gpu", "not run", "too little memory of the GPU for it"),
     ]
-    wrong, *after = found[3:]
+    wrong, *after = found[4:]
     assert wrong[:2] == ("Two is wrong", "failed")
     assert wrong[2].startswith("1 of 2; 2: AssertionError: two is not one")
     assert [one[1] for one in after] == ["failed", "failed"]
@@ -228,6 +236,7 @@ def test_a_function_is_an_answer_with_its_figures_or_its_reason(tmp_path: Path) 
         r"^passed  Numbers are small: 2 of 2; number 1; number 2 \(demo, ", output, re.M
     )
     assert f"paste into an issue: {tmp_path}/results.json" in output
+    assert "\n2 passed, 3 failed, 2 not run\n" in output
 
 
 @pytest.mark.slow
@@ -351,18 +360,71 @@ def test_an_unknown_check_is_refused_with_the_names_of_all(capsys) -> None:
     assert "attention_kernels" in capsys.readouterr().err
 
 
-def test_when_the_time_is_over_the_files_left_are_skipped_with_their_command(tmp_path) -> None:
-    """A file is begun with 30 s left: the first with 30.6, the second with one second less."""
-    (tmp_path / "test_later.py").write_text("def test_it():\n    pass\n")
-    process = start(
-        tmp_path,
-        "import time\n\ndef test_it():\n    time.sleep(1)\n",
-        str(tmp_path / "test_later.py"),
-        "--gpu-minutes=0.51",
-    )
-    process.communicate(timeout=120)
-    assert process.returncode == 0
-    answers = json.loads((tmp_path / "results.json").read_text())["answers"]
-    assert [answer["check"] for answer in answers] == ["demo", "later"]
-    assert answers[1]["outcome"] == "skipped"
-    assert "--minutes 0.51 are over: python -m tools.gpu_check --only later" in answers[1]["note"]
+class Left:
+    """Stand-ins of pytest's configuration and of the processes of files."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, takes_s: float) -> None:
+        self.now, self.takes_s = 0.0, takes_s
+        self.started: list[list[str]] = []
+        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(gpu_check.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(gpu_check.os, "killpg", lambda *_: None)
+        monkeypatch.setattr(gpu_check.subprocess, "Popen", self.popen)
+        options = {"--gpu-results": folder, "--gpu-minutes": 1.0, "--gpu-limit-s": 1800.0}
+        config = SimpleNamespace(getoption=options.get, rootpath=folder)
+        self.files = gpu_check.Files(config)  # type: ignore[arg-type]
+
+    def popen(self, command: list[str], **_: object) -> SimpleNamespace:
+        self.started.append(command)
+        return SimpleNamespace(pid=0, wait=self.wait)
+
+    def wait(self, limit_s: float | None = None) -> int:
+        if limit_s is None:
+            return -9
+        self.now += min(self.takes_s, limit_s)
+        if self.takes_s > limit_s:
+            raise subprocess.TimeoutExpired("pytest", limit_s)
+        return 0
+
+    def ran(self, name: str) -> str:
+        """Return how the process of a file ended."""
+        path = Path(f"test_{name}.py")
+        end = self.files._run(path, [f"{path}::test_it"])
+        item = SimpleNamespace(path=path, nodeid=f"{path}::test_it", location=("", 0, ""))
+        self.files._ends[path] = end
+        return f"{self.files._unfinished(item).outcome}: {end}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "ends"),
+    [
+        (20.0, ["failed: exit code 0", "failed: exit code 0"]),  # it has said nothing of its test
+        (40.0, ["failed: exit code 0", "skipped: --minutes 1 are over"]),
+        (90.0, ["skipped: --minutes 1 are over", "skipped: --minutes 1 are over"]),
+    ],
+)
+def test_what_there_is_no_time_for_is_not_run_and_has_its_command(
+    tmp_path, monkeypatch, takes_s, ends
+) -> None:
+    """No file is begun with less than 30 s; one that the time ends has not failed."""
+    left = Left(tmp_path, monkeypatch, takes_s)
+    for name, end in zip(("one", "two"), ends, strict=True):
+        said = left.ran(name)
+        assert said.startswith(end)
+        assert "are over" not in said or f"python -m tools.gpu_check --only {name}" in said
+    assert len(left.started) == (2 if takes_s == 20.0 else 1)
+
+
+def test_the_time_of_the_installation_counts_and_a_part_leaves_engines_out(
+    monkeypatch, tmp_path
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(gpu_check, "machine_facts", facts)
+    monkeypatch.setattr(pytest, "main", lambda words: calls.append(words) or 0)
+    monkeypatch.setattr(gpu_check.time, "time", lambda: 1300.0)
+    gpu_check.main(["--began", "1000", "--part", "trainer", "--out", str(tmp_path)])
+    (words,) = calls
+    assert "--gpu-minutes=9.00" in words
+    names = [Path(word).stem.removeprefix("test_") for word in words if word.endswith(".py")]
+    assert names == [name for name in gpu_check.ORDER if name not in gpu_check.ENGINES]
+    assert {*gpu_check.ENGINES, *gpu_check.PROCESSES} <= {*gpu_check.ORDER}

@@ -30,6 +30,7 @@ def test_an_old_python_is_refused_before_anything_is_created(tmp_path):
 PYTHON = """#!/bin/sh
 echo "$@" >> {folder}/calls
 case "$*" in
+*tile.txt*) exit {code} ;;
 *--compiled*) echo transformer-engine==PINNED ;;
 *--no-build-isolation*) exit {code} ;;
 esac
@@ -65,8 +66,12 @@ def test_with_gpus_transformer_engine_is_compiled_last_and_its_absence_is_report
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and (venv / ".installed").exists(), done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    (stack,) = (index for index, call in enumerate(calls) if "-r tools/locks/gpu.txt" in call)
+    (stack,) = (index for index, call in enumerate(calls) if f"-r {venv}/gpu.txt" in call)
     assert "--require-hashes" in calls[stack]
+    lock, tile = (ROOT / "tools/locks/gpu.txt").read_text(), (venv / "tile.txt").read_text()
+    assert tile.startswith("cuda-tile==") and "--hash" in tile
+    assert (venv / "gpu.txt").read_text() == lock.replace(tile, "")
+    assert ("without cuda-tile" in done.stderr) == bool(code)
     compiled = [index for index, call in enumerate(calls) if "--no-build-isolation" in call]
     assert len(compiled) == has_nvcc and all(index > stack for index in compiled)
     if has_nvcc:
@@ -109,7 +114,7 @@ case "$*" in *--no-build-isolation*) exit $(cat {tmp_path}/code) ;; esac"""
     assert install(on_gpu_node=False) == (0, "", "")
     code, said, calls = install(on_gpu_node=True, code=1)
     assert code == 0 and "has the stack for CPUs; the GPU stack replaces it" in said
-    assert "locks/gpu.txt" in calls and "its compilation failed" in said
+    assert "/gpu.txt" in calls and "its compilation failed" in said
     assert install(on_gpu_node=True) == (0, "", ""), "not tried again with the same compiler"
     write_commands(gpu_node, nvcc="echo release 13.0")
     assert "--no-build-isolation" in install(on_gpu_node=True)[2]

@@ -8,9 +8,9 @@ conflict. Files are parsed and never executed.
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 
+from common.installed import is_package
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.functions import source_of
 from rlpost.config.env_names import EnvName, parse_envs
@@ -196,7 +196,7 @@ def _of(name: EnvName, config: Config) -> list[str]:
     if name.kind != "own":
         elsewhere = config.cluster.container != "none"  # the image may have it
         # the module that an adapter imports has the name of the kind
-        if elsewhere or importlib.util.find_spec(name.kind) is not None:
+        if elsewhere or is_package(name.kind):
             return []
         return [
             f"--env {name.word}: the package of {name.kind} is not installed; {INSTALL[name.kind]}"

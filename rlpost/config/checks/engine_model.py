@@ -5,6 +5,7 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 
 from __future__ import annotations
 
+from common.fleet_name import POLICY
 from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.plan.cards import capability_of
 from rlpost.config.plan.engine_memory import attention_gpus
@@ -236,11 +237,15 @@ def load_format_problems(config: Config) -> list[str]:
     if config.sglang.server_args.get("load_format") != "dummy":
         return []
     sync, debug = config.sync, config.debug
-    has_draft = config.sglang.server_args.get("speculative_algorithm") is not None
+    args = config.sglang.server_args
+    has_draft = args.get("speculative_algorithm") is not None
+    reads_files = config.eval.eval_engines == POLICY
     reasons = [
         (sync.update_weight_transport == "disk", spelled(config, "update_weight_transport")),
         (debug.debug_rollout_only, "--debug-rollout-only true"),
         (has_draft, "--sglang-speculative-algorithm, whose weights may not be sent"),
+        (reads_files, f"--eval-engines {POLICY}, for which engines read weights from files"),
+        ("quantization" in args, "--sglang-quantization, whose scales are not sent"),
     ]
     return [
         f"--sglang-load-format dummy with {reason}: engines would keep random weights; leave it out"

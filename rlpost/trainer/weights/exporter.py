@@ -8,36 +8,23 @@ time. Invariant: import and export are bitwise inverses.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from rlpost.config.plan.weight_update import Travelling, deal
 from rlpost.models.fp8 import SUFFIX
 from rlpost.models.names import LOADED_TOGETHER
 from rlpost.trainer.weights import layouts
-from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
-from rlpost.trainer.weights.importer import HuggingFaceFolder, carried_tensors, shared_tensors
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory, all_gather
 from rlpost.trainer.weights.layouts import as_bytes, num_bytes, pack, unpack
 from rlpost.trainer.weights.quantise import FP8, BlockFp8, quantise, scale_shape
-from rlpost.trainer.weights.safetensors_files import INDEX, SINGLE
 from rlpost.types import Bucket
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 
 
 def _joins(entries: Sequence[Entry]) -> list[bool]:
@@ -241,125 +228,6 @@ def _digest(name: str, tensor: torch.Tensor) -> str:
     # a NumPy view would keep the weight's memory alive
     digest.update(as_bytes(tensor.to("cpu", copy=True)).numpy())
     return digest.hexdigest()
-
-
-def export_folder(
-    exporter: Exporter,
-    folder: str | Path,
-    *,
-    template: str | Path,
-    writes: bool,
-    config: Mapping[str, object] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a Hugging Face folder as save_pretrained would.
-
-    It has safetensors, configuration and tokenizer. Collective of all ranks of a model replica.
-
-    Args:
-        exporter: of this rank.
-        folder: created if missing.
-        template: the folder that the model came from. It gives configuration and tokenizer
-            (``hf_folder``), and weights that are not trained.
-        writes: true on the one rank that writes.
-        config: replaces the config.json of ``template``.
-        shard_bytes: bound of a file.
-
-    Raises:
-        OSError: writing failed; raised on the writing rank, after its part in every gather.
-    """
-    folder, template = Path(folder), Path(template)
-    plan = exporter.plan(shard_bytes)
-    source = HuggingFaceFolder(template)
-    kept: list[str] = []
-    repeated: dict[str, str] = {}
-    failures: list[Exception] = []
-    if writes:
-        try:
-            kept, repeated = _not_gathered(source, exporter.inventory)
-        except (OSError, SafetensorError) as error:
-            failures.append(error)  # raised at the end: the other ranks need this one in gathers
-    num_files = len(plan) + bool(kept)
-    file_of: dict[str, str] = {}
-    total = sum(entry.num_bytes for bucket in plan for entry in bucket)
-
-    def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one file, unless one failed.
-
-        Failures are collected, not raised: the other ranks need this one in the next gather.
-        """
-        if not writes or failures:
-            return
-        try:
-            if not file_of:
-                folder.mkdir(parents=True, exist_ok=True)
-                _write_configuration(template, folder, config=config, dtype=plan[0][0].dtype)
-            file_of.update(dict.fromkeys(tensors, _write(tensors, folder, number, num_files)))
-        except (OSError, SafetensorError) as error:
-            failures.append(error)
-
-    for number, bucket in enumerate(plan, start=1):
-        tensors = exporter.gather(bucket)
-        copies = {copy: tensors[name].clone() for copy, name in repeated.items() if name in tensors}
-        total += sum(tensor.nbytes for tensor in copies.values())
-        write(number, tensors | copies)
-    if kept:
-        tensors = {name: source.read(name) for name in kept}
-        write(num_files, tensors)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if failures:
-        raise OSError(f"{folder}: {failures[0]}") from failures[0]
-    if num_files > 1 and writes:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _not_gathered(
-    source: HuggingFaceFolder, inventory: Inventory
-) -> tuple[list[str], dict[str, str]]:
-    """Find the tensors of a folder that are not gathered from the model.
-
-    A layer for multi-token prediction may contain copies of embedding and output layer. A copy that
-    equals its original in ``source`` is exported with the trained values. If they differ, no engine
-    uses the copy, and it is exported unchanged.
-
-    Returns:
-        Names of the tensors to copy from ``source``, and {name of a copy: name of its original}.
-    """
-    copies = shared_tensors(source, inventory)
-    repeated = {
-        copy: name
-        for copy, name in copies.items()
-        if torch.equal(source.read(copy), source.read(name))
-    }
-    return sorted({*carried_tensors(source, inventory), *copies} - repeated.keys()), repeated
-
-
-def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int, num_files: int) -> str:
-    """Write one of the files; returns its name."""
-    name = SINGLE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
-    save_tensors(tensors, folder, name)
-    logger.info("%s: wrote file %d of %d", folder, number, num_files)
-    return name
-
-
-def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
-    """Write a safetensors file atomically. Raises OSError or SafetensorError."""
-    temporary = folder / f".{name}"
-    on_host = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(on_host, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / name)
-
-
-def _write_configuration(
-    template: Path, folder: Path, *, config: Mapping[str, object] | None, dtype: torch.dtype
-) -> None:
-    if template.resolve() != folder.resolve():
-        copy_files(exported_files(template), template, folder)
-    origin = json.loads((template / "config.json").read_text())
-    cleaned = clean_config(origin if config is None else config, str(dtype).removeprefix("torch."))
-    if cleaned != origin:  # else the file itself is carried
-        (folder / "config.json").write_text(json.dumps(cleaned, indent=2) + "\n")
 
 
 Shape = tuple[int, ...]

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 
 from rlpost.models.names import Rule
-from rlpost.trainer.weights.exporter import SHARD_BYTES, Exporter, save_tensors
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.folder_export import SHARD_BYTES, save_tensors
 from rlpost.trainer.weights.hf_folder import name_base
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory
 

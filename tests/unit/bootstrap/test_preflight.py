@@ -447,6 +447,13 @@ def test_engines_compile_with_a_compiler_of_torch_s_cuda(
     facts = replace(FIT, **cuda("580.95.05", "13.0", torch), nvcc=nvcc)  # type: ignore[arg-type]
     (check,) = [each for each in check_host(facts, WANTED, SEEN) if each.name == "compiler"]
     assert check.level == level and words in check.found
+    if torch:
+        (check,) = [
+            each
+            for each in check_host(replace(facts, launcher="no Python.h"), WANTED, SEEN)
+            if each.name == "compiler"
+        ]
+        assert check.level == "FATAL_CONFIG" and "no Python.h; install gcc" in check.found
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,23 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from bootstrap.doctor.node import main
+from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.probe import (
     CANARY_DIR,
     read_gpu_direct,
     read_host,
+    read_limited_ports,
     read_nvcc,
     read_sandboxes,
     read_torch_cuda,
 )
+from bootstrap.preflight.table import Hca, HostFacts, Requirements
 
 
 def test_what_is_read_is_what_the_kernel_says(tmp_path: Path) -> None:
@@ -169,6 +173,28 @@ def test_ways_of_rdma_to_gpu_memory(tmp_path, driver, modules, release, wanted):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert read_gpu_direct(tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("keys", "limited"),
+    [
+        (["0xffff"], ()),
+        (["0x7fff"], ()),
+        (["0x7fff", "0x0000", "0x8abc"], ("mlx5_0:1 has a full one at index 2",)),
+        (["0x8abc", "0x7fff"], ()),
+    ],
+)
+def test_a_port_whose_first_partition_is_limited_is_named(tmp_path: Path, keys, limited) -> None:
+    folder = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/pkeys"
+    folder.mkdir(parents=True)
+    for index, key in enumerate(keys):
+        (folder / str(index)).write_text(f"{key}\n")
+    assert read_limited_ports(tmp_path) == limited
+    facts = HostFacts(hcas=(Hca("mlx5_0", True),), limited_ports=limited)
+    assert HostFacts.from_json(json.loads(json.dumps(asdict(facts)))).limited_ports == limited
+    (check,) = [one for one in check_host(facts, Requirements(num_gpus=0)) if one.name == "hcas"]
+    assert check.level == ("WARN" if limited else "OK")
+    assert not limited or "index 2; set NCCL_IB_PKEY" in check.found
 
 
 def test_the_compiler_is_that_of_cuda_home_then_of_the_path(tmp_path: Path) -> None:

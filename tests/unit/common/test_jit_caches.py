@@ -131,11 +131,15 @@ def test_all_caches_are_below_one_private_folder_of_the_disk(tmp_path, remote):
     assert jit_cache_environment({"HOME": "/home/ann"}, disk=tmp_path) == made
 
 
-def test_the_user_s_folder_for_sglang_is_that_of_all_caches(tmp_path, remote):
-    given = {"HOME": "/home/ann", BASE: "/scratch/warm"}
+@pytest.mark.parametrize("kind", ["nfs4", "overlay"])
+def test_the_user_s_folder_for_sglang_is_that_of_all_caches(tmp_path, monkeypatch, kind):
+    """Also beside a home on a local disk, which in a container goes with the attempt."""
+    monkeypatch.setattr(jit_caches, "mount_of", lambda path, mounts: kind)
+    (tmp_path / "home").mkdir(mode=0o700)
+    given = {"HOME": str(tmp_path / "home"), BASE: "/scratch/warm"}
     made = jit_cache_environment(given, disk=tmp_path)
     assert made == cache_variables(given, Path("/scratch/warm")) and BASE not in made
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
 
 
 def test_a_disk_that_cannot_be_written_leaves_the_caches_in_the_home_folder(tmp_path, remote):

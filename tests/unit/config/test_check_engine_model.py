@@ -161,6 +161,8 @@ def test_engines_keep_a_draft_model_that_an_offload_would_lose(sglang, is_traine
         ({"sync": {"update_weight_transport": "disk"}}, "--update-weight-transport disk"),
         ({"debug": {"debug_rollout_only": True}}, "--debug-rollout-only true"),
         ({"sglang": {"sglang_speculative_algorithm": "EAGLE"}}, "--sglang-speculative-algorithm"),
+        ({"eval": {"eval_engines": "policy"}}, "--eval-engines policy"),
+        ({"sglang": {"sglang_quantization": "fp8"}}, "--sglang-quantization"),
     ],
 )
 def test_engines_start_with_random_weights_only_where_an_update_fills_all(groups, reason):

@@ -69,7 +69,7 @@ class FakeRun:
 def fake(monkeypatch):
     """A package wandb whose ``init`` tests replace."""
     package = types.ModuleType("wandb")
-    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a stand-in")
     package.Settings, package.teardown = dict, lambda: None
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.delenv("WANDB_MODE", raising=False)

@@ -40,9 +40,13 @@ def theirs(logits, chosen):
     return distribution.log_prob(chosen.targets_R), distribution.entropy()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_values_and_gradients_equal_torchs_whatever_the_chunks(logits, chunk_size):
-    chosen = rows([9, 2, 3, 0, 7, 10, 5], chunk_size)
+@pytest.mark.parametrize(
+    ("chunk_size", "repeated"), [(1, 5), (4, 5), (100, 5), (1, 9), (4, 9), (100, 9)]
+)
+def test_values_and_gradients_equal_torchs_whatever_the_chunks(logits, chunk_size, repeated):
+    """Also where samples share row 9, and beside columns that are no tokens."""
+    chosen = rows([9, 2, 3, 0, 7, 10, repeated], chunk_size)
+    chosen = replace(chosen, may_repeat=repeated == 9)
     ours, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     found, wanted = (
         logprobs.response_logprobs(ours, chosen, with_entropy=True),

@@ -81,3 +81,13 @@ def test_weights_of_adam_in_host_memory_are_pinned_and_stay_the_same_tensors(mon
     assert list(held.cpu_copys_map_gpu_param) == weights
     assert all(map(torch.equal, weights, before))
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+
+
+def test_torchs_adam_updates_weight_by_weight_and_so_does_what_replaces_it():
+    """All at once it needs 4 bytes for each parameter; the groups pass the choice on to Muon."""
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    for one in (adam, other):
+        optimizer.update_one_by_one(one)
+    assert [group["foreach"] for group in adam.param_groups] == [False]
+    assert [group["foreach"] for group in other.param_groups] == [None]

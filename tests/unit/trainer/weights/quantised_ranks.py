@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions, to_hugging_face
 from rlpost.trainer.weights import exporter as exporter_code
-from rlpost.trainer.weights import layouts
+from rlpost.trainer.weights import folder_export, layouts
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -129,10 +130,11 @@ def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, dim: int |
     root.register_parameter(leaf, parameter)
 
 
-def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
+def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any) -> None:
     """For each case gather everything in FP8; put what came, and the bytes that this rank gave to
-    collectives.
+    collectives. Then hash and export everything, as ranks of two hosts; ``folder`` is the template.
     """
+    folder_export._host = lambda: f"host{rank}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -160,9 +162,30 @@ def run(rank: int, port: int, cases: Sequence[Case], results: Any) -> None:
         given_here: dict[str, Any] = dict(given)
         with recorded_digests() as hashed:
             given_here["hash"] = exporter_code.weights_hash(exporter, max_bytes=10**6)
-        results.put((case.name, rank, found, given_here | {"hashed": hashed}))
+        target = folder / case.name
+        with recorded_files() as wrote:
+            folder_export.export_folder(exporter, target, template=folder, shard_bytes=10**6)
+        given_here |= {"hashed": hashed, "folder": str(target), "wrote": wrote}
+        results.put((case.name, rank, found, given_here))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def recorded_files() -> Iterator[list[str]]:
+    """Record the files that this rank writes."""
+    names: list[str] = []
+    save = folder_export.save_tensors
+
+    def recorded(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
+        names.append(name)
+        save(tensors, folder, name)
+
+    folder_export.save_tensors = recorded
+    try:
+        yield names
+    finally:
+        folder_export.save_tensors = save
 
 
 @contextmanager

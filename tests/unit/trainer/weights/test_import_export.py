@@ -19,7 +19,8 @@ from rlpost.errors import WeightError
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions
 from rlpost.trainer import weight_files
-from rlpost.trainer.weights.exporter import Exporter, describe, export_folder, weights_hash
+from rlpost.trainer.weights.exporter import Exporter, describe, weights_hash
+from rlpost.trainer.weights.folder_export import Share, export_folder, writers_of
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from tests.ports import free_port
@@ -124,7 +125,7 @@ def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_
     tensors = write_folder(tmp_path, num_files=num_files)
     exporter = exporter_of(filled(megatron_model(), tmp_path))
     out = tmp_path / "out"
-    export_folder(exporter, out, template=tmp_path, writes=True, shard_bytes=shard_bytes)
+    export_folder(exporter, out, template=tmp_path, shard_bytes=shard_bytes)
     found = {}
     for file in out.glob("*.safetensors"):
         found |= load_file(file)
@@ -137,8 +138,8 @@ def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_
         assert all(name in load_file(out / file) for name, file in weight_map.items())
 
 
-def test_a_template_that_cannot_be_read_fails_after_all_gathers(tmp_path, monkeypatch):
-    """The other ranks wait for this one in each gather."""
+def test_a_template_that_cannot_be_read_fails_before_any_gather(tmp_path, monkeypatch):
+    """On every rank: none waits for another one in a gather."""
     write_folder(tmp_path)
     exporter = exporter_of(filled(megatron_model(), tmp_path))
     gathered = []
@@ -152,11 +153,32 @@ def test_a_template_that_cannot_be_read_fails_after_all_gathers(tmp_path, monkey
         raise OSError("stale file handle")
 
     monkeypatch.setattr(exporter, "gather", counted)
-    monkeypatch.setattr("rlpost.trainer.weights.exporter._not_gathered", unreadable)
+    monkeypatch.setattr("rlpost.trainer.weights.folder_export._not_gathered", unreadable)
     with pytest.raises(OSError, match="stale file handle"):
-        export_folder(exporter, tmp_path / "out", template=tmp_path, writes=True, shard_bytes=600)
-    assert tuple(gathered) == tuple(exporter.plan(600))
-    assert not (tmp_path / "out").exists()
+        export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
+    assert not gathered and not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_written_fails_after_all_gathers(tmp_path, monkeypatch):
+    """The other ranks wait for this one in each gather."""
+    write_folder(tmp_path)
+    exporter = exporter_of(filled(megatron_model(), tmp_path))
+    gathered, written = [], []
+    gather = exporter.gather
+
+    def counted(bucket, **options):
+        gathered.append(bucket)
+        return gather(bucket, **options)
+
+    def full_disk(tensors, folder, name):
+        written.append(name)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(exporter, "gather", counted)
+    monkeypatch.setattr("rlpost.trainer.weights.folder_export.save_tensors", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
+    assert tuple(gathered) == tuple(exporter.plan(600)) and len(written) == 1
 
 
 def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_weights(tmp_path):
@@ -165,7 +187,6 @@ def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_wei
         exporter_of(filled(megatron_model(), tmp_path)),
         tmp_path / "out",
         template=tmp_path,
-        writes=True,
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
@@ -253,7 +274,7 @@ def test_extra_layers_of_a_family_are_exported_unchanged(tmp_path):
     tensors = write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.eh_proj.weight"])
     inventory = inventory_of(megatron_model(), "Glm4MoeForCausalLM")
     import_weights(inventory, HuggingFaceFolder(tmp_path))
-    export_folder(Exporter(inventory), tmp_path / "out", template=tmp_path, writes=True)
+    export_folder(Exporter(inventory), tmp_path / "out", template=tmp_path)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
@@ -358,7 +379,7 @@ def test_an_export_has_the_configuration_that_the_model_was_trained_with(tmp_pat
         {"rope_theta": 10000, "dtype": "bfloat16"},
     )
     quantised = config | {"quantization_config": {"quant_method": "fp8"}}
-    export_folder(exporter, tmp_path / "out", template=tmp_path, config=quantised, writes=True)
+    export_folder(exporter, tmp_path / "out", template=tmp_path, config=quantised)
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found == {"rope_theta": 10000, "dtype": "float32"}
 
@@ -398,14 +419,19 @@ def wanted():
 
 
 @pytest.fixture(scope="module")
-def gathered():
+def gathered(tmp_path_factory):
     """Of each case what came and the bytes given to collectives, for each rank. Processes that are
     started once.
     """
+    folder = tmp_path_factory.mktemp("exports")
+    save_file(hugging_face(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"architectures": ["Tiny"]}')
     context = multiprocessing.get_context("spawn")
     results, port = context.SimpleQueue(), free_port()
     ranks = [
-        context.Process(target=quantised_ranks.run, args=(rank, port, CASES, results), daemon=True)
+        context.Process(
+            target=quantised_ranks.run, args=(rank, port, CASES, folder, results), daemon=True
+        )
         for rank in range(WORLD)
     ]
     for process in ranks:
@@ -465,6 +491,33 @@ def test_a_rank_without_a_result_quantises_only_what_it_sends(gathered, wanted):
     own = elements("experts", *ALIGNED) // WORLD
     assert second[1]["quantised"] == own
     assert first[1]["quantised"] == own + elements(*ACROSS_BLOCKS)
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+def test_every_host_of_a_stage_writes_a_part_of_an_export(gathered, case):
+    """Together the files are those that one rank would write."""
+    ranks = [given for _, given in gathered[case]]
+    assert all(given["wrote"] for given in ranks)
+    assert not {*ranks[0]["wrote"]} & {*ranks[1]["wrote"]}
+    folder = Path(ranks[0]["folder"])
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert sorted([*ranks[0]["wrote"], *ranks[1]["wrote"]]) == sorted(
+        {*index["weight_map"].values()}
+    )
+    expected = hugging_face()
+    exported = {}
+    for file in {*index["weight_map"].values()}:
+        exported |= load_file(folder / file)
+    assert exported.keys() == index["weight_map"].keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in expected.values())
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Tiny"]
+
+
+def test_one_rank_of_each_host_writes_the_tensors_of_its_stage():
+    shares = [Share(stage, host) for stage in (0, 1) for host in "aabb"]
+    shares += [Share(1, "c")]
+    assert writers_of(shares, 0) == [0, 2] and writers_of(shares, 1) == [4, 6, 8]
 
 
 def test_ranks_divide_the_tensors_of_a_hash_that_is_the_same_at_every_layout(gathered):
