@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.repeats import Repeats
 from rlpost.agents.environments.harbor.root_cache import cache_beside
 from rlpost.agents.environments.harbor.roots import (
     RootPlan,
@@ -50,6 +51,7 @@ from rlpost.agents.sandbox.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+_REPEATS = Repeats()
 
 LOGS, TESTS, SOLUTION = "/logs/verifier", "/tests", "/solution"
 VERIFIER_HOME = "/logs/home"
@@ -255,7 +257,7 @@ class Trial:
             await self.sandbox.end_processes()
             handed = await self._hand_over()
         except (ArchiveRefused, SandboxFileError) as error:
-            return Verdict(0.0, str(error))
+            return self._unscored(f"the agent's files cannot be handed to it: {error}")
         finally:
             await self.close()
         limits = self.runnable.limits(
@@ -318,9 +320,22 @@ class Trial:
                 text, key = data.decode("utf-8", "replace"), self.runnable.options.reward_key
                 return Verdict(reward_of(text, is_json=name == "reward.json", key=key), how)
             except RewardUnreadable as error:
-                return Verdict(0.0, f"{error}; {how}")
-        logger.warning("task %s: its verifier wrote no reward: %s", self.runnable.task.name, how)
-        return Verdict(0.0, f"no file with a reward; {how}")
+                return self._unscored(f"{error}; {how}")
+        return self._unscored(f"no file with a reward; {how}")
+
+    def _unscored(self, reason: str) -> Verdict:
+        """Return the reward of an episode that the verifier gave none: 0, reported with its reason.
+
+        The agent may be the cause of each, so the episode is not left out.
+        """
+        name = self.runnable.task.name
+        count = _REPEATS.count(f"{name}: {reason}")
+        if count is not None:
+            often = "" if count == 1 else f" ({count} times for this reason)"
+            logger.warning(
+                "task %s: its verifier gave no reward, which is 0%s: %s", name, often, reason
+            )
+        return Verdict(0.0, reason)
 
     async def close(self) -> None:
         """End the sandbox."""
