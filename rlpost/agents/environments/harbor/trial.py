@@ -106,19 +106,24 @@ class RunnableTask:
     verifier_root: TaskRoot
     options: TrialOptions
 
-    def limits(self, base: Limits, *, network: bool = False) -> Limits:
-        """Return the limits of its sandboxes: those of the pool, with the task's own."""
+    def limits(self, base: Limits, *, verifies: bool = False) -> Limits:
+        """Return the limits of its sandboxes: those of the pool, with the task's own.
+
+        A task that forbids the network has none, also where the pool's sandboxes have one.
+        """
         task = self.task
         seconds = max(task.agent_seconds, task.verifier_seconds, task.build_seconds)
-        cores = task.cores or base.cores
+        cores = (task.verifier_cores if verifies else task.cores) or base.cores
+        memory_mib = task.verifier_memory_mib if verifies else task.memory_mib
+        network = base.network and (task.verifier_network if verifies else task.network)
         return replace(
             base,
             wall_seconds=seconds,
             cpu_seconds=seconds * cores,
             lifetime_seconds=LIFETIME_SECONDS,
             cores=cores,
-            memory_mib=task.memory_mib or base.memory_mib,
-            network=base.network or network,
+            memory_mib=memory_mib or base.memory_mib,
+            network=network or (verifies and self.options.verifier_network),
         )
 
     def env(self, plan: RootPlan, *, offline: bool) -> dict[str, str]:
@@ -141,8 +146,9 @@ def runnable(
         TaskSkipped: it cannot run here, with the reason.
     """
     task = read_task(folder, name, options.env)
-    if (task.memory_mib or 0) > options.max_memory_mib:
-        more = f"{task.memory_mib} MiB of memory (max_memory_mib: {options.max_memory_mib})"
+    memory_mib = max(task.memory_mib or 0, task.verifier_memory_mib or 0)
+    if memory_mib > options.max_memory_mib:
+        more = f"{memory_mib} MiB of memory (max_memory_mib: {options.max_memory_mib})"
         task = replace(task, lacking=(*task.lacking, more))
     reasons, roots = [f"it needs {what}" for what in task.lacking], list[TaskRoot]()
     for definition in (task.root, task.verifier_root or task.root):
@@ -260,9 +266,7 @@ class Trial:
             return self._unscored(f"the agent's files cannot be handed to it: {error}")
         finally:
             await self.close()
-        limits = self.runnable.limits(
-            self.pool.limits, network=self.runnable.options.verifier_network
-        )
+        limits = self.runnable.limits(self.pool.limits, verifies=True)
 
         async def work(sandbox: Sandbox) -> Verdict:
             return await self._score(sandbox, handed)
