@@ -34,6 +34,8 @@ _COPIED = ("instructions", "tools", "tool_choice", "text")
 
 ``parallel_tool_calls`` is left out: how many calls an answer has is the policy's choice.
 """
+_RECORDED = ("reward_components", "failure_kind", "failure_reason")
+"""Of a verdict. A failure that has no ``mask_sample`` is a valid score."""
 
 
 class NemoGymHarness:
@@ -88,7 +90,7 @@ class NemoGymHarness:
             response = await self._converse(episode, parameters, resources, policy)
             verdict = await self._post(resources, "verify", row | {"response": response})
         refuse_failure(verdict)
-        info = {key: verdict[key] for key in ("reward_components",) if key in verdict}
+        info = {key: verdict[key] for key in _RECORDED if verdict.get(key) is not None}
         if "reward" not in verdict:
             raise GradingLost(f"nemogym: {self._url}/verify returned no reward: {verdict!r:.1000}")
         return Outcome(verdict["reward"], info=info)

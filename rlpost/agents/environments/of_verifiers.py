@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rlpost.agents.environments.of_nemogym import refuse_failure
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.agents.listener import admit, start_listener
 from rlpost.errors import ConfigError, DataError, GradingLost
@@ -222,6 +223,8 @@ def outcome(episode: Any) -> Outcome:
         last = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is recorded"
         raise GradingLost(f"verifiers: {last[:2000]}")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
+    for trace in trained:  # its taskset nemo_gym keeps a verdict, and rewards a failed one with 0
+        refuse_failure(getattr(trace, "info", {}).get("nemo_gym") or {})
     if not trained:
         raise GradingLost("verifiers: the episode has no agent that is trained")
     info = {

@@ -15,7 +15,7 @@ import pytest
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.export import main
 from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.of_verifiers import VerifiersHarness, refuse_untrained
+from rlpost.agents.environments.of_verifiers import VerifiersHarness, outcome, refuse_untrained
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.agents.environments.resumption import resumption_of
 from rlpost.config.env_names import parse_envs
@@ -147,6 +147,14 @@ def test_a_judge_that_asks_the_policy_ends_the_run() -> None:
     refuse_untrained(NAME, finished, {"t2"})
     with pytest.raises(ConfigError, match=r'the agent judge is not trained.*"client"'):
         refuse_untrained(NAME, finished, {"t1"})
+
+
+def test_a_failed_verdict_of_nemo_gym_in_a_trace_is_lost() -> None:
+    """Its taskset keeps the verdict in the trace and counts the reward, 0."""
+    agent, verdict = SimpleNamespace(trainable=True), {"_ng_failure_class": "judge_failed"}
+    trace = SimpleNamespace(agent=agent, info={"nemo_gym": verdict}, reward=0.0)
+    with pytest.raises(GradingLost, match="judge_failed"):
+        outcome(SimpleNamespace(ok=True, traces=[trace]))
 
 
 def test_an_interrupted_episode_begins_again_since_the_library_cannot_continue_one() -> None:
