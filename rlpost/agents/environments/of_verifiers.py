@@ -227,13 +227,14 @@ def outcome(episode: Any) -> Outcome:
         refuse_failure(getattr(trace, "info", {}).get("nemo_gym") or {})
     if not trained:
         raise GradingLost("verifiers: the episode has no agent that is trained")
+    rewards = [reward for trace in trained for reward in trace.rewards.items()]
+    missing = [name for name, reward in rewards if reward is None]
+    if missing or not rewards:  # their sum counts them as 0
+        raise GradingLost(
+            f"verifiers: no reward was computed: {', '.join(missing) or 'none exists'}"
+        )
     info = {
-        "rewards": {
-            name: reward.value
-            for trace in trained
-            for name, reward in trace.rewards.items()
-            if reward is not None
-        },
+        "rewards": {name: reward.value for name, reward in rewards},
         "metrics": {key: value for trace in trained for key, value in trace.metrics.items()},
         "stop": [trace.stop_condition for trace in trained],
     }

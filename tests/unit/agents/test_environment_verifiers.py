@@ -149,11 +149,24 @@ def test_a_judge_that_asks_the_policy_ends_the_run() -> None:
         refuse_untrained(NAME, finished, {"t1"})
 
 
-def test_a_failed_verdict_of_nemo_gym_in_a_trace_is_lost() -> None:
-    """Its taskset keeps the verdict in the trace and counts the reward, 0."""
-    agent, verdict = SimpleNamespace(trainable=True), {"_ng_failure_class": "judge_failed"}
-    trace = SimpleNamespace(agent=agent, info={"nemo_gym": verdict}, reward=0.0)
-    with pytest.raises(GradingLost, match="judge_failed"):
+@pytest.mark.parametrize(
+    ("rewards", "info", "told"),
+    [
+        ({"nemo_gym": 0.0}, {"nemo_gym": {"_ng_failure_class": "judge_failed"}}, "judge_failed"),
+        ({"is_right": 1.0, "judge": None}, {}, "no reward was computed: judge"),
+        ({}, {}, "no reward was computed: none exists"),
+    ],
+)
+def test_a_reward_that_was_not_computed_is_lost_and_never_zero(
+    rewards: dict[str, float | None], info: dict[str, Any], told: str
+) -> None:
+    values = {
+        name: None if value is None else SimpleNamespace(value=value)
+        for name, value in rewards.items()
+    }
+    agent = SimpleNamespace(trainable=True)
+    trace = SimpleNamespace(agent=agent, info=info, rewards=values, reward=0.0)
+    with pytest.raises(GradingLost, match=told):
         outcome(SimpleNamespace(ok=True, traces=[trace]))
 
 
