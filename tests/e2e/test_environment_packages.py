@@ -82,8 +82,9 @@ PACKAGES = {
     "reasoning-gym": Package(
         ["reasoning-gym"], "reasoning_gym:leg_counting", {"size": 64, "tag": None}
     ),
-    "nemo-gym, no tool": Package([], "nemogym:URL", {"data": "ROWS"}, "mcqa"),
-    "nemo-gym, tools": Package([], "nemogym:URL", {"data": "ROWS"}, "example_session_state_mgmt"),
+    # without tools, which the chat template of the tiny model does not have
+    "nemo-gym mcqa": Package([], "nemogym:URL", {"data": "ROWS"}, "mcqa"),
+    "nemo-gym gpqa": Package([], "nemogym:URL", {"data": "ROWS"}, "gpqa_diamond"),
     # harnesses of verifiers install their programs with uv
     "verifiers": Package(["verifiers", "uv"], "verifiers:nemo_gym", VERIFIERS_ON_NEMO_GYM, "mcqa"),
     "tau2": Package([f"tau2 @ {TAU2}"], "tau2:mock", {"agent": "llm_agent_solo"}),
