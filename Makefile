@@ -13,7 +13,7 @@ SLURM ?= sid
 # Tests start hundreds of processes; without this each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install clients system assets quickstart test test-fast test-gpu test-gpu-packages test-slurm test-programs mutants lint format hooks lock jobs docs docs-site clean
+.PHONY: help install clients system assets quickstart test test-fast test-environments test-gpu test-gpu-packages test-slurm test-programs mutants lint format hooks lock jobs docs docs-site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 16
@@ -38,6 +38,9 @@ test: install system assets clients  ## every tier: unit, golden, contract, real
 
 test-fast: install  ## unit and golden tests without the slow ones, two to three minutes on two cores
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m "not slow" tests/unit tests/golden
+
+test-environments: install assets  ## each environment package from pip install to a trained step: 2 GB, half an hour
+	$(BIN)/python -m pytest -q --on-demand tests/e2e/test_environment_packages.py
 
 test-slurm: install system  ## the tests of batch script, preemption, requeue and arrays on another Slurm: SLURM=sid or trixie
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster -m every_slurm --slurm $(SLURM)

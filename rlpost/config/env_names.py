@@ -4,6 +4,7 @@ Input: the words of --env, weights, a prompt. Output: the environments, and that
 
     LABEL=ENVIRONMENT   ENVIRONMENT   pkg.mod:Class   FILE.py:Class   verifiers:NAME   openenv:URL
                                       tau2:DOMAIN   harbor:FOLDER   nemogym:URL
+                                      gymnasium:ID   textarena:ID   reasoning_gym:NAME
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rlpost.errors import ConfigError, DataError, choice, suggestion
 
-Kind = Literal["own", "verifiers", "openenv", "tau2", "harbor", "nemogym"]
-ADAPTERS: Mapping[str, Kind] = {
-    "verifiers": "verifiers",
-    "openenv": "openenv",
-    "tau2": "tau2",
-    "harbor": "harbor",
-    "nemogym": "nemogym",
-}
+Kind = Literal[
+    "own",
+    "verifiers",
+    "openenv",
+    "tau2",
+    "harbor",
+    "nemogym",
+    "gymnasium",
+    "textarena",
+    "reasoning_gym",
+]
+ADAPTERS: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind) if kind != "own"}
 _LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)", re.DOTALL)
 
@@ -53,7 +58,8 @@ def parse_env(word: str) -> EnvName:
     if not colon or not target:
         raise ConfigError(
             f"--env {word}: names no environment; write pkg.mod:Class, FILE.py:Class, verifiers:NAME, openenv:URL, "
-            f"tau2:DOMAIN, harbor:FOLDER or nemogym:URL{suggestion(environment, ADAPTERS)}"
+            "tau2:DOMAIN, harbor:FOLDER, nemogym:URL, gymnasium:ID, textarena:ID or reasoning_gym:NAME"
+            f"{suggestion(environment, ADAPTERS)}"
         )
     if kind := ADAPTERS.get(prefix):
         return EnvName(label or _label_of(kind, target), kind, target, word)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 from common.bounded import cancel_all, together
+from common.repeats import Repeats
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_format import ANSWER, Part
 from rlpost.engines.connection import Connection, Halted
@@ -97,6 +98,7 @@ class GroupWriter:
         self._vocab_size = vocab_size
         self._counts: Counter[str] = Counter()
         self._lost_in_a_row = 0
+        self._reasons = Repeats()
         self._beginning = asyncio.Semaphore(1)
 
     def counters(self) -> Mapping[str, float]:
@@ -235,7 +237,10 @@ class GroupWriter:
         """Count a lost answer. Raises RolloutError after MAX_LOST_IN_A_ROW consecutive ones."""
         self._counts[LOST] += 1
         self._lost_in_a_row += 1
-        logger.warning("prompt %d: an answer is left out: %s", prompt.prompt_id, why)
+        count = self._reasons.count(str(why))
+        if count is not None:
+            often = "" if count == 1 else f" ({count} times for this reason)"
+            logger.warning("prompt %d: an answer is left out%s: %s", prompt.prompt_id, often, why)
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise RolloutError(
                 f"--env or --custom-generate-function-path: {self._lost_in_a_row} consecutive answers were lost; "

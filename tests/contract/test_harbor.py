@@ -181,11 +181,13 @@ echo 1 > /logs/verifier/reward.txt
         ),
     ],
 )
-def test_a_verifier_without_a_reward_gives_none_and_says_why(tmp_path, tests, reason):
+def test_a_verifier_without_a_reward_gives_none_and_says_why(tmp_path, tests, reason, caplog):
     toml = TOML.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
     write_task(tmp_path, tests=tests, toml=toml)
     verdict = trial(tmp_path, command("true"))
     assert verdict.score == 0.0 and reason in verdict.reason
+    scored_zero = reason == "exited 0"
+    assert ("its verifier gave no reward" in caplog.text) is not scored_zero
 
 
 def turn(text: str) -> Turn:

@@ -442,6 +442,14 @@ def test_nothing_is_left_after_kill_9_of_the_driver(user):
     assert host_state() == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts sandboxes as another user")
+async def test_an_image_that_belongs_to_root_names_the_command_that_changes_it(tmp_path):
+    image = tmp_path / "image"
+    (image / "home").mkdir(parents=True)
+    with pytest.raises(SandboxLost, match=f"belongs to root.*chown -hR 12345:12345 {image}"):
+        await LocalSandbox.start(SMALL, Root(image=str(image)))
+
+
 async def test_an_image_folder_is_writable_inside_and_unchanged_outside(tmp_path):
     image = tmp_path / "image"
     for folder in ("bin", "etc", "lib64", "usr/lib", "dev"):

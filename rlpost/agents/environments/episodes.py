@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from common.repeats import Repeats
 from rlpost.agents.environments.calls import unless_halted
 from rlpost.agents.environments.resumption import Resumption
 from rlpost.agents.sandbox.archives import Archives
@@ -167,6 +168,7 @@ class Episodes:
         self._record, self._evaluation = record, evaluation
         self._pause_s = pause_s
         self._counts: Counter[str] = Counter()
+        self._reasons = Repeats()
 
     async def __call__(
         self, builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams
@@ -237,7 +239,11 @@ class Episodes:
         why = error if isinstance(error, GradingLost) else GradingLost(described)
         self._counts[FAILED] += 1
         self._counts[TIMED_OUT] += isinstance(why, EpisodeTimeout)
-        logger.warning("prompt %d: an episode of %s failed: %s", prompt.prompt_id, label, why)
+        count = self._reasons.count(f"{label}: {why}")
+        if count is not None:
+            often = "" if count == 1 else f" ({count} times for this reason)"
+            words = (prompt.prompt_id, label, often, f"{why}"[:2000])
+            logger.warning("prompt %d: an episode of %s failed%s: %s", *words)
         outcome = "timeout" if isinstance(why, EpisodeTimeout) else "failed"
         record = {"outcome": outcome, "why": str(why)[:2000], "turns": []}
         self._write(label, prompt, record, began=began, index=index)

@@ -35,13 +35,13 @@ def tasks_of(name: EnvName, arguments: Mapping[str, object]) -> Iterator[dict[st
     if name.kind == "nemogym":
         yield from rows_of(name.label, arguments)
         return
-    if name.kind not in ("verifiers", "tau2"):
+    if name.kind in ("own", "openenv"):
         raise ConfigError(
             f"--env {name.word}: it has no tasks to export; write the prompt file yourself"
         )
     harness = load_function(ADAPTERS[name.kind], key="--env")(name.target, **arguments)
     for number, task in enumerate(harness.tasks):
-        text = getattr(getattr(task, "data", None), "prompt_text", None)
+        text = getattr(getattr(task, "data", task), "prompt_text", None)
         shown = text or str(getattr(task, "id", number))
         yield {"prompt": shown, "env": name.label, "task": number}
 
@@ -62,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument(
-        "env", nargs="+", help="verifiers:NAME, tau2:DOMAIN, harbor:FOLDER or nemogym:URL"
+        "env",
+        nargs="+",
+        help="verifiers:NAME, tau2:DOMAIN, harbor:FOLDER, nemogym:URL, gymnasium:ID, textarena:ID "
+        "or reasoning_gym:NAME",
     )
     parser.add_argument("--out", type=Path, required=True, help="the prompt file to write")
     parser.add_argument("--env-args", type=json.loads, default={}, help="as for a run")

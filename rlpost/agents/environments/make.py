@@ -39,6 +39,9 @@ ADAPTERS = {
     "tau2": "rlpost.agents.environments.of_tau2.Tau2Harness",
     "harbor": "rlpost.agents.environments.of_harbor.HarborEnvironment",
     "nemogym": "rlpost.agents.environments.of_nemogym.NemoGymHarness",
+    "gymnasium": "rlpost.agents.environments.of_gymnasium.GymnasiumHarness",
+    "textarena": "rlpost.agents.environments.of_textarena.TextArenaHarness",
+    "reasoning_gym": "rlpost.agents.environments.of_reasoning_gym.ReasoningGym",
 }
 """Classes of adapters, whose first argument is what follows the colon in --env."""
 
@@ -141,17 +144,17 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
     arguments: tuple[object, ...] = ()
     if name.kind != "own":
         path, arguments = ADAPTERS[name.kind], (name.target,)
-        if name.kind not in ("openenv", "harbor"):  # ``PlainRunner`` counts their turns
-            env_args = {"max_turns": max_turns, **env_args}
     module, _, cls = path.rpartition(":")
     dotted = path if not module or module.endswith(".py") else f"{module}.{cls}"  # FILE.py:Class
     kind = load_function(dotted, key=f"--env {name.word}")
+    is_harness = hasattr(kind, "run")
+    if is_harness and name.kind != "own":  # ``PlainRunner`` counts the turns of others
+        env_args = {"max_turns": max_turns, **env_args}
     create: Callable[[], Any] = partial(kind, *arguments, **_with_keys(name, env_args))
     if getattr(kind, "uses_sandboxes", False):
         create = partial(_with_sandboxes, create, shared)
     if getattr(kind, "uses_engines", False):
         create = partial(_with_engines, create, shared)
-    is_harness = hasattr(kind, "run")
     if not is_harness and not (hasattr(kind, "reset") and hasattr(kind, "step")):
         public = [word for word in dir(kind) if word[0] != "_"]
         raise ConfigError(

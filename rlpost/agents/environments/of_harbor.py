@@ -72,6 +72,7 @@ class HarborEnvironment:
         self._folder, self._options = folder_of(target), options_of(target, options)
         self._shown = shown
         self._trial: Trial | None = None
+        self.info: dict[str, object] = {}
 
     async def reset(self, prompt: Prompt) -> None:
         """Start the sandbox of a prompt's task. Raises DataError."""
@@ -106,8 +107,10 @@ class HarborEnvironment:
         return Step(shown(result, self._shown), tool="bash", done=is_over)
 
     async def score(self) -> float:
-        """Run the task's verifier on the agent's files."""
-        return (await self.trial.verify()).score
+        """Run the task's verifier on the agent's files; its reason is in the episode's record."""
+        verdict = await self.trial.verify()
+        self.info = {"task": self.trial.runnable.task.name, "verifier": verdict.reason}
+        return verdict.score
 
     async def save(self) -> bytes:
         """Save the agent's folders; refused while a command runs in the background."""

@@ -25,7 +25,7 @@ import aiohttp
 from rlpost.agents.chat_messages import BadRequest
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.agents.responses_format import responses_request
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError, DataError, GradingLost
 
 PARAMETERS = "responses_create_params"
 TIMEOUT_S = 120.0
@@ -34,6 +34,8 @@ _COPIED = ("instructions", "tools", "tool_choice", "text")
 
 ``parallel_tool_calls`` is left out: how many calls an answer has is the policy's choice.
 """
+_RECORDED = ("reward_components", "failure_kind", "failure_reason")
+"""Of a verdict. A failure that has no ``mask_sample`` is a valid score."""
 
 
 class NemoGymHarness:
@@ -68,6 +70,7 @@ class NemoGymHarness:
 
         Raises:
             DataError: the prompt has no ``responses_create_params``.
+            GradingLost: the server could not score the answer, and says so beside a reward of 0.
             aiohttp.ClientError: a server refuses a request, with its reason, or is gone.
         """
         row = dict(episode.prompt.metadata)
@@ -86,7 +89,10 @@ class NemoGymHarness:
             await self._post(resources, "seed_session", row)
             response = await self._converse(episode, parameters, resources, policy)
             verdict = await self._post(resources, "verify", row | {"response": response})
-        info = {key: verdict[key] for key in ("reward_components",) if key in verdict}
+        refuse_failure(verdict)
+        info = {key: verdict[key] for key in _RECORDED if verdict.get(key) is not None}
+        if "reward" not in verdict:
+            raise GradingLost(f"nemogym: {self._url}/verify returned no reward: {verdict!r:.1000}")
         return Outcome(verdict["reward"], info=info)
 
     async def _converse(
@@ -143,6 +149,21 @@ class NemoGymHarness:
             return result
 
 
+def refuse_failure(verdict: Mapping[str, Any]) -> None:
+    """Raise GradingLost for a verdict that is no score of the answer, although it has a reward.
+
+    A server whose judge failed answers with reward 0 and ``_ng_failure_class`` (NeMo-Gym 07d6b0d,
+    nemo_gym/judge.py); one whose simulation failed, with ``mask_sample``.
+    """
+    failure = {key: verdict[key] for key in verdict if key.startswith("_ng_failure")}
+    if failure or verdict.get("_ng_no_persist"):
+        raise GradingLost(f"nemogym: the server could not score the answer: {failure!r:.2000}")
+    instance = verdict.get("instance_config")
+    places = (verdict, instance if isinstance(instance, Mapping) else {})
+    if any(place.get("mask_sample") for place in places):
+        raise GradingLost("nemogym: the server asks to leave the episode out (mask_sample)")
+
+
 def url_of(target: str) -> str:
     """Return the address of a server. Raises ConfigError."""
     if not target.startswith(("http://", "https://")):
@@ -197,7 +218,8 @@ def rows_of(label: str, arguments: Mapping[str, object]) -> Iterator[dict[str, o
         try:
             row = json.loads(line)
             request = request_of(row[PARAMETERS])
-            content = [item["content"] for item in request["input"]]
+            # a history may end in a tool's output, which has no content
+            content = [item["content"] for item in request["input"] if "content" in item]
             responses_request(request)
         except BadRequest as error:
             raise DataError(
@@ -205,4 +227,4 @@ def rows_of(label: str, arguments: Mapping[str, object]) -> Iterator[dict[str, o
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: no task of NeMo-Gym: {error!r}") from error
-        yield {**row, "prompt": str(content[-1]), "env": label}
+        yield {**row, "prompt": str(content[-1]) if content else "", "env": label}

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, GradingLost
 from rlpost.types import Prompt
 
 INSTALL = "pip install 'rlpost[openenv]'"
@@ -88,7 +88,11 @@ class OpenEnvEnvironment:
         return self._shown(result.observation)
 
     async def step(self, turn: Turn) -> Step:
-        """Send an action. Raises RuntimeError for an error of the environment, ConnectionError."""
+        """Send an action.
+
+        Raises RuntimeError for an error of the environment, ConnectionError, GradingLost if the
+        server could not score the episode: without a reward, and with an error.
+        """
         action = self._action_of(turn.text)
         if action is None:
             return Step(self._around("The action is no JSON object."), tool="action")
@@ -98,6 +102,10 @@ class OpenEnvEnvironment:
             if not any(code in str(error) for code in _INVALID):
                 raise
             return Step(self._around(f"The action is not valid: {error}"), tool="action")
+        seen = result.observation
+        failure = seen.get("error") if isinstance(seen, Mapping) else None
+        if result.done and result.reward is None and failure:
+            raise GradingLost(f"openenv: the server ended the episode without a reward: {failure}")
         return Step(
             self._shown(result.observation),
             reward=float(result.reward or 0.0),

@@ -99,8 +99,8 @@ class Tau2Harness:
         """Run a task, in a thread.
 
         Raises:
-            DataError: the prompt names a task that does not exist.
-            GradingLost: the simulation ended for a reason outside the agent.
+            DataError: the prompt names a task that does not exist, or has no criteria.
+            GradingLost: the simulation ended for a reason outside the agent, or was not evaluated.
         """
         task = self.task_of(episode)
         orchestrator = self._orchestrator(episode, task)
@@ -108,6 +108,9 @@ class Tau2Harness:
         reason = getattr(simulation.termination_reason, "value", simulation.termination_reason)
         if reason in NOT_THE_AGENT or simulation.reward_info is None:
             raise GradingLost(f"tau2: the simulation of task {task.id} ended by {reason}")
+        error = (getattr(simulation.reward_info, "info", None) or {}).get("error")
+        if error:  # with reward 0
+            raise GradingLost(f"tau2: the evaluation of task {task.id} failed: {error}"[:2000])
         return Outcome(
             float(simulation.reward_info.reward),
             info={"task": str(task.id), "stop": str(reason), "messages": len(simulation.messages)},
@@ -164,6 +167,11 @@ class Tau2Harness:
         named = prompt.metadata.get("task", prompt.prompt_id % len(self.tasks))
         for number, task in enumerate(self.tasks):
             if named in (number, task.id):
+                if getattr(task, "evaluation_criteria", True) is None:
+                    raise DataError(
+                        f"prompt {prompt.prompt_id}: task {task.id} of tau2:{self._domain} has no evaluation "
+                        "criteria, and tau2 rewards every answer to it with 1; leave it out of the prompts"
+                    )
                 return task
         raise DataError(
             f"prompt {prompt.prompt_id}: 'task' in its metadata is {named!r}; tau2:{self._domain} has "

@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rlpost.agents.environments.of_nemogym import refuse_failure
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.agents.listener import admit, start_listener
 from rlpost.errors import ConfigError, DataError, GradingLost
@@ -222,15 +223,18 @@ def outcome(episode: Any) -> Outcome:
         last = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is recorded"
         raise GradingLost(f"verifiers: {last[:2000]}")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
+    for trace in trained:  # its taskset nemo_gym keeps a verdict, and rewards a failed one with 0
+        refuse_failure(getattr(trace, "info", {}).get("nemo_gym") or {})
     if not trained:
         raise GradingLost("verifiers: the episode has no agent that is trained")
+    rewards = [reward for trace in trained for reward in trace.rewards.items()]
+    missing = [name for name, reward in rewards if reward is None]
+    if missing or not rewards:  # their sum counts them as 0
+        raise GradingLost(
+            f"verifiers: no reward was computed: {', '.join(missing) or 'none exists'}"
+        )
     info = {
-        "rewards": {
-            name: reward.value
-            for trace in trained
-            for name, reward in trace.rewards.items()
-            if reward is not None
-        },
+        "rewards": {name: reward.value for name, reward in rewards},
         "metrics": {key: value for trace in trained for key, value in trace.metrics.items()},
         "stop": [trace.stop_condition for trace in trained],
     }

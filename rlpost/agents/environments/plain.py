@@ -80,7 +80,12 @@ class PlainRunner:
                 f"--env {self.word}: reset left no token for an answer to prompt {prompt.prompt_id}; shorten its "
                 "text, or raise --rollout-max-response-len"
             )
-        return EpisodeResult((builder.sample(),), tuple(turns), finite(self.word, score, "score"))
+        return EpisodeResult(
+            (builder.sample(),),
+            tuple(turns),
+            finite(self.word, score, "score"),
+            info=getattr(environment, "info", {}),
+        )
 
     async def _open(
         self, environment: Environment, prompt: Prompt, saved: SavedState | None

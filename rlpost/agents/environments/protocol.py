@@ -44,12 +44,13 @@ from rlpost.types import Prompt
 class Environment(Protocol):
     """Plain Python.
 
-    ``stop`` (strings that end a turn), ``deterministic``, ``score``, ``save``, ``restore`` and
-    ``close`` may be missing.
+    ``stop`` (strings that end a turn), ``deterministic``, ``info`` (JSON values for the record of the
+    episode, read after ``score``), ``score``, ``save``, ``restore`` and ``close`` may be missing.
     """
 
     stop: Sequence[str]
     deterministic: bool
+    info: Mapping[str, object]
 
     def reset(self, prompt: Prompt) -> str | Awaitable[str | None] | None:
         """Begin the episode of a prompt; return text to add before the first turn."""

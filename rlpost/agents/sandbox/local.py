@@ -117,7 +117,8 @@ class LocalSandbox(Sandbox):
         await loop.sock_sendall(outer, json.dumps(spec).encode())
         answer = await self._answer()
         if "failed" in answer:
-            raise SandboxLost(f"sandbox {self.name} did not start: {answer['failed']}")
+            why = f"{answer['failed']}{_owner_hint(root)}"
+            raise SandboxLost(f"sandbox {self.name} did not start: {why}")
 
     async def _answer(self) -> FileAnswer:
         assert self._control is not None
@@ -249,6 +250,13 @@ def host_user(number: int, pid: int | None = None) -> int:
     """
     first = (os.getpid() if pid is None else pid) * USERS_BETWEEN_PROCESSES
     return FIRST_USER + (first + number) % (USERS - 1)  # IMAGE_USER is the last
+
+
+def _owner_hint(root: Root) -> str:
+    """Return the likely cause where root starts a sandbox on an image that belongs to root."""
+    if root.image is None or os.geteuid() != 0 or os.stat(root.image).st_uid != 0:
+        return ""
+    return f"; {root.image} belongs to root, as whom no sandbox runs: chown -hR 12345:12345 {root.image}"
 
 
 def host_identity(root: Root, number: int) -> tuple[int, int]:

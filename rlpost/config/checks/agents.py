@@ -24,10 +24,13 @@ from rlpost.errors import ConfigError, choice, suggestion
 INSTALL = {
     "verifiers": "pip install 'rlpost[verifiers]'",
     "openenv": "pip install 'rlpost[openenv]'",
+    "gymnasium": "pip install 'rlpost[gymnasium]'",
+    "textarena": "pip install 'rlpost[textarena]'",
+    "reasoning_gym": "pip install 'rlpost[reasoning-gym]'",
     "tau2": "pip install 'tau2 @ git+https://github.com/sierra-research/tau2-bench' with Python 3.12 "
     "(the package tau2 of PyPI is another project)",
 }
-HARNESSES = ("verifiers", "tau2", "nemogym")
+HARNESSES = ("verifiers", "tau2", "nemogym", "gymnasium", "textarena")
 """Adapters whose episodes talk to the gateway."""
 BY_TURN = [name for name, row in ESTIMATORS.items() if row.has_turns]
 """Estimators that support rewards of turns."""

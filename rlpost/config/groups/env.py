@@ -38,8 +38,8 @@ class EnvConfig(Group):
 
     env: Names = ()
     """Environments: pkg.mod:Class or FILE.py:Class, verifiers:NAME, openenv:URL, tau2:DOMAIN,
-    harbor:FOLDER, nemogym:URL; LABEL=ENVIRONMENT gives one another label in metrics and prompts
-    (docs/agents.md)."""
+    harbor:FOLDER, nemogym:URL, gymnasium:ID, textarena:ID, reasoning_gym:NAME; LABEL=ENVIRONMENT
+    gives one another label in metrics and prompts (docs/agents.md)."""
     env_weights: tuple[PositiveNumber, ...] = ()
     """Share of each environment among prompts that name none, in the order of --env. Default:
     equal shares. The seed is --rollout-seed."""

@@ -24,7 +24,7 @@ from rlpost.models.families import family
 from rlpost.models.model_types import HfConfig
 from rlpost.trainer import device
 from rlpost.trainer.weight_files import commit
-from rlpost.trainer.weights.exporter import save_tensors
+from rlpost.trainer.weights.folder_export import save_tensors
 from rlpost.trainer.weights.hf_folder import QUANTISATION, copy_files, exported_files
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.trainer.weights.quantise import BlockFp8

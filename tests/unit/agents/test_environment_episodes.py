@@ -195,6 +195,21 @@ def test_a_failure_outside_the_answer_restarts_the_episode(failure: Exception) -
     assert len(closed) == 3
 
 
+def test_the_first_failure_for_a_reason_is_named_and_later_ones_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each is a line on the user's terminal."""
+    failures = [*(GradingLost(f"node {number} is gone") for number in range(5)), KeyError("a bug")]
+    engine = Script(*map(str, range(7)))
+    asyncio.run(play(engine, lambda: Unlucky(failures, []), env_retries=6))
+    assert [each.getMessage() for each in caplog.records] == [
+        "prompt 5: an episode of Game failed: node 0 is gone",
+        "prompt 5: an episode of Game failed (2 times for this reason): node 1 is gone",
+        "prompt 5: an episode of Game failed (4 times for this reason): node 3 is gone",
+        "prompt 5: an episode of Game failed: KeyError: 'a bug'",
+    ]
+
+
 def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
     """The remaining answers have the advantages that they would have without it."""
     failing = 2

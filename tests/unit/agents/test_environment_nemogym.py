@@ -14,7 +14,7 @@ from aiohttp import web
 from rlpost.agents.environments.export import main as export
 from rlpost.agents.environments.of_nemogym import NemoGymHarness
 from rlpost.agents.environments.protocol import Episode
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
@@ -36,9 +36,10 @@ ROW: dict[str, Any] = {
 
 
 class Resources:
-    """A server whose tool and verifier need the session's cookie."""
+    """A server whose tool and verifier need the session's cookie. ``verdict`` replaces its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, verdict: dict[str, Any] | None = None) -> None:
+        self.verdict = verdict
         self.asked = list[tuple[str, Any]]()
         self.url = ""
 
@@ -53,6 +54,8 @@ class Resources:
             return web.json_response({"detail": "no session"}, status=403)
         if path == "/weather":
             return web.json_response({"weather": f"{body['city']} is sunny"})
+        if self.verdict:
+            return web.json_response(self.verdict)
         texts = json.dumps(body["response"]["output"])
         return web.json_response({**body, "reward": float(body["wanted"] in texts)})
 
@@ -141,6 +144,32 @@ async def test_a_row_without_a_task_and_a_server_that_is_gone_are_errors(folder:
             await harness.run(asked_of(opened, ROW))
 
 
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        (
+            {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "503"},
+            "could not score the answer.*judge_failed.*503",
+        ),
+        ({"reward": 0.0, "_ng_no_persist": True}, "could not score the answer"),
+        ({"reward": 0.0, "mask_sample": True}, "mask_sample"),
+        ({"reward": 0.0, "instance_config": {"mask_sample": True}}, "mask_sample"),
+        ({"scores": [1]}, "/verify returned no reward"),
+    ],
+)
+async def test_a_verdict_that_is_no_score_of_the_answer_is_lost_and_never_zero(
+    folder: str, verdict: dict[str, Any], told: str
+) -> None:
+    resources = Resources(verdict)
+    async with (
+        setup(folder, ["It is fine."]) as made,
+        resources.serving(),
+        await made.open() as opened,
+    ):
+        with pytest.raises(GradingLost, match=told):
+            await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+
+
 FORCED = {"responses_create_params": {**ROW["responses_create_params"], "tool_choice": "required"}}
 
 
@@ -165,6 +194,14 @@ def test_export_makes_a_prompt_file_of_a_file_of_nemo_gym(tmp_path: Any, capsys:
     assert json.loads(out.read_text()) == {**ROW, "prompt": "How is the weather?", "env": "gym"}
     assert export([word, "--out", str(out)]) == 2
     assert '{"gym": {"data": "FILE.jsonl"}}' in capsys.readouterr().err
+    output = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    history = [*ROW["responses_create_params"]["input"], call, output]
+    params = {**ROW["responses_create_params"], "input": history}
+    data.write_text(json.dumps({**ROW, "responses_create_params": params}) + "\n")
+    assert export([word, "--out", str(out), "--env-args", arguments]) == 0
+    assert json.loads(out.read_text())["prompt"] == "How is the weather?"
+    capsys.readouterr()
     data.write_text(json.dumps(FORCED) + "\n")
     assert export([word, "--out", str(out), "--env-args", arguments]) == 2
     assert "line 1: the gateway refuses" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import pytest
 from rlpost.agents.environments.of_openenv import OpenEnvEnvironment, url_of
 from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.agents.environments.resumption import resumption_of
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, GradingLost
 from rlpost.types import Prompt
 from tests.fakes import openenv_core
 from tests.ports import free_port
@@ -35,6 +35,9 @@ def sums(core: Any) -> tuple[Any, Any, Any]:
     class Total(core.Observation):
         total: int = 0
 
+    class Unscored(Total):
+        error: str = "no verdict was written"
+
     class Sums(core.Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -49,6 +52,8 @@ def sums(core: Any) -> tuple[Any, Any, Any]:
         def step(self, action, timeout_s=None):
             if action.message == "crash":
                 raise OSError("the disk is gone")
+            if action.message == "verify":
+                return Unscored(reward=None, done=True)
             self._total += int(action.message)
             done = self._total >= self._goal
             return Total(total=self._total, reward=1.0 if done else -0.1, done=done)
@@ -143,6 +148,11 @@ def test_a_failing_or_unreachable_environment_raises(url: str) -> None:
         asyncio.run(play(url, "crash"))
     with pytest.raises(ConnectionError):
         asyncio.run(play(f"http://127.0.0.1:{free_port()}"))
+
+
+def test_an_episode_that_the_server_could_not_score_is_lost_and_never_zero(url: str) -> None:
+    with pytest.raises(GradingLost, match="without a reward: no verdict was written"):
+        asyncio.run(play(url, "3", "verify"))
 
 
 def test_a_session_that_broke_off_begins_again_unless_its_server_is_declared_deterministic(

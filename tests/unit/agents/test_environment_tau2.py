@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,20 @@ def test_an_episode_not_ended_by_the_agent_is_lost(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(harness, "_run", lambda *_, **__: ended)
     given = Episode("http://x/v1", "k", "policy", Prompt(0, "t", (1,)), 0, {}, 4)
     with pytest.raises(GradingLost, match="ended by user_error"):
+        harness.run(given)
+
+
+def test_a_task_that_was_not_evaluated_has_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tau2 rewards a task without criteria with 1, and an error of its evaluation with 0."""
+    harness = Tau2Harness("mock", **SOLO)
+    ended = tau2_bench._run([], "agent_stop", 0.0)
+    ended.reward_info.info = {"error": "ValueError: replay differs"}
+    monkeypatch.setattr(harness, "_run", lambda *_, **__: ended)
+    given = Episode("http://x/v1", "k", "policy", Prompt(0, "t", (1,)), 0, {}, 4)
+    with pytest.raises(GradingLost, match=r"evaluation of task .* failed: ValueError: replay"):
+        harness.run(given)
+    monkeypatch.setattr(harness, "tasks", [SimpleNamespace(id="free", evaluation_criteria=None)])
+    with pytest.raises(DataError, match="task free of tau2:mock has no evaluation criteria"):
         harness.run(given)
 
 

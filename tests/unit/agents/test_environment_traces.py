@@ -91,10 +91,18 @@ def test_the_report_shows_the_best_the_worst_and_the_failed_episodes() -> None:
 
 def test_the_report_has_the_conversation_of_an_episode(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path / "run", dump(load([], {}).config))
-    lines = [record(1), failed(2), record(3, evaluation="held")]
+    info = {"verifier": f"test.sh exited {HOSTILE}"}
+    lines = [record(1), failed(2), record(3, evaluation="held", info=info)]
     (run.root / "episodes.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     page = write_report(run).read_text()
-    for words in ("Episodes", "the tool said 12", "calculator", "the sandbox is gone", "held"):
+    for words in (
+        "Episodes",
+        "the tool said 12",
+        "calculator",
+        "the sandbox is gone",
+        "held",
+        "test.sh exited",
+    ):
         assert words in page, words
     assert "weights 3, 4" in page and "20 trained" in page
     assert HOSTILE not in page and "alert(1)" in page, "escaped"

@@ -15,7 +15,7 @@ import pytest
 from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.agents.environments.export import main
 from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.of_verifiers import VerifiersHarness, refuse_untrained
+from rlpost.agents.environments.of_verifiers import VerifiersHarness, outcome, refuse_untrained
 from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.agents.environments.resumption import resumption_of
 from rlpost.config.env_names import parse_envs
@@ -147,6 +147,27 @@ def test_a_judge_that_asks_the_policy_ends_the_run() -> None:
     refuse_untrained(NAME, finished, {"t2"})
     with pytest.raises(ConfigError, match=r'the agent judge is not trained.*"client"'):
         refuse_untrained(NAME, finished, {"t1"})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "info", "told"),
+    [
+        ({"nemo_gym": 0.0}, {"nemo_gym": {"_ng_failure_class": "judge_failed"}}, "judge_failed"),
+        ({"is_right": 1.0, "judge": None}, {}, "no reward was computed: judge"),
+        ({}, {}, "no reward was computed: none exists"),
+    ],
+)
+def test_a_reward_that_was_not_computed_is_lost_and_never_zero(
+    rewards: dict[str, float | None], info: dict[str, Any], told: str
+) -> None:
+    values = {
+        name: None if value is None else SimpleNamespace(value=value)
+        for name, value in rewards.items()
+    }
+    agent = SimpleNamespace(trainable=True)
+    trace = SimpleNamespace(agent=agent, info=info, rewards=values, reward=0.0)
+    with pytest.raises(GradingLost, match=told):
+        outcome(SimpleNamespace(ok=True, traces=[trace]))
 
 
 def test_an_interrupted_episode_begins_again_since_the_library_cannot_continue_one() -> None:

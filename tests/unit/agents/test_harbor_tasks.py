@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import posixpath
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +24,11 @@ from rlpost.agents.environments.harbor.roots import (
     image_defaults,
 )
 from rlpost.agents.environments.harbor.tasks import (
+    FIELDS,
     RewardUnreadable,
+    TaskFiles,
     TaskUnreadable,
+    parse_task,
     read_task,
     resolve,
     reward_of,
@@ -109,6 +114,116 @@ def test_the_limits_of_a_sandbox_are_those_of_its_task(tmp_path):
     write_task(tmp_path)
     limits = runnable(tmp_path, "count", NODE).limits(Limits(memory_mib=512, cores=1))
     assert (limits.memory_mib, limits.wall_seconds, limits.network) == (256, 60.0, False)
+
+
+OFF, SEPARATE = 'network_mode = "no-network"', 'environment_mode = "separate"'
+VERIFIER_ROOT = f"[verifier]\n{SEPARATE}\n[verifier.environment]\n"
+
+
+@pytest.mark.parametrize(
+    ("toml", "agent", "verifier"),
+    [
+        ("", True, True),
+        ("[environment]\nallow_internet = false", False, False),
+        (f"[environment]\n{OFF}", False, False),
+        (f'[environment]\n{OFF}\n[agent]\nnetwork_mode = "public"', True, False),
+        (f"[agent]\n{OFF}", False, True),
+        (f"{VERIFIER_ROOT}allow_internet = false", True, False),
+        (f"[environment]\n{OFF}\n{VERIFIER_ROOT}cpus = 1", False, True),
+    ],
+)
+def test_a_task_that_forbids_the_network_has_none_in_a_pool_with_one(
+    tmp_path, toml, agent, verifier
+):
+    """Else an agent could look its answers up."""
+    write_task(tmp_path, toml=toml)
+    given = runnable(tmp_path, "count", NODE)
+    base = Limits(network=True)
+    limits = given.limits(base), given.limits(base, verifies=True)
+    assert [each.network for each in limits] == [agent, verifier]
+    assert not given.limits(Limits(), verifies=True).network
+    asked = replace(given, options=replace(NODE, verifier_network=True))
+    assert asked.limits(Limits(), verifies=True).network and not asked.limits(Limits()).network
+
+
+def test_a_verifier_with_its_own_root_has_its_own_memory_and_cores(tmp_path):
+    write_task(
+        tmp_path, toml=f"[environment]\nmemory_mb = 256\n{VERIFIER_ROOT}memory_mb = 999\ncpus = 3"
+    )
+    given = runnable(tmp_path, "count", NODE)
+    base = Limits(memory_mib=512, cores=1)
+    limits = given.limits(base), given.limits(base, verifies=True)
+    assert [(each.memory_mib, each.cores) for each in limits] == [(256, 1), (999, 3)]
+
+
+PHASE_VALUES = {
+    "timeout_sec": 7.0,
+    "user": "ann",
+    "network_mode": "no-network",
+}
+ENVIRONMENT_VALUES = {
+    **{"build_timeout_sec": 7.0, "docker_image": "node", "os": "windows", "cpus": 7},
+    **{"memory_mb": 7, "gpus": 7, "tpu": {"type": "v6e", "topology": "2x2"}, "memory": "7M"},
+    **{"mcp_servers": [{"name": "x"}], "env": {"A": "7"}, "skills_dir": "/skills"},
+    **{"healthcheck": {"command": "true"}, "workdir": "/seven", "allow_internet": False},
+    "network_mode": "no-network",
+}
+ACTING = {
+    "": {"steps": [{"name": "one"}], "artifacts": [{"source": "/app/x", "exclude": ["*"]}]},
+    "agent": PHASE_VALUES,
+    "verifier": {
+        **PHASE_VALUES,
+        "env": {"A": "7"},
+        "environment_mode": "separate",
+        "collect": [{"command": "true"}],
+    },
+    "environment": ENVIRONMENT_VALUES,
+    "verifier.environment": ENVIRONMENT_VALUES,
+    "solution": {"env": {"A": "7"}},
+}
+"""A value of each field that differs from its default."""
+WITHOUT_EFFECT = {
+    *("schema_version", "version", "task", "metadata", "source"),  # say nothing of the trial
+    "multi_step_reward_strategy",  # steps are skipped
+    *("agent", "verifier", "environment", "solution", "verifier.environment"),  # tables
+    *("agent.allowed_hosts", "verifier.allowed_hosts"),  # of network_mode = "allowlist" alone,
+    *("environment.allowed_hosts", "verifier.environment.allowed_hosts"),  # which is skipped
+    *("environment.gpu_types", "verifier.environment.gpu_types"),  # of gpus, which are skipped
+    # --sandbox-disk-mib bounds files, in memory
+    *("environment.storage_mb", "environment.storage"),
+    *("verifier.environment.storage_mb", "verifier.environment.storage"),
+    "verifier.environment.build_timeout_sec",  # the longest time of a task bounds each phase
+}
+
+
+def test_tasks_in_the_older_form_are_named_with_the_command_that_converts_them(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/task.yaml").write_text("instruction: Do.\n")
+    with pytest.raises(DataError, match=r"1 tasks with task.yaml.*`harbor task migrate"):
+        task_names(tmp_path)
+
+
+def test_each_field_of_a_task_acts_or_is_refused():
+    """The table of fields is Harbor's; a field of a later Harbor is refused."""
+    names = frozenset({"tests/test.sh"})
+    files = TaskFiles({}, "Do.", "FROM a", "FROM b", names=names)
+
+    def parse(table: str, **values: object) -> object:
+        separate = {} if "environment_mode" in values else {"environment_mode": "separate"}
+        settings = {"verifier": separate}
+        place: Any = settings
+        for part in table.split(".") if table else ():
+            place = place.setdefault(part, {})
+        place |= values
+        return parse_task("t", Path("t"), replace(files, settings=settings), {})
+
+    for table, known in FIELDS.items():
+        for name in (*known, "of_next_year"):
+            if f"{table}.{name}".lstrip(".") in WITHOUT_EFFECT:
+                continue
+            value = 7 if name == "of_next_year" else ACTING[table][name]
+            default = {"environment_mode": "shared"} if name == "environment_mode" else {}
+            assert parse(table, **{name: value}) != parse(table, **default), (table, name)
 
 
 @pytest.mark.parametrize(

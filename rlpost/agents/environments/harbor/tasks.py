@@ -33,6 +33,25 @@ ENVIRONMENT, VERIFIER = "environment/Dockerfile", "tests/Dockerfile"
 FOLDERS = ("environment", "tests", "solution")
 TEXT_BYTES = 8 << 20
 """Of task.toml or an instruction."""
+_PHASE = {"timeout_sec", "user", "network_mode", "allowed_hosts"}
+_ENVIRONMENT = {
+    *("build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "storage_mb", "gpus"),
+    *("gpu_types", "tpu", "mcp_servers", "env", "skills_dir", "healthcheck", "workdir"),
+    *("allow_internet", "network_mode", "allowed_hosts"),
+    *("memory", "storage"),  # an older form
+}
+FIELDS: Mapping[str, set[str]] = {
+    "": {
+        *("schema_version", "version", "task", "metadata", "source", "agent", "verifier"),
+        *("environment", "solution", "steps", "multi_step_reward_strategy", "artifacts"),
+    },
+    "agent": _PHASE,
+    "verifier": {*_PHASE, "env", "environment_mode", "environment", "collect"},
+    "environment": _ENVIRONMENT,
+    "verifier.environment": _ENVIRONMENT,
+    "solution": {"env"},
+}
+"""Fields of task.toml by table (Harbor 0.26, schema 1.4); a task with others is skipped."""
 COMPOSE = tuple(
     f"{folder}/{name}"
     for folder in ("environment", "tests")
@@ -85,6 +104,8 @@ class HarborTask:
         artifacts: absolute paths.
         agent_seconds: time of all commands of an episode.
         verifier_env, solution_env: variables beside those of the root.
+        network, verifier_network: whether the task lets the agent, and its verifier, use a network.
+        verifier_cores, verifier_memory_mib: of a verifier with its own root, else those of the agent.
         lacking: what it needs and a sandbox does not have, each as a clause. Empty: it may run.
     """
 
@@ -96,6 +117,10 @@ class HarborTask:
     verifier_seconds: float = DEFAULT_SECONDS
     cores: int | None = None
     memory_mib: int | None = None
+    network: bool = True
+    verifier_network: bool = True
+    verifier_cores: int | None = None
+    verifier_memory_mib: int | None = None
     verifier_root: RootDefinition | None = None
     artifacts: tuple[str, ...] = ()
     verifier_env: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +133,7 @@ def task_names(folder: Path) -> tuple[str, ...]:
 
     Links to folders are followed only where they stay below it. Raises DataError if there is none.
     """
-    names, outside = list[str](), list[str]()
+    names, outside, num_older = list[str](), list[str](), 0
     seen = set[str]()
     for parent, folders, files in os.walk(folder, followlinks=True):
         at, inside = Path(parent), list[str]()
@@ -125,7 +150,13 @@ def task_names(folder: Path) -> tuple[str, ...]:
         if "task.toml" in files and ("instruction.md" in files or "steps" in folders):
             names.append(at.relative_to(folder).as_posix())
             folders.clear()
+        num_older += "task.yaml" in files
     if not names:
+        if num_older:
+            raise DataError(
+                f"{folder} has {num_older} tasks with task.yaml, the form of Terminal-Bench 1; convert "
+                "them with `harbor task migrate --input FOLDER --output NEW_FOLDER`"
+            )
         hint = f"; links that lead outside are not followed: {outside[0]}" if outside else ""
         raise DataError(
             f"{folder} has no task of Harbor: no folder below it has task.toml and instruction.md"
@@ -178,7 +209,8 @@ def parse_task(
                 f"variables of the host ({', '.join(unknown)}): give values in the argument env, "
                 'a key as "${NAME_ENGINES_KEY}"'
             )
-    cores = environment.get("cpus")
+    network = _has_network(agent, environment)
+    verifier_environment = environment
     root = RootDefinition(
         build_folder(files)[0],
         _image(environment) or name,
@@ -190,6 +222,7 @@ def parse_task(
     if is_separate(verifier):
         artifacts = artifact_paths(settings.get("artifacts", []))
         verifier_root = _verifier_root(name, root, verifier.get("environment", {}), files)
+        verifier_environment = verifier.get("environment", environment)
     return HarborTask(
         name,
         folder,
@@ -197,8 +230,12 @@ def parse_task(
         root,
         agent_seconds=_seconds(agent.get("timeout_sec"), AGENT_SECONDS),
         verifier_seconds=_seconds(verifier.get("timeout_sec"), DEFAULT_SECONDS),
-        cores=None if cores is None else max(1, math.ceil(cores)),
-        memory_mib=_mib(environment.get("memory_mb", environment.get("memory"))),
+        cores=_cores(environment),
+        memory_mib=_memory(environment),
+        network=network,
+        verifier_network=_has_network(verifier, verifier_environment),
+        verifier_cores=_cores(verifier_environment),
+        verifier_memory_mib=_memory(verifier_environment),
         verifier_root=verifier_root,
         artifacts=artifacts,
         verifier_env=resolved[1],
@@ -211,18 +248,23 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
     """Return what a task needs and a sandbox does not have."""
     agent, verifier = settings.get("agent", {}), settings.get("verifier", {})
     environment = settings.get("environment", {})
+    verifier_environment = verifier.get("environment", {}) if is_separate(verifier) else {}
     has_steps = bool(settings.get("steps"))
     compose = build_folder(files)[1]
+    unknown = unknown_fields(settings)
+    phases = (environment, agent, verifier, verifier_environment)
     rules = [
+        (bool(unknown), f"fields that are not known here: {', '.join(unknown)}"),
         (bool(compose), f"Docker Compose ({compose})"),
-        (bool(environment.get("gpus")), f"{environment.get('gpus')} GPUs"),
-        (bool(environment.get("tpu")), "a TPU"),
-        (str(environment.get("os", "linux")).lower() != "linux", "Windows"),
-        (bool(environment.get("mcp_servers")), "MCP servers"),
-        (bool(environment.get("healthcheck")), "a service with a health check"),
+        *_environment_rules(environment),
+        *_environment_rules(verifier_environment),
         (
-            "allowlist" in (environment.get("network_mode"), agent.get("network_mode")),
+            "allowlist" in [phase.get("network_mode") for phase in phases],
             "a network that reaches listed hosts alone",
+        ),
+        (
+            is_separate(verifier) and _has_excludes(settings.get("artifacts", [])),
+            "artifacts without some of their files (exclude)",
         ),
         (agent.get("user") not in (None, "root", 0, "0"), "a second user for the agent"),
         (verifier.get("user") not in (None, "root", 0, "0"), "a second user for the verifier"),
@@ -236,6 +278,54 @@ def _lacking(settings: Mapping[str, Any], files: TaskFiles) -> list[str]:
         (not has_steps and not files.instruction, "instruction.md, which is missing"),
     ]
     return [what for is_needed, what in rules if is_needed]
+
+
+def _environment_rules(environment: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """Return what an environment may need that a sandbox does not have, and whether it does."""
+    return [
+        (bool(environment.get("gpus")), f"{environment.get('gpus')} GPUs"),
+        (bool(environment.get("tpu")), "a TPU"),
+        (str(environment.get("os", "linux")).lower() != "linux", "Windows"),
+        (bool(environment.get("mcp_servers")), "MCP servers"),
+        (bool(environment.get("skills_dir")), "skills of an agent (skills_dir)"),
+        (bool(environment.get("healthcheck")), "a service with a health check"),
+    ]
+
+
+def _has_excludes(artifacts: Sequence[str | Mapping[str, Any]]) -> bool:
+    return any(not isinstance(each, str) and bool(each.get("exclude")) for each in artifacts)
+
+
+def unknown_fields(settings: Mapping[str, Any]) -> list[str]:
+    """Return the fields of task.toml that no part of this reader knows, as dotted names.
+
+    >>> unknown_fields({"agent": {"timeout_sec": 1.0, "budget": 2}, "metadata": {"any": 1}})
+    ['agent.budget']
+    """
+    names = list[str]()
+    for table, known in FIELDS.items():
+        values: Any = settings
+        for part in table.split(".") if table else ():
+            values = values.get(part) or {}
+        names += [f"{table}.{name}".lstrip(".") for name in values if name not in known]
+    return names
+
+
+def _has_network(phase: Mapping[str, Any], environment: Mapping[str, Any]) -> bool:
+    """Return whether a phase may use a network: its own mode, else that of its environment."""
+    mode = phase.get("network_mode") or environment.get("network_mode")
+    if mode is None:
+        return environment.get("allow_internet") is not False
+    return bool(mode != "no-network")
+
+
+def _cores(environment: Mapping[str, Any]) -> int | None:
+    cores = environment.get("cpus")
+    return None if cores is None else max(1, math.ceil(cores))
+
+
+def _memory(environment: Mapping[str, Any]) -> int | None:
+    return _mib(environment.get("memory_mb", environment.get("memory")))
 
 
 def build_folder(files: TaskFiles) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.repeats import Repeats
 from rlpost.agents.environments.harbor.roots import (
     ImageDefaults,
     TaskRoot,
@@ -49,6 +50,7 @@ from rlpost.agents.sandbox.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+_REPEATS = Repeats()
 
 LOGS, TESTS, SOLUTION = "/logs/verifier", "/tests", "/solution"
 VERIFIER_HOME = "/logs/home"
@@ -97,19 +99,24 @@ class RunnableTask:
     verifier_root: TaskRoot
     options: TrialOptions
 
-    def limits(self, base: Limits, *, network: bool = False) -> Limits:
-        """Return the limits of its sandboxes: those of the pool, with the task's own."""
+    def limits(self, base: Limits, *, verifies: bool = False) -> Limits:
+        """Return the limits of its sandboxes: those of the pool, with the task's own.
+
+        A task that forbids the network has none, also where the pool's sandboxes have one.
+        """
         task = self.task
         seconds = max(task.agent_seconds, task.verifier_seconds)
-        cores = task.cores or base.cores
+        cores = (task.verifier_cores if verifies else task.cores) or base.cores
+        memory_mib = task.verifier_memory_mib if verifies else task.memory_mib
+        network = base.network and (task.verifier_network if verifies else task.network)
         return replace(
             base,
             wall_seconds=seconds,
             cpu_seconds=seconds * cores,
             lifetime_seconds=LIFETIME_SECONDS,
             cores=cores,
-            memory_mib=task.memory_mib or base.memory_mib,
-            network=base.network or network,
+            memory_mib=memory_mib or base.memory_mib,
+            network=network or (verifies and self.options.verifier_network),
         )
 
 
@@ -126,8 +133,9 @@ def runnable(
         TaskSkipped: it cannot run here, with the reason.
     """
     task = read_task(folder, name, options.env)
-    if (task.memory_mib or 0) > options.max_memory_mib:
-        more = f"{task.memory_mib} MiB of memory (max_memory_mib: {options.max_memory_mib})"
+    memory_mib = max(task.memory_mib or 0, task.verifier_memory_mib or 0)
+    if memory_mib > options.max_memory_mib:
+        more = f"{memory_mib} MiB of memory (max_memory_mib: {options.max_memory_mib})"
         task = replace(task, lacking=(*task.lacking, more))
     reasons, roots = [f"it needs {what}" for what in task.lacking], list[TaskRoot]()
     for definition in (task.root, task.verifier_root or task.root):
@@ -229,12 +237,10 @@ class Trial:
             await self.sandbox.end_processes()
             handed = await self._hand_over()
         except (ArchiveRefused, SandboxFileError) as error:
-            return Verdict(0.0, str(error))
+            return self._unscored(f"the agent's files cannot be handed to it: {error}")
         finally:
             await self.close()
-        limits = self.runnable.limits(
-            self.pool.limits, network=self.runnable.options.verifier_network
-        )
+        limits = self.runnable.limits(self.pool.limits, verifies=True)
 
         async def work(sandbox: Sandbox) -> Verdict:
             return await self._score(sandbox, handed)
@@ -287,9 +293,22 @@ class Trial:
                 text, key = data.decode("utf-8", "replace"), self.runnable.options.reward_key
                 return Verdict(reward_of(text, is_json=name == "reward.json", key=key), how)
             except RewardUnreadable as error:
-                return Verdict(0.0, f"{error}; {how}")
-        logger.warning("task %s: its verifier wrote no reward: %s", self.runnable.task.name, how)
-        return Verdict(0.0, f"no file with a reward; {how}")
+                return self._unscored(f"{error}; {how}")
+        return self._unscored(f"no file with a reward; {how}")
+
+    def _unscored(self, reason: str) -> Verdict:
+        """Return the reward of an episode that the verifier gave none: 0, reported with its reason.
+
+        The agent may be the cause of each, so the episode is not left out.
+        """
+        name = self.runnable.task.name
+        count = _REPEATS.count(f"{name}: {reason}")
+        if count is not None:
+            often = "" if count == 1 else f" ({count} times for this reason)"
+            logger.warning(
+                "task %s: its verifier gave no reward, which is 0%s: %s", name, often, reason
+            )
+        return Verdict(0.0, reason)
 
     async def close(self) -> None:
         """End the sandbox."""
