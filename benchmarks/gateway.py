@@ -35,8 +35,8 @@ from benchmarks.driver import LagSampler, cost_of
 from benchmarks.page import machine, make_parser, show, table
 from benchmarks.rollout_parts import KEY, TINY, Forced, serving
 from benchmarks.stub_engines import prepared_engines
-from rlpost.agents.gateway import Gateway, OpenEpisode
 from rlpost.engines.connection import Connection, RunEngines
+from rlpost.extensions.agents.gateway import Gateway, OpenEpisode
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt

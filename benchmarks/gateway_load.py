@@ -39,10 +39,10 @@ from benchmarks.page import machine, make_parser, show, table
 from benchmarks.rollout_parts import KEY, TINY
 from benchmarks.stub_engines import prepared_engines
 from common.garbage import collect_between_steps_only
-from rlpost.agents.conversation import Line, MessageNode
-from rlpost.agents.gateway import Gateway, OpenEpisode
-from rlpost.agents.http_server import REPEATED_HEADER
 from rlpost.engines.connection import Connection, RunEngines
+from rlpost.extensions.agents.conversation import Line, MessageNode
+from rlpost.extensions.agents.gateway import Gateway, OpenEpisode
+from rlpost.extensions.agents.http_server import REPEATED_HEADER
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 

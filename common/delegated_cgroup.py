@@ -1,7 +1,7 @@
 """The cgroup v2 of this process, if it is delegated: whether it may be divided for sandboxes.
 
 Input: /proc and the cgroup file system. Output: the folder to divide, or why there is none. Reads
-only; ``rlpost.agents.sandbox.cgroup`` divides it.
+only; ``rlpost.extensions.agents.sandbox.cgroup`` divides it.
 
 A cgroup counts as delegated when a normal user may write it (a service manager or an administrator
 delegated it to that user), or when it has systemd's mark. Without the mark, root could write every

@@ -30,9 +30,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rlpost.agents import http_server
-from rlpost.agents.gateway import OpenEpisode
-from rlpost.agents.trajectory import split_side_requests
+from rlpost.extensions.agents import http_server
+from rlpost.extensions.agents.gateway import OpenEpisode
+from rlpost.extensions.agents.trajectory import split_side_requests
 from rlpost.rollout.sampling import SamplingParams
 from tests.unit.agents.chat_models import real_template, write_model
 from tests.unit.agents.sampled import check

@@ -6,7 +6,7 @@
     --custom-generate-function-path   async (builder: ResponseBuilder, prompt: Prompt, sampling: SamplingParams)
                                       -> Sample or several: writes an answer (``rlpost.rollout.response_builder``)
 
-Functions with the signatures of slime work as well (``rlpost.compat.slime``).
+Functions with the signatures of slime work as well (``rlpost.extensions.slime``).
 
 Input: a dotted path, or FILE.py:function. Output: the function. Paths that recipes for slime use
 mean ours.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.agents.sandbox.registry import Registry
-from rlpost.cli.sandboxes import SERVER
+from rlpost.extensions.agents.sandbox.jobs import SERVER
+from rlpost.extensions.agents.sandbox.registry import Registry
 from slurm.arrays import SandboxSpec
 from slurm.render import render_sandbox
 from slurm.spec import JobSpec
@@ -22,9 +22,9 @@ PROJECT = Path(__file__).parents[2]
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from rlpost.agents.sandbox.protocol import Limits, SandboxLost, retry
-from rlpost.agents.sandbox.remote import RemotePool
-from rlpost.agents.sandbox.verify import CaseVerifier, verify
+from rlpost.extensions.agents.sandbox.protocol import Limits, SandboxLost, retry
+from rlpost.extensions.agents.sandbox.remote import RemotePool
+from rlpost.extensions.agents.sandbox.verify import CaseVerifier, verify
 
 LIMITS = Limits(memory_mib=128, disk_mib=16, processes=20, wall_seconds=60)
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from rlpost.agents.sandbox.local import host_user
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotRefused, fresh
+from rlpost.extensions.agents.sandbox.local import host_user
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import Limits, SandboxLost, SnapshotRefused, fresh
 from tests.contract.hostile_commands import Targets, generate
 from tests.processes import living
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from rlpost.config.tree import Config
-from rlpost.rehearsal.contradictions import parameters_of
-from rlpost.rehearsal.rank import rehearse_rank
+from rlpost.extensions.rehearsal.all_ranks.contradictions import parameters_of
+from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.trainer import model as actor_model
 from rlpost.trainer import optimizer as actor_optimizer
 from rlpost.trainer import parallel

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.gateway import OpenEpisode
+from rlpost.extensions.agents.gateway import OpenEpisode
 from tests.unit.agents.chat_models import real_template, write_model
 from tests.unit.agents.sampled import check
 from tests.unit.agents.test_gateway import Setup, setup

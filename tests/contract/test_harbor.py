@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.agents.environments.harbor.check import main as check
-from rlpost.agents.environments.harbor.trial import Trial, TrialOptions, runnable
-from rlpost.agents.environments.make import make_environments
-from rlpost.agents.environments.of_harbor import HarborEnvironment
-from rlpost.agents.environments.protocol import Turn
-from rlpost.agents.sandbox.archives import Archives
-from rlpost.agents.sandbox.images import PREFIX, ImageCache
-from rlpost.agents.sandbox.local import LocalSandbox, Root
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Limits, Verdict
-from rlpost.agents.sandbox.remote import RemotePool
 from rlpost.columns import IntColumn
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
+from rlpost.extensions.agents.environments.harbor.check import main as check
+from rlpost.extensions.agents.environments.harbor.trial import Trial, TrialOptions, runnable
+from rlpost.extensions.agents.environments.make import make_environments
+from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment
+from rlpost.extensions.agents.environments.protocol import Turn
+from rlpost.extensions.agents.sandbox.archives import Archives
+from rlpost.extensions.agents.sandbox.images import PREFIX, ImageCache
+from rlpost.extensions.agents.sandbox.local import LocalSandbox, Root
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import Limits, Verdict
+from rlpost.extensions.agents.sandbox.remote import RemotePool
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt

@@ -7,9 +7,9 @@ import pytest
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.shape import Layout, stored_bytes
 from rlpost.config.plan.weight_update import weights_of
+from rlpost.extensions.rehearsal.all_ranks.published import published
 from rlpost.models import fp8
 from rlpost.models.families import family
-from rlpost.rehearsal.published import published
 from tests.unit.config.test_models import PUBLISHED
 
 SIZES = {

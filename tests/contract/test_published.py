@@ -18,7 +18,7 @@ from rlpost.cli.resolved_model import differences, engine_model, trainer_model
 from rlpost.cli.stack_check import text_model
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.errors import WeightError
-from rlpost.rehearsal.published import published
+from rlpost.extensions.rehearsal.all_ranks.published import published
 from rlpost.trainer.model_description import read_description
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.families import load_folder, load_model, make_family

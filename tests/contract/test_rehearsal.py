@@ -22,18 +22,24 @@ from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_round
 from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
-from rlpost.rehearsal.distributed_calls import RECEIVE, SEND, SPLIT, Call, Recording
-from rlpost.rehearsal.given import BalancedMap
-from rlpost.rehearsal.hangs import Fault, hangs
-from rlpost.rehearsal.meta import MetaResults
-from rlpost.rehearsal.model import description_of
-from rlpost.rehearsal.other_layout import unread
-from rlpost.rehearsal.phases import Phases, rehearse_phases, run_phases
-from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.rank_facts import RankFacts
-from rlpost.rehearsal.recorder import CallRecorder
-from rlpost.rehearsal.result import memory_check, memory_use
-from rlpost.rehearsal.symmetry import classes, record
+from rlpost.extensions.rehearsal.all_ranks.distributed_calls import (
+    RECEIVE,
+    SEND,
+    SPLIT,
+    Call,
+    Recording,
+)
+from rlpost.extensions.rehearsal.all_ranks.given import BalancedMap
+from rlpost.extensions.rehearsal.all_ranks.hangs import Fault, hangs
+from rlpost.extensions.rehearsal.all_ranks.meta import MetaResults
+from rlpost.extensions.rehearsal.all_ranks.model import description_of
+from rlpost.extensions.rehearsal.all_ranks.other_layout import unread
+from rlpost.extensions.rehearsal.all_ranks.phases import Phases, rehearse_phases, run_phases
+from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
+from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
+from rlpost.extensions.rehearsal.all_ranks.recorder import CallRecorder
+from rlpost.extensions.rehearsal.all_ranks.result import memory_check, memory_use
+from rlpost.extensions.rehearsal.all_ranks.symmetry import classes, record
 from rlpost.trainer import logprobs, passes
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.types import TrainBatch, TrainSample
@@ -398,7 +404,7 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 def run_of_a_rank(actor: Any, *, phases: Phases) -> tuple[tuple[Call, ...], dict[str, int]]:
     """Record the phases of a real rank, and the bytes that it holds afterwards."""
-    from rlpost.rehearsal.recorder import CallRecorder
+    from rlpost.extensions.rehearsal.all_ranks.recorder import CallRecorder
 
     actor.import_weights()
     recorder = CallRecorder(transfers=True)

@@ -17,12 +17,12 @@ import torch
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.rehearsal.all_ranks import contradictions, coverage, critic
+from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
+from rlpost.extensions.rehearsal.all_ranks.result import RehearsalResult
+from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
 from rlpost.models.config_file import language_model
-from rlpost.rehearsal import contradictions, coverage, critic
-from rlpost.rehearsal.published import published
-from rlpost.rehearsal.rank_facts import RankFacts
-from rlpost.rehearsal.result import RehearsalResult
-from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
 from tests.contract.all_ranks import num_optimized, rehearse
 from tests.contract.cuda.test_every_rank import recipe_config, words_of

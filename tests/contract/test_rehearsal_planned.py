@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.rehearsal.result import Compared
-from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
+from rlpost.extensions.rehearsal.all_ranks.result import Compared
+from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
 from tests.contract.cuda.test_every_rank import recipe_config
 
 pytestmark = [

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rlpost.rehearsal import run as run_module
-from rlpost.rehearsal.distributed_calls import Recording
-from rlpost.rehearsal.meta import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
-from rlpost.rehearsal.run import RehearsalOptions, rehearse_run
-from rlpost.rehearsal.symmetry import Recorded, record
+from rlpost.extensions.rehearsal.all_ranks import run as run_module
+from rlpost.extensions.rehearsal.all_ranks.distributed_calls import Recording
+from rlpost.extensions.rehearsal.all_ranks.meta import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
+from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
+from rlpost.extensions.rehearsal.all_ranks.symmetry import Recorded, record
 from tests.contract.test_rehearsal_kinds import (
     DENSE,
     MOE,

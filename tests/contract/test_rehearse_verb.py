@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.cli import rehearse
 from rlpost.config.load import JOBS
+from rlpost.extensions.rehearsal import command as rehearse
 from tests.contract.families import make_family_config
 from tests.unit.jobs.assets import make_assets
 

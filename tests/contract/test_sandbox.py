@@ -18,11 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpost.agents.environments.protocol import Turn
-from rlpost.agents.examples.shell import Shell
-from rlpost.agents.sandbox.local import LocalSandbox, Root
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import (
+from rlpost.columns import IntColumn
+from rlpost.extensions.agents.environments.protocol import Turn
+from rlpost.extensions.agents.examples.shell import Shell
+from rlpost.extensions.agents.sandbox.local import LocalSandbox, Root
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import (
     Ended,
     Limits,
     SandboxFileError,
@@ -31,7 +32,6 @@ from rlpost.agents.sandbox.protocol import (
     fresh,
     retry,
 )
-from rlpost.columns import IntColumn
 from rlpost.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,7 +179,7 @@ async def test_memory_of_the_kernel_that_a_process_takes_counts(program: str):
 def test_commands_of_a_driver_with_low_priority_run_at_its_priority():
     source = """
 import asyncio, os
-from rlpost.agents.sandbox.local import LocalSandbox
+from rlpost.extensions.agents.sandbox.local import LocalSandbox
 from tests.contract.test_sandbox import SMALL
 os.nice(19)
 async def main():
@@ -394,8 +394,8 @@ async def test_a_pool_is_bounded_and_serves_in_order(size):
 DRIVER = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Limits
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import Limits
 
 async def main():
     async with LocalPool(Limits(memory_mib=128, processes=20, disk_mib=16), size=3, warm=1) as pool:

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.examples.shell import Shell
-from rlpost.agents.sandbox.archives import Archives
-from rlpost.agents.sandbox.local import LocalSandbox
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import ArchiveRefused
-from rlpost.agents.sandbox.registry import NodeRecord
-from rlpost.agents.sandbox.remote import RemoteSandbox
-from rlpost.agents.sandbox.server import SandboxServer
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.examples.shell import Shell
+from rlpost.extensions.agents.sandbox.archives import Archives
+from rlpost.extensions.agents.sandbox.local import LocalSandbox
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import ArchiveRefused
+from rlpost.extensions.agents.sandbox.registry import NodeRecord
+from rlpost.extensions.agents.sandbox.remote import RemoteSandbox
+from rlpost.extensions.agents.sandbox.server import SandboxServer
 from rlpost.types import Prompt
 from tests.contract.test_sandbox import SMALL, WHY_NOT
 from tests.unit.agents.test_environment_resumes import NUM_TURNS, TURNS, Killed, World, attempt

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpost.agents.sandbox import cgroup
-from rlpost.agents.sandbox.local import LocalSandbox
-from rlpost.agents.sandbox.protocol import Ended, Limits
+from rlpost.extensions.agents.sandbox import cgroup
+from rlpost.extensions.agents.sandbox.local import LocalSandbox
+from rlpost.extensions.agents.sandbox.protocol import Ended, Limits
 from tests.contract.test_sandbox import SMALL, WHY_NOT
 
 

@@ -14,11 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.plain import PlainRunner
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.sandbox import wire
-from rlpost.agents.sandbox.protocol import (
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.config.groups.rollout import RolloutConfig
+from rlpost.driver.batches import rollout_advantages
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.plain import PlainRunner
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.sandbox import wire
+from rlpost.extensions.agents.sandbox.protocol import (
     Ended,
     Limits,
     SandboxFileError,
@@ -27,14 +32,9 @@ from rlpost.agents.sandbox.protocol import (
     fresh,
     retry,
 )
-from rlpost.agents.sandbox.registry import Registry
-from rlpost.agents.sandbox.remote import RemotePool
-from rlpost.agents.sandbox.verify import CaseVerifier, verify
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
-from rlpost.config.groups.grpo import GrpoConfig
-from rlpost.config.groups.rollout import RolloutConfig
-from rlpost.driver.batches import rollout_advantages
+from rlpost.extensions.agents.sandbox.registry import Registry
+from rlpost.extensions.agents.sandbox.remote import RemotePool
+from rlpost.extensions.agents.sandbox.verify import CaseVerifier, verify
 from rlpost.rollout.generate import GroupWriter
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import InlineGrader
@@ -54,7 +54,13 @@ def servers(
     folder: Path, count: int, places: int = 2, more: Sequence[str] = ()
 ) -> Iterator[list[psutil.Process]]:
     Registry(folder).create()
-    module = [sys.executable, "-m", "rlpost.agents.sandbox.server", "--host", "127.0.0.1"]
+    module = [
+        sys.executable,
+        "-m",
+        "rlpost.extensions.agents.sandbox.server",
+        "--host",
+        "127.0.0.1",
+    ]
     options = ["--run-folder", str(folder), "--places", str(places), *more]
     started = [
         subprocess.Popen([*module, *options, "--name", f"node{number}"], cwd=ROOT)
@@ -188,8 +194,8 @@ def test_advantages_after_a_lost_node_equal_those_of_a_run_without_its_episode(t
 DRIVER = """
 import asyncio
 from pathlib import Path
-from rlpost.agents.sandbox.protocol import Limits
-from rlpost.agents.sandbox.remote import RemotePool
+from rlpost.extensions.agents.sandbox.protocol import Limits
+from rlpost.extensions.agents.sandbox.remote import RemotePool
 
 async def main():
     async with RemotePool(Path({folder!r}), Limits(memory_mib=128, disk_mib=16)) as pool:

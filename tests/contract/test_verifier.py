@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Limits, SandboxLost, Snapshot, Verdict
-from rlpost.agents.sandbox.verify import CaseVerifier, CommandVerifier, verify
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import Limits, SandboxLost, Snapshot, Verdict
+from rlpost.extensions.agents.sandbox.verify import CaseVerifier, CommandVerifier, verify
 from tests.contract.test_sandbox import WHY_NOT
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from rlpost.agents.environments.protocol import Step, Turn
 from rlpost.columns import IntColumn
+from rlpost.extensions.agents.environments.protocol import Step, Turn
 from rlpost.types import Prompt
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import ROOM

@@ -50,7 +50,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--tensor-model-parallel-size": "1",
         "--sequence-parallel": "false",
         "--rollout-num-gpus": "1",
-        "--env": "rlpost.agents.examples.guess:Guess",
+        "--env": "rlpost.extensions.agents.examples.guess:Guess",
         "--env-reward": "turn",
         "--prompt-data": str(prompts),
         "--rollout-max-response-len": "24",

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.env_names import parse_env
+from rlpost.extensions.agents.env_names import parse_env
 from rlpost.observe.writer import read_metrics
 from tests.e2e.runs import RECIPE
 from tests.ports import free_port
@@ -233,7 +233,7 @@ def test_an_installed_package_trains_a_step(
     prompts, log, folder = tmp_path / "tasks.jsonl", tmp_path / "log", tmp_path / "run"
     programs = ["env", f"PATH={Path(python).parent}:{os.environ['PATH']}", python, "-m"]
     env = [*("--env", word), *("--env-args", args)]
-    export = "rlpost.agents.environments.export"
+    export = "rlpost.extensions.agents.environments.export"
     run([*programs, export, word, *env[2:], "--out", prompts], log)
     data = ["--prompt-data", prompts, "--input-key", "prompt", "--label-key", "none"]
     settings = [part for pair in SETTINGS.items() for part in pair]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlpost.algorithm import plugin
-from rlpost.compat.slime.adapters import SlimeAdapters
+from rlpost.extensions.slime.adapters import SlimeAdapters
 
 
 @pytest.fixture

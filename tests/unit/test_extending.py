@@ -11,10 +11,10 @@ import torch
 from rlpost.algorithm.advantage import custom_advantages
 from rlpost.algorithm.objective import Tokens, loss_function
 from rlpost.cli.main import main as rlpost
-from rlpost.compat.slime.arguments import Arguments
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
+from rlpost.extensions.slime.arguments import Arguments
 from rlpost.models.families import FAMILIES, family
 from rlpost.rollout.filters import group_filter
 from rlpost.tasks.reward.grader import make_grader

@@ -16,26 +16,8 @@ from rlpost.config.extensions import Extension
 from rlpost.errors import ConfigError
 from tests.unit.test_architecture import FILES, ROOT, imports, module_name, nodes
 
-PLACES = {
-    "agents": (
-        "rlpost.agents",
-        "rlpost.cli.sandboxes",
-        "rlpost.config.checks.agents",
-        "rlpost.config.env_names",
-        "rlpost.config.groups.env",
-        "rlpost.config.groups.sandbox",
-    ),
-    "judge": ("rlpost.cli.judge_agreement", "rlpost.tasks.judge"),
-    "rehearsal": ("rlpost.cli.rehearse", "rlpost.cli.rehearse_nodes", "rlpost.rehearsal"),
-    "slime": ("rlpost.compat", "rlpost.config.slime_names"),
-}
-"""Packages and modules of each extension, beside ``rlpost.extensions.NAME``."""
-OF_EXTENSIONS = {
-    place: name
-    for name, places in PLACES.items()
-    for place in (f"rlpost.extensions.{name}", *places)
-}
 ROWS = [row.name for row in extensions.extensions()]
+OF_EXTENSIONS = {f"rlpost.extensions.{name}": name for name in ROWS}
 
 
 def extension_of(module: str) -> str | None:
@@ -128,7 +110,7 @@ for refused in (lambda: check_reward(rollout), extensions.rehearsal):
 
 
 def test_the_core_runs_without_the_folder(tmp_path: Path) -> None:
-    moved = {"rlpost.extensions", *OF_EXTENSIONS}
+    moved = {"rlpost.extensions"}
 
     def absent(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if module_name(Path(folder, name)) in moved]

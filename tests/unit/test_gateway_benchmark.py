@@ -3,8 +3,8 @@
 import asyncio
 
 from benchmarks.gateway import Load, direct
-from rlpost.agents.gateway import Gateway
 from rlpost.engines.connection import Connection, RunEngines
+from rlpost.extensions.agents.gateway import Gateway
 from tests.unit.agents.chat_models import write_model
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 

@@ -1,1 +1,1 @@
-"""Episodes of environments as answers, sandboxes for the commands of agents."""
+"""Agents: episodes of many turns, the gateway that serves them, environments and sandboxes."""

@@ -5,14 +5,14 @@ from rlpost.config.extensions import Extension
 EXTENSION = Extension(
     name="agents",
     tables={
-        "env": "rlpost.config.groups.env:EnvConfig",
-        "sandbox": "rlpost.config.groups.sandbox:SandboxConfig",
+        "env": "rlpost.extensions.agents.env_table:EnvConfig",
+        "sandbox": "rlpost.extensions.agents.sandbox_table:SandboxConfig",
     },
     checks=(
-        "rlpost.config.checks.agents:agent_problems",
-        "rlpost.config.checks.agents:sandbox_problems",
+        "rlpost.extensions.agents.checks:agent_problems",
+        "rlpost.extensions.agents.checks:sandbox_problems",
     ),
-    on_node=("rlpost.agents.sandbox.settings:check_node",),
-    answers="rlpost.agents.answers:episode_answers",
-    job="rlpost.cli.sandboxes:SANDBOX_JOBS",
+    on_node=("rlpost.extensions.agents.sandbox.settings:check_node",),
+    answers="rlpost.extensions.agents.answers:episode_answers",
+    job="rlpost.extensions.agents.sandbox.jobs:SANDBOX_JOBS",
 )

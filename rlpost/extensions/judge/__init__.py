@@ -1,1 +1,1 @@
-"""Rewards from a language model."""
+"""Rewards from a language model that judges answers."""

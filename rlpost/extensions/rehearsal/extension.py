@@ -6,11 +6,11 @@ EXTENSION = Extension(
     name="rehearsal",
     verbs={
         "rehearse": Verb(
-            "rlpost.cli.rehearse:main",
+            "rlpost.extensions.rehearsal.command:main",
             "run every rank for one step without GPUs: hangs, weights, checkpoint, memory",
             takes_settings=True,
             after="plan",
         )
     },
-    rehearsal="rlpost.cli.rehearse:rehearse_before_submission",
+    rehearsal="rlpost.extensions.rehearsal.command:rehearse_before_submission",
 )

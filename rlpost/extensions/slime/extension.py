@@ -4,6 +4,6 @@ from rlpost.config.extensions import Extension
 
 EXTENSION = Extension(
     name="slime",
-    adapters="rlpost.compat.slime.adapters:register",
-    foreign_names={"slime": "rlpost.config.slime_names:lacking"},
+    adapters="rlpost.extensions.slime.adapters:register",
+    foreign_names={"slime": "rlpost.extensions.slime.names:lacking"},
 )

@@ -27,13 +27,17 @@ from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
+from rlpost.extensions.rehearsal.all_ranks.contradictions import (
+    Expected,
+    plan_problems,
+    update_plans,
+)
+from rlpost.extensions.rehearsal.all_ranks.model import description_of
+from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
+from rlpost.extensions.rehearsal.all_ranks.rank_facts import Weight
 from rlpost.models.families import family
 from rlpost.models.fp8 import SUFFIX
-from rlpost.rehearsal.contradictions import Expected, plan_problems, update_plans
-from rlpost.rehearsal.model import description_of
-from rlpost.rehearsal.published import published
-from rlpost.rehearsal.rank import rehearse_rank
-from rlpost.rehearsal.rank_facts import Weight
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
 from rlpost.types import Bucket

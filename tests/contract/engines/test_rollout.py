@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.agents.gateway import Gateway, OpenEpisode
-from rlpost.agents.trajectory import Trajectory
 from rlpost.engines.connection import Connection
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import DiskMover, PauseMode, WeightUpdate
+from rlpost.extensions.agents.gateway import Gateway, OpenEpisode
+from rlpost.extensions.agents.trajectory import Trajectory
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.generate import GroupWriter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.answer_parsing import parse_answer, split_reasoning
+from rlpost.extensions.agents.answer_parsing import parse_answer, split_reasoning
 from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.unit.agents.harness import TOOLS, Writer
 

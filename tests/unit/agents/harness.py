@@ -7,9 +7,9 @@ import json
 import random
 from typing import Any
 
-from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.episode import OpenEpisode
-from rlpost.agents.openai_format import chat_request
+from rlpost.extensions.agents.chat_messages import BadRequest
+from rlpost.extensions.agents.episode import OpenEpisode
+from rlpost.extensions.agents.openai_format import chat_request
 
 TOOLS = [
     {

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.trajectory import NO_VERSION, Trajectory
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Halted
 from rlpost.engines.routes import RouteFormat
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.trajectory import NO_VERSION, Trajectory
 
 UNIT = 1 / 64  # between log-probs: exact in float32 up to 2**18 tokens
 ROUTES = RouteFormat(layers=(0, 1), num_layers=2, num_experts=8, topk=2)
@@ -174,7 +174,7 @@ def routes_of_ids(ids: Any) -> RouteColumn:
 
 
 def check(trajectories: Sequence[Trajectory], engine: SampledTokens) -> None:
-    """Assert the invariants of ``rlpost.agents.trajectory`` for one episode."""
+    """Assert the invariants of ``rlpost.extensions.agents.trajectory`` for one episode."""
     trained: list[float] = []
     for trajectory in trajectories:
         ids = trajectory.token_ids.tobytes()

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.agents.answer_parsing import (
+from rlpost.extensions.agents.answer_parsing import (
     PROBE_ANSWER,
     PROBE_TOOLS,
     Format,
     format_of,
     parse_answer,
 )
-from rlpost.agents.chat_messages import Message, ToolCall
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.json_values import dumps
+from rlpost.extensions.agents.chat_messages import Message, ToolCall
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.json_values import dumps
 from tests.unit.agents.chat_models import real_template, write_model
 from tests.unit.agents.harness import TOOLS
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.export import main as export
-from rlpost.agents.environments.of_gymnasium import GymnasiumHarness
-from rlpost.agents.environments.of_reasoning_gym import ReasoningGym
-from rlpost.agents.environments.of_textarena import TextArenaHarness
-from rlpost.agents.environments.protocol import Episode, Outcome, Turn
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.agents.environments.export import main as export
+from rlpost.extensions.agents.environments.of_gymnasium import GymnasiumHarness
+from rlpost.extensions.agents.environments.of_reasoning_gym import ReasoningGym
+from rlpost.extensions.agents.environments.of_textarena import TextArenaHarness
+from rlpost.extensions.agents.environments.protocol import Episode, Outcome, Turn
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check

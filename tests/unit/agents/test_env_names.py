@@ -6,14 +6,15 @@ from collections import Counter
 
 import pytest
 
-from rlpost.config.env_names import env_of, parse_env, parse_envs
 from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.agents.env_names import env_of, parse_env, parse_envs
 
 
 @pytest.mark.parametrize(
     ("word", "label", "kind", "target"),
     [
         ("my.envs:Calc", "Calc", "own", "my.envs:Calc"),
+        ("rlpost.agents.x:Game", "Game", "own", "rlpost.extensions.agents.x:Game"),
         ("a/b/envs.py:Calc", "Calc", "own", "a/b/envs.py:Calc"),
         ("calc=my.envs:Other", "calc", "own", "my.envs:Other"),
         ("verifiers:wordle", "verifiers-wordle", "verifiers", "wordle"),

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments import make
-from rlpost.agents.environments.make import make_environments
 from rlpost.cli.check_settings import check
 from rlpost.cli.job import job_spec
-from rlpost.config.checks.agents import agent_problems, uses_sandboxes
 from rlpost.config.checks.container import container_problems
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.agents.checks import agent_problems, uses_sandboxes
+from rlpost.extensions.agents.environments import make
+from rlpost.extensions.agents.environments.make import make_environments
 
 CODE = """\
 raise SystemExit("not to be run")
@@ -147,7 +147,7 @@ def test_the_check_of_a_run_includes_its_environments() -> None:
 
 
 def test_arguments_reach_the_environment_and_wrong_ones_are_reported_before_the_run() -> None:
-    word = "guess=rlpost.agents.examples.guess:Guess"
+    word = "guess=rlpost.extensions.agents.examples.guess:Guess"
     environments, gateway = make_environments(config(word, env__env_args={"guess": {"turns": 2}}))
     assert environments.labels == ("guess",) and gateway is None
     with pytest.raises(ConfigError, match=r"--env guess=.*unexpected keyword argument 'turn'"):
@@ -160,7 +160,7 @@ def test_arguments_reach_the_environment_and_wrong_ones_are_reported_before_the_
         ):
             make_environments(config(word, env__env_args={"guess": {"turns": f"${{{name}}}"}}))
     with pytest.raises(ConfigError, match="has no function Gues"):
-        make_environments(config("rlpost.agents.examples.guess:Gues"))
+        make_environments(config("rlpost.extensions.agents.examples.guess:Gues"))
 
 
 def test_the_gateway_gets_the_context_length_of_the_engines(monkeypatch) -> None:
@@ -228,8 +228,8 @@ def test_a_class_that_uses_sandboxes_is_found_without_running_its_file(
 
 
 def test_the_agents_of_a_run_check_what_its_sandboxes_need() -> None:
-    shell = "rlpost.agents.examples.shell:Shell"
+    shell = "rlpost.extensions.agents.examples.shell:Shell"
     assert "--sandboxes" in job_spec(config(f"label={shell}")).agent_args
     elsewhere = config(shell, sandbox__sandbox_backend="slurm")
-    for other in (config(), config("rlpost.agents.examples.guess:Guess"), elsewhere):
+    for other in (config(), config("rlpost.extensions.agents.examples.guess:Guess"), elsewhere):
         assert "--sandboxes" not in job_spec(other).agent_args

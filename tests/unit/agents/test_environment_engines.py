@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlpost.agents.environments import make
-from rlpost.agents.environments.make import make_environments
 from rlpost.config.load import load
 from rlpost.engines.group_client import EngineClients
+from rlpost.extensions.agents.environments import make
+from rlpost.extensions.agents.environments.make import make_environments
 
 GAME = """
 class Game:

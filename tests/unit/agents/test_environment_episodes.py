@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.plain import PlainRunner
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.examples.calculator import Calculator
-from rlpost.agents.examples.guess import Guess
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.driver.batches import rollout_advantages
 from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.errors import ConfigError, GradingLost, RolloutError
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.plain import PlainRunner
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.examples.calculator import Calculator
+from rlpost.extensions.agents.examples.guess import Guess
 from rlpost.rollout.episode_metrics import episode_metrics
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -289,7 +289,7 @@ def test_a_timeout_inside_the_environment_is_not_an_episode_timeout() -> None:
 
 
 def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None:
-    monkeypatch.setattr("rlpost.agents.environments.calls.POLL_S", 0.02)
+    monkeypatch.setattr("rlpost.extensions.agents.environments.calls.POLL_S", 0.02)
     closed: list[int] = []
     at_work = threading.Event()
 
@@ -402,7 +402,7 @@ def test_answers_without_episodes_have_no_episode_metrics() -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_an_environment_that_cannot_be_closed_keeps_its_result(monkeypatch, hangs: bool) -> None:
-    monkeypatch.setattr("rlpost.agents.environments.calls.CLOSE_S", 0.05)
+    monkeypatch.setattr("rlpost.extensions.agents.environments.calls.CLOSE_S", 0.05)
 
     class Sticky:
         def reset(self, given: Prompt) -> str:

@@ -13,14 +13,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.protocol import Episode, Outcome
 from rlpost.algorithm.turns import turns_of
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
 from rlpost.engines.connection import Halted
 from rlpost.errors import ConfigError, GradingLost, RolloutError
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.harness import HarnessRunner
+from rlpost.extensions.agents.environments.protocol import Episode, Outcome
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt, Sample

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rlpost.agents.environments.export import main as export
-from rlpost.agents.environments.of_nemogym import NemoGymHarness
-from rlpost.agents.environments.protocol import Episode
 from rlpost.errors import ConfigError, DataError, GradingLost
+from rlpost.extensions.agents.environments.export import main as export
+from rlpost.extensions.agents.environments.of_nemogym import NemoGymHarness
+from rlpost.extensions.agents.environments.protocol import Episode
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.of_openenv import OpenEnvEnvironment, url_of
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.environments.resumption import resumption_of
 from rlpost.errors import ConfigError, GradingLost
+from rlpost.extensions.agents.environments.of_openenv import OpenEnvEnvironment, url_of
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.environments.resumption import resumption_of
 from rlpost.types import Prompt
 from tests.fakes import openenv_core
 from tests.ports import free_port

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.export import main as export
-from rlpost.agents.environments.harbor.check import main as check_tasks
-from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.make import make_environments
 from rlpost.algorithm.plugin import load_function
-from rlpost.config.checks.agents import agent_problems
-from rlpost.config.env_names import parse_envs
 from rlpost.config.load import load
+from rlpost.extensions.agents.checks import agent_problems
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.export import main as export
+from rlpost.extensions.agents.environments.harbor.check import main as check_tasks
+from rlpost.extensions.agents.environments.harness import HarnessRunner
+from rlpost.extensions.agents.environments.make import make_environments
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt, Sample

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.environments.resumption import resumption_of
-from rlpost.agents.examples.calculator import Calculator
-from rlpost.agents.examples.guess import Guess
-from rlpost.agents.examples.shell import Shell
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.environments.resumption import resumption_of
+from rlpost.extensions.agents.examples.calculator import Calculator
+from rlpost.extensions.agents.examples.guess import Guess
+from rlpost.extensions.agents.examples.shell import Shell
 from rlpost.types import Prompt
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.plain import PlainRunner
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.environments.resumption import resumption_of
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
 from rlpost.durable.journal import Journal
 from rlpost.durable.open_parts import Kept
 from rlpost.engines.connection import Connection
 from rlpost.errors import GradingLost
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.plain import PlainRunner
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.environments.resumption import resumption_of
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector
 from rlpost.rollout.generate import GroupWriter

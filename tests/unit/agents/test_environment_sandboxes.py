@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlpost.agents.environments import make as make_module
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.make import make_environments
-from rlpost.agents.environments.plain import PlainRunner
-from rlpost.agents.environments.protocol import Step, Turn
-from rlpost.agents.sandbox.local import LocalSandbox, Root
-from rlpost.agents.sandbox.protocol import SandboxLost, fresh
-from rlpost.agents.sandbox.settings import check_node
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
 from rlpost.config.load import load
 from rlpost.errors import ConfigError, GradingLost
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments import make as make_module
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.make import make_environments
+from rlpost.extensions.agents.environments.plain import PlainRunner
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.sandbox.local import LocalSandbox, Root
+from rlpost.extensions.agents.sandbox.protocol import SandboxLost, fresh
+from rlpost.extensions.agents.sandbox.settings import check_node
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.types import Prompt
 from tests.unit.agents.test_environment_episodes import CODEC, SAMPLING, Script, connected, prompt
@@ -113,11 +113,11 @@ def test_all_environments_of_a_run_share_the_pool_of_its_settings(tmp_path, monk
         return FakePool()
 
     monkeypatch.setattr(make_module, "pool_of", pool_of)
-    shell = "rlpost.agents.examples.shell:Shell"
+    shell = "rlpost.extensions.agents.examples.shell:Shell"
     values = {"env": {"env": [f"a={shell}", f"b={shell}"]}, "sandbox": {"sandbox_places": 3}}
     make_environments(load([], values).config, tmp_path)
     assert pools == [(3, tmp_path)]
-    plain = {"env": {"env": ["rlpost.agents.examples.guess:Guess"]}}
+    plain = {"env": {"env": ["rlpost.extensions.agents.examples.guess:Guess"]}}
     make_environments(load([], plain).config, tmp_path)
     assert len(pools) == 1, "no sandbox without a need"
 
@@ -131,13 +131,13 @@ def test_a_driver_first_starts_one_sandbox_if_the_run_needs_local_ones(monkeypat
         raise SandboxLost("Operation not permitted")
 
     monkeypatch.setattr(LocalSandbox, "start", start)
-    values: dict[str, Any] = {"env": {"env": ["rlpost.agents.examples.shell:Shell"]}}
+    values: dict[str, Any] = {"env": {"env": ["rlpost.extensions.agents.examples.shell:Shell"]}}
     values["sandbox"] = {"sandbox_image": "/image"}
     with pytest.raises(ConfigError, match=r"this node cannot run sandboxes: Operation not permit"):
         check_node(load([], values).config)
     assert started == [Root("/image")]
     elsewhere = {"sandbox": {"sandbox_backend": "slurm"}}
-    other = {"env": {"env": ["rlpost.agents.examples.guess:Guess"]}}
+    other = {"env": {"env": ["rlpost.extensions.agents.examples.guess:Guess"]}}
     for given in (values | elsewhere, values | other):
         check_node(load([], given).config)
     assert len(started) == 1

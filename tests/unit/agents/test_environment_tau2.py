@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.of_tau2 import REPLAYED, Tau2Harness
-from rlpost.agents.environments.protocol import Episode, Outcome
-from rlpost.agents.environments.resumption import resumption_of
 from rlpost.errors import ConfigError, DataError, GradingLost
+from rlpost.extensions.agents.environments.of_tau2 import REPLAYED, Tau2Harness
+from rlpost.extensions.agents.environments.protocol import Episode, Outcome
+from rlpost.extensions.agents.environments.resumption import resumption_of
 from rlpost.types import Prompt
 from tests.fakes import tau2_bench
 from tests.unit.agents.chat_server import ChatServer, serving

@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.episodes import EnvironmentSet, Episodes
-from rlpost.agents.environments.export import main
-from rlpost.agents.environments.harness import HarnessRunner
-from rlpost.agents.environments.of_verifiers import VerifiersHarness, outcome, refuse_untrained
-from rlpost.agents.environments.protocol import Episode, Outcome
-from rlpost.agents.environments.resumption import resumption_of
-from rlpost.config.env_names import parse_envs
-from rlpost.config.groups.env import EnvConfig
 from rlpost.errors import ConfigError, DataError, GradingLost
+from rlpost.extensions.agents.env_names import parse_envs
+from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
+from rlpost.extensions.agents.environments.export import main
+from rlpost.extensions.agents.environments.harness import HarnessRunner
+from rlpost.extensions.agents.environments.of_verifiers import (
+    VerifiersHarness,
+    outcome,
+    refuse_untrained,
+)
+from rlpost.extensions.agents.environments.protocol import Episode, Outcome
+from rlpost.extensions.agents.environments.resumption import resumption_of
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt
@@ -112,7 +116,7 @@ def test_the_tasks_of_an_environment_become_a_prompt_file(
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["task"] for row in rows] == [0, 1, 2]
     assert rows[0] == {"prompt": "Q:07+05=", "env": "add", "task": 0}
-    assert main(["rlpost.agents.examples.guess:Guess", "--out", str(path)]) == 2
+    assert main(["rlpost.extensions.agents.examples.guess:Guess", "--out", str(path)]) == 2
     assert "it has no tasks to export" in capsys.readouterr().err
 
 

@@ -16,12 +16,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rlpost.agents import http_server, request_fields
-from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.gateway import EpisodeLimits, Gateway, OpenEpisode, model_context_length
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.extensions.agents import http_server, request_fields
+from rlpost.extensions.agents.chat_messages import BadRequest
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.gateway import (
+    EpisodeLimits,
+    Gateway,
+    OpenEpisode,
+    model_context_length,
+)
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model

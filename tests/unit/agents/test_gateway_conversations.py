@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import OpenEpisode
-from rlpost.agents.openai_format import chat_request
-from rlpost.agents.policy import UNREAD_TOKENS, EpisodeLimits, Policy
-from rlpost.agents.requests import Completion
-from rlpost.agents.trajectory import to_samples
+from rlpost.extensions.agents.chat_messages import BadRequest
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.episode import OpenEpisode
+from rlpost.extensions.agents.openai_format import chat_request
+from rlpost.extensions.agents.policy import UNREAD_TOKENS, EpisodeLimits, Policy
+from rlpost.extensions.agents.requests import Completion
+from rlpost.extensions.agents.trajectory import to_samples
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model

@@ -15,12 +15,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rlpost.agents import aside, http_server, policy, written_answer
-from rlpost.agents import episode as episode_module
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.conversation import Conversation, MessageNode
-from rlpost.agents.gateway import EpisodeLimits, OpenEpisode
-from rlpost.agents.http_server import REPEATED_HEADER
+from rlpost.extensions.agents import aside, http_server, policy, written_answer
+from rlpost.extensions.agents import episode as episode_module
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.conversation import Conversation, MessageNode
+from rlpost.extensions.agents.gateway import EpisodeLimits, OpenEpisode
+from rlpost.extensions.agents.http_server import REPEATED_HEADER
 from rlpost.rollout.sampling import SamplingParams
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS

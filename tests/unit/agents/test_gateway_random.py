@@ -12,9 +12,9 @@ from collections import Counter
 
 import pytest
 
-from rlpost.agents.chat_template import ChatTemplate
-from rlpost.agents.episode import OpenEpisode
-from rlpost.agents.policy import EpisodeLimits, Policy
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.episode import OpenEpisode
+from rlpost.extensions.agents.policy import EpisodeLimits, Policy
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import REAL, STOPS, TEMPLATES, real_template, write_model

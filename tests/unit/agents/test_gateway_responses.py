@@ -8,8 +8,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
-from rlpost.agents.chat_messages import BadRequest, Message, ToolCall
-from rlpost.agents.responses_format import responses_request
+from rlpost.extensions.agents.chat_messages import BadRequest, Message, ToolCall
+from rlpost.extensions.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
 from tests.unit.agents.test_gateway import CALL, setup

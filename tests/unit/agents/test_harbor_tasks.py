@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.environments.export import main as export
-from rlpost.agents.environments.harbor.check import kind_of
-from rlpost.agents.environments.harbor.check import main as check
-from rlpost.agents.environments.harbor.compose import read_compose
-from rlpost.agents.environments.harbor.roots import (
+from rlpost.columns import IntColumn
+from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.agents.environments.export import main as export
+from rlpost.extensions.agents.environments.harbor.check import kind_of
+from rlpost.extensions.agents.environments.harbor.check import main as check
+from rlpost.extensions.agents.environments.harbor.compose import read_compose
+from rlpost.extensions.agents.environments.harbor.roots import (
     ImageDefaults,
     TaskSkipped,
     UploadFailed,
@@ -23,7 +25,7 @@ from rlpost.agents.environments.harbor.roots import (
     files_below,
     image_defaults,
 )
-from rlpost.agents.environments.harbor.tasks import (
+from rlpost.extensions.agents.environments.harbor.tasks import (
     FIELDS,
     RewardUnreadable,
     TaskFiles,
@@ -34,13 +36,11 @@ from rlpost.agents.environments.harbor.tasks import (
     reward_of,
     task_names,
 )
-from rlpost.agents.environments.harbor.trial import TrialOptions, agent_folders, runnable
-from rlpost.agents.environments.of_harbor import HarborEnvironment, command_of, shown
-from rlpost.agents.environments.protocol import Turn
-from rlpost.agents.environments.resumption import resumption_of
-from rlpost.agents.sandbox.protocol import Ended, Limits, Result
-from rlpost.columns import IntColumn
-from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.agents.environments.harbor.trial import TrialOptions, agent_folders, runnable
+from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment, command_of, shown
+from rlpost.extensions.agents.environments.protocol import Turn
+from rlpost.extensions.agents.environments.resumption import resumption_of
+from rlpost.extensions.agents.sandbox.protocol import Ended, Limits, Result
 from rlpost.types import Prompt
 from tests.unit.agents.harbor_tasks import TOML, write_task
 

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import web
 
-from rlpost.agents import listener
-from rlpost.agents.http_server import make_app
-from rlpost.agents.listener import Strangers, admit, start_listener
+from rlpost.extensions.agents import listener
+from rlpost.extensions.agents.http_server import make_app
+from rlpost.extensions.agents.listener import Strangers, admit, start_listener
 
 WAIT_S = 30.0
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\n"

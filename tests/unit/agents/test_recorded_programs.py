@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.agents.chat_messages import BadRequest
-from rlpost.agents.requests import recall_nothing
-from rlpost.agents.responses_format import responses_request
-from rlpost.agents.trajectory import split_side_requests
+from rlpost.extensions.agents.chat_messages import BadRequest
+from rlpost.extensions.agents.requests import recall_nothing
+from rlpost.extensions.agents.responses_format import responses_request
+from rlpost.extensions.agents.trajectory import split_side_requests
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
 from tests.unit.agents.test_gateway import setup

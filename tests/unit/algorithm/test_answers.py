@@ -16,7 +16,6 @@ from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.algorithm.shaping import shaped
 from rlpost.algorithm.turns import TurnReward, turn_record, turns_of
 from rlpost.columns import FloatColumn
-from rlpost.config.checks.agents import agent_problems
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -27,6 +26,7 @@ from rlpost.driver.batches import (
     samples_with,
     shaping_of,
 )
+from rlpost.extensions.agents.checks import agent_problems
 from rlpost.observe.evaluation_answers import read_results, write_answers
 from rlpost.observe.samples import chosen
 from rlpost.rollout.episode_metrics import episode_metrics
@@ -329,7 +329,7 @@ def test_a_setting_of_rewards_changes_what_is_trained_or_is_refused(
         mask = [value for group in changed for one in group.masks for value in one]
         return [per_token(changed, advantages), mask]
 
-    env = {"env": ["rlpost.agents.examples.guess:Guess"], "env_reward": env_reward}
+    env = {"env": ["rlpost.extensions.agents.examples.guess:Guess"], "env_reward": env_reward}
     environments = load([], {"env": env}).config.env
     plain = config(advantage_estimator=estimator)
     acts = {}

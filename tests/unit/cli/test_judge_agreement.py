@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli.judge_agreement import main
 from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.judge.agreement import main
 from tests.unit.tasks.judge.chat_judge import GRADE, PAIR, judging
 
 

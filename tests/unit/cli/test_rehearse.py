@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli import rehearse
 from rlpost.cli.command_line import make_parser, settings
 from rlpost.config import extensions
 from rlpost.errors import ConfigError
-from rlpost.rehearsal.result import (
+from rlpost.extensions.rehearsal import command as rehearse
+from rlpost.extensions.rehearsal.all_ranks.result import (
     Compared,
     MemoryUse,
     RehearsalCheck,

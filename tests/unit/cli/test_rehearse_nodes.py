@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.rehearse_nodes import (
-    nodes_check,
-    placement_problems,
-)
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
 from rlpost.driver.placement import Offer, place
+from rlpost.extensions.rehearsal.nodes import (
+    nodes_check,
+    placement_problems,
+)
 
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from common.terminal import VisibleStream, visible, visible_output
-from rlpost.agents.environments.harbor import check as harbor_check
 from rlpost.cli.entry import run_command
 from rlpost.cli.main import main
+from rlpost.extensions.agents.environments.harbor import check as harbor_check
 from tests.unit.observe.report.runs import make_run
 
 ROOT = Path(__file__).parents[3]

@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 
 from rlpost.algorithm.plugin import foreign_adapters
-from rlpost.compat.slime import engines
-from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeGrader
-from rlpost.compat.slime.generate import _sampling_mask
-from rlpost.compat.slime.sample import shown
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.driver.generation import evaluation_rollout
@@ -23,6 +18,11 @@ from rlpost.durable.group_records import sample_from, sample_record
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.extensions.slime import engines
+from rlpost.extensions.slime.arguments import Arguments
+from rlpost.extensions.slime.filters import SlimeGrader
+from rlpost.extensions.slime.generate import _sampling_mask
+from rlpost.extensions.slime.sample import shown
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams

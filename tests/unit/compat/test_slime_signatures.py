@@ -13,11 +13,11 @@ import pytest
 
 from rlpost.algorithm.plugin import load_function
 from rlpost.algorithm.signatures import FORMS, Kind, interface, problem, signature_of
-from rlpost.compat.slime import modules
-from rlpost.config import slime_names as provided_names
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
+from rlpost.extensions.slime import modules
+from rlpost.extensions.slime import names as provided_names
 
 ROOT = Path(__file__).parents[3]
 CASES: list[tuple[Kind, str, str | None]] = [
@@ -193,7 +193,7 @@ def test_every_name_that_plugins_may_import_exists() -> None:
     """They are imported in a separate interpreter, as in the driver, without slime installed."""
     wanted = [(module, name) for module, known in provided_names.PROVIDED.items() for name in known]
     code = (
-        "from importlib import import_module\nfrom rlpost.compat.slime import modules\nmodules.install()\n"
+        "from importlib import import_module\nfrom rlpost.extensions.slime import modules\nmodules.install()\n"
         f"for module, name in {wanted!r}:\n    assert callable(getattr(import_module(module), name)), (module, name)\n"
         "from slime.rollout import sglang_rollout, rm_hub\nassert sglang_rollout.GenerateState and rm_hub.async_rm\n"
         "try:\n    from slime.agent import sandbox\nexcept ImportError as error:\n    print(error)\n"
@@ -222,7 +222,7 @@ def test_a_plugin_may_import_modules_in_its_folder(tmp_path: Path) -> None:
 
 def test_a_clone_in_the_working_directory_is_not_an_installed_slime(tmp_path: Path) -> None:
     (tmp_path / "slime/docs").mkdir(parents=True)
-    code = "from rlpost.compat.slime import modules; "
+    code = "from rlpost.extensions.slime import modules; "
     code += "print(modules.sample_class().__module__, modules.is_installed())"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -231,7 +231,7 @@ def test_a_clone_in_the_working_directory_is_not_an_installed_slime(tmp_path: Pa
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout.split() == ["rlpost.compat.slime.sample", "False"], done.stderr
+    assert done.stdout.split() == ["rlpost.extensions.slime.sample", "False"], done.stderr
 
 
 def test_an_installed_slime_is_used_unchanged(

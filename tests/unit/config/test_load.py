@@ -8,13 +8,13 @@ import pytest
 
 from rlpost.config import flags
 from rlpost.config.flags import fields, flag
-from rlpost.config.groups.env import EnvConfig
 from rlpost.config.load import dump, load, parse_dump, read_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
 from rlpost.durable.result_settings import result_settings
 from rlpost.errors import ConfigError
+from rlpost.extensions.agents.env_table import EnvConfig
 
 
 def given(*words):

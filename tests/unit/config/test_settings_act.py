@@ -457,7 +457,7 @@ def values(folder: Path) -> dict[str, list[object]]:
         "lora_targets": [("linear_qkv",)],
         "only_train_params_name_list": [("embedding",)],
         "freeze_params_name_list": [("embedding",)],
-        "env": [("rlpost.agents.examples.guess:Guess",)],
+        "env": [("rlpost.extensions.agents.examples.guess:Guess",)],
         "env_weights": [(1.0, 2.0)],
         "env_args": [{"guess": {"turns": 2}}],
         "env_key": ["game"],
@@ -527,7 +527,7 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
     "overlap_cpu_optimizer_d2h_h2d": {"optimizer_cpu_offload": True},
     **{key: {"lora_rank": 2} for key in ("lora_alpha", "lora_dropout", "lora_targets")},
-    **{key: {"env": ("rlpost.agents.examples.guess:Guess",)} for key in fields()
+    **{key: {"env": ("rlpost.extensions.agents.examples.guess:Guess",)} for key in fields()
        if fields()[key] == "env" and key != "env"},
     "lora_export": {"lora_rank": 2, "save_hf": "/there"},
     "use_rollout_sampling_mask": {"rollout_top_k": 7},

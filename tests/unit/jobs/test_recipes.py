@@ -18,12 +18,12 @@ from rlpost.cli.arithmetic_data import as_messages
 from rlpost.cli.check_settings import check
 from rlpost.cli.job import job_spec
 from rlpost.cli.plan_engines import planned_groups
-from rlpost.cli.rehearse_nodes import nodes_check
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.rehearsal.nodes import nodes_check
 from slurm.batch.options import Options, needed_variables
 from slurm.container import Container
 from slurm.errors import SpecError

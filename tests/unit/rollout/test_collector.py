@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeFilter
-from rlpost.compat.slime.filters import (
-    check_reward_nonzero_std_with_fallback as slimes_with_fallback,
-)
 from rlpost.durable.journal import Journal
 from rlpost.durable.recorded import write_groups
 from rlpost.engines import connection
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.errors import ConfigError, DataError, Preempted, RolloutError
+from rlpost.extensions.slime.arguments import Arguments
+from rlpost.extensions.slime.filters import SlimeFilter
+from rlpost.extensions.slime.filters import (
+    check_reward_nonzero_std_with_fallback as slimes_with_fallback,
+)
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.rollout.collector import Choices, Collector, Replay
 from rlpost.rollout.filters import (

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.compat.slime.arguments import Arguments
 from rlpost.errors import ConfigError
+from rlpost.extensions.slime.arguments import Arguments
 from rlpost.rollout.filters import buffer_filter, generate_function, group_filter
 from rlpost.types import Sample, SampleGroup, ScoredSample
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.compat.slime.sample import label_of
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.errors import ConfigError, DataError
+from rlpost.extensions.slime.sample import label_of
 from rlpost.tasks.prompt_settings import check_prompts, longest_prompt
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file, parse
 from rlpost.tasks.rows import Rows

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from common.files import check_path
-from rlpost.agents.sandbox import archives as module
-from rlpost.agents.sandbox import content_store
-from rlpost.agents.sandbox.archives import (
+from rlpost.extensions.agents.sandbox import archives as module
+from rlpost.extensions.agents.sandbox import content_store
+from rlpost.extensions.agents.sandbox.archives import (
     ArchiveDamaged,
     ArchiveEntry,
     Archives,
@@ -34,10 +34,15 @@ from rlpost.agents.sandbox.archives import (
     encode_listing,
     trusted_digests,
 )
-from rlpost.agents.sandbox.content_store import ContentMissing, ContentStore, StoreFull, digest_of
-from rlpost.agents.sandbox.inner import archive as inner
-from rlpost.agents.sandbox.inner.files import FileRefused
-from rlpost.agents.sandbox.protocol import (
+from rlpost.extensions.agents.sandbox.content_store import (
+    ContentMissing,
+    ContentStore,
+    StoreFull,
+    digest_of,
+)
+from rlpost.extensions.agents.sandbox.inner import archive as inner
+from rlpost.extensions.agents.sandbox.inner.files import FileRefused
+from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
     Ended,
     Limits,
@@ -49,7 +54,7 @@ from rlpost.agents.sandbox.protocol import (
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import json, sys
-from rlpost.agents.sandbox.inner.init import perform
+from rlpost.extensions.agents.sandbox.inner.init import perform
 sys.exit(perform(json.loads(sys.argv[1])))
 """
 FOLDERS = ("/work", "/tmp")

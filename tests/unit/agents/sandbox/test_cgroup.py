@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from common.delegated_cgroup import LEAF, delegated_cgroup
-from rlpost.agents.sandbox import cgroup
-from rlpost.agents.sandbox.local import LocalSandbox
-from rlpost.agents.sandbox.protocol import Ended, Limits, SandboxLost, SnapshotRefused
+from rlpost.extensions.agents.sandbox import cgroup
+from rlpost.extensions.agents.sandbox.local import LocalSandbox
+from rlpost.extensions.agents.sandbox.protocol import Ended, Limits, SandboxLost, SnapshotRefused
 
 LIMITS = Limits(memory_mib=100, disk_mib=20, processes=30, cores=2)
 

@@ -16,19 +16,29 @@ from typing import ClassVar
 import pytest
 
 from common.exit_codes import EXIT_PREEMPTED
-from rlpost.agents.sandbox import images, local, snapshots
-from rlpost.agents.sandbox.inner import kernel, seccomp
-from rlpost.agents.sandbox.local import FIRST_USER, LocalSandbox, Root, host_user
-from rlpost.agents.sandbox.pool import LocalPool
-from rlpost.agents.sandbox.protocol import Limits, SandboxLost, SnapshotEntry, SnapshotRefused
-from rlpost.agents.sandbox.registry import STALE_SECONDS, NodeRecord, Registry, SandboxLease
-from rlpost.agents.sandbox.remote import RemotePool
-from rlpost.agents.sandbox.server import LEASE_SECONDS, LeaseWatch, serve
-from rlpost.agents.sandbox.settings import limits_of, pool_of
-from rlpost.agents.sandbox.verify import DROPPED, reported, selected
-from rlpost.config.checks.agents import sandbox_problems
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, GradingLost
+from rlpost.extensions.agents.checks import sandbox_problems
+from rlpost.extensions.agents.sandbox import images, local, snapshots
+from rlpost.extensions.agents.sandbox.inner import kernel, seccomp
+from rlpost.extensions.agents.sandbox.local import FIRST_USER, LocalSandbox, Root, host_user
+from rlpost.extensions.agents.sandbox.pool import LocalPool
+from rlpost.extensions.agents.sandbox.protocol import (
+    Limits,
+    SandboxLost,
+    SnapshotEntry,
+    SnapshotRefused,
+)
+from rlpost.extensions.agents.sandbox.registry import (
+    STALE_SECONDS,
+    NodeRecord,
+    Registry,
+    SandboxLease,
+)
+from rlpost.extensions.agents.sandbox.remote import RemotePool
+from rlpost.extensions.agents.sandbox.server import LEASE_SECONDS, LeaseWatch, serve
+from rlpost.extensions.agents.sandbox.settings import limits_of, pool_of
+from rlpost.extensions.agents.sandbox.verify import DROPPED, reported, selected
 
 ALLOW, KILL = seccomp.ALLOW, seccomp.KILL
 
@@ -234,7 +244,7 @@ def test_a_server_whose_record_cannot_be_written_still_serves(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(registry, "write", write)
-    monkeypatch.setattr("rlpost.agents.sandbox.server.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("rlpost.extensions.agents.sandbox.server.BEAT_SECONDS", 0.01)
 
     async def whole() -> int:
         pool = LocalPool(Limits(), size=1)
@@ -250,7 +260,7 @@ def test_a_server_answers_while_its_file_system_hangs(tmp_path, monkeypatch):
     registry.renew(SandboxLease(1))
     is_back, waited = threading.Event(), []
     monkeypatch.setattr(registry, "write", lambda _: waited.append(is_back.wait(60)))
-    monkeypatch.setattr("rlpost.agents.sandbox.server.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("rlpost.extensions.agents.sandbox.server.BEAT_SECONDS", 0.01)
 
     async def whole() -> int:
         pool = LocalPool(Limits(), size=1)
@@ -342,7 +352,7 @@ async def test_a_pool_has_at_most_its_size_while_a_caller_and_the_pool_start_san
 def test_a_server_ends_when_its_lease_is_closed_or_not_renewed(tmp_path, monkeypatch):
     registry, now = Registry(tmp_path), [0.0]
     registry.create()
-    monkeypatch.setattr("rlpost.agents.sandbox.server.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlpost.extensions.agents.sandbox.server.time.monotonic", lambda: now[0])
     watch = LeaseWatch(registry)
     assert watch.valid()  # before the driver has started
     registry.renew(SandboxLease(1))
@@ -449,7 +459,7 @@ def test_settings_that_cannot_work_fail_on_the_login_node(given, message):
 
 def test_a_submitted_run_gets_its_sandbox_servers(tmp_path):
     from common.run_folder import RunFolder
-    from rlpost.cli.sandboxes import sandbox_spec, wants_servers
+    from rlpost.extensions.agents.sandbox.jobs import sandbox_spec, wants_servers
     from slurm.render import render_sandbox
 
     config = Config()

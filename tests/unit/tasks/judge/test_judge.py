@@ -14,13 +14,11 @@ import pytest
 from scipy import stats
 from transformers import AutoTokenizer
 
-from rlpost.compat.slime.arguments import Arguments
-from rlpost.compat.slime.filters import SlimeFilter, SlimeGrader
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError, RolloutError
-from rlpost.tasks.judge.judge import (
+from rlpost.extensions.judge.judge import (
     COUNTED,
     FLIPPED,
     FORGED,
@@ -30,9 +28,9 @@ from rlpost.tasks.judge.judge import (
     Judge,
     opponents,
 )
-from rlpost.tasks.judge.judge_file import JudgeFile, answer_values, prompt_values, read_judge
-from rlpost.tasks.judge.special_text import SpecialText
-from rlpost.tasks.judge.verdicts import (
+from rlpost.extensions.judge.judge_file import JudgeFile, answer_values, prompt_values, read_judge
+from rlpost.extensions.judge.special_text import SpecialText
+from rlpost.extensions.judge.verdicts import (
     PAIR_WORDS,
     Grammar,
     NoVerdict,
@@ -42,6 +40,8 @@ from rlpost.tasks.judge.verdicts import (
     parse_verdict,
     spearman,
 )
+from rlpost.extensions.slime.arguments import Arguments
+from rlpost.extensions.slime.filters import SlimeFilter, SlimeGrader
 from rlpost.tasks.reward import grader as grader_module
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import LOST, Grader, make_grader

@@ -1,1 +1,0 @@
-"""Compatibility with custom functions that were written for another trainer."""

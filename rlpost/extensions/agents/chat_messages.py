@@ -1,0 +1,303 @@
+"""Messages in one form, whatever the format of the request. Pure.
+
+Input: messages of OpenAI's chat completions (``anthropic_format`` converts the others). Output:
+``Message``s; their keys, by which a conversation is recognised; their form for the chat template.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from rlpost.extensions.agents.json_values import canonical, loads_strict
+
+ROLES = ("system", "user", "assistant", "tool")
+THINK, END_THINK = "<think>", "</think>"
+
+
+class BadRequest(Exception):
+    """A request that is refused.
+
+    ``status`` is the HTTP status, ``code`` a word for programs, ``param`` the wrong field.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def constrains_sampling(what: str, param: str, *, remedy: str) -> BadRequest:
+    """Return the refusal of a field that would change the distribution of the answer."""
+    return BadRequest(
+        f"{what} would constrain sampling, so the log-probs would not be the policy's; {remedy}",
+        param=param,
+    )
+
+
+class ToolFunction(TypedDict, total=False):
+    """A function that the model may call; ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class Tool(TypedDict, total=False):
+    """A tool in OpenAI's format."""
+
+    type: str
+    function: ToolFunction
+
+
+def function_tool(given: Mapping[str, Any], parameters: object) -> Tool:
+    """Convert a tool of another API to OpenAI's format, which chat templates expect.
+
+    ``parameters``: the JSON schema of the tool's input; a tool without one takes no arguments.
+    """
+    schema: Any = parameters or {"type": "object", "properties": {}}
+    description = given.get("description") or ""
+    function: ToolFunction = {
+        "name": given["name"],
+        "description": description,
+        "parameters": schema,
+    }
+    check_function(function, str(given["name"]))
+    return {"type": "function", "function": function}
+
+
+def check_function(function: Mapping[str, Any], where: str) -> None:
+    """Raise BadRequest if the parameters of a tool are no JSON schema of an object."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    is_schema = parameters is None or isinstance(parameters, Mapping)
+    if not is_schema or not (properties is None or isinstance(properties, Mapping)):
+        raise BadRequest(
+            f"the parameters of tool {where} must be a JSON schema of an object", param="tools"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. ``arguments`` is JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and arguments in one canonical spelling: a harness may reformat the JSON."""
+        return self.name, canonical(json.loads(self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. ``reasoning`` is the text between the model's thinking marks."""
+
+    role: str
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for all forms in which a harness may send the same message again.
+
+        A harness may drop white space around the text of an assistant, its reasoning, the ids of
+        its calls, and the text beside them.
+        """
+        if self.role == "assistant" and self.tool_calls:
+            return (self.role, *(call.key for call in self.tool_calls))
+        if self.role == "assistant":
+            return (self.role, self.content.strip())
+        return (self.role, self.content, self.tool_call_id, self.name)
+
+    @property
+    def call_ids(self) -> list[str]:
+        """The ids of its calls."""
+        return [call.id for call in self.tool_calls]
+
+    def may_be(self, other: Message) -> bool:
+        """Whether ``other``, which has the same key, may be this message.
+
+        It may if it has no reasoning or the same, and the same text; with the ids of its calls, the
+        text may be missing.
+        """
+        if other.reasoning and other.reasoning.strip() != self.reasoning.strip():
+            return False
+        if other.content.strip() == self.content.strip():
+            return True
+        return not other.content.strip() and other.call_ids == self.call_ids
+
+    def for_template(self) -> dict[str, object]:
+        """Return the message as chat templates expect it, with parsed arguments of calls."""
+        return self._fields(json.loads)
+
+    def for_openai(self) -> dict[str, object]:
+        """Return the message as OpenAI's chat completions have it."""
+        found = self._fields(str)
+        if self.tool_calls:
+            found["content"] = self.content or None
+        return found
+
+    def _fields(self, convert_arguments: Callable[[str], object]) -> dict[str, object]:
+        fields: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            fields["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": convert_arguments(call.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.name:
+            fields["name"] = self.name
+        return fields
+
+
+def messages_from_openai(given: object) -> tuple[Message, ...]:
+    """Convert the field ``messages``. Raises BadRequest."""
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages must be a list with at least one message", param="messages")
+    return checked(_message(raw, f"messages[{place}]") for place, raw in enumerate(given))
+
+
+def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[Message, ...]:
+    """Return the messages of a request with outputs of tools in the order of their calls.
+
+    Chat templates write outputs without ids, so only their order says which call they answer.
+
+    Raises:
+        BadRequest: an output belongs to no call before it, or a call has two; or the last message
+            is an answer although the request ``needs_answer``: engines would not continue it, but
+            write another one.
+    """
+    ordered: list[Message] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        neighbours = list(group)
+        if role == "tool" and ordered:
+            neighbours = _in_order_of_calls(neighbours, ordered[-1].call_ids)
+        ordered += neighbours
+    if needs_answer and ordered[-1].role == "assistant":
+        raise BadRequest(
+            "the last message is the assistant's; continuing an answer is not supported: end with a "
+            "message of the user or the output of a tool",
+            param="messages",
+        )
+    return tuple(ordered)
+
+
+def _in_order_of_calls(outputs: list[Message], call_ids: list[str]) -> list[Message]:
+    """Sort outputs of tools by the ids of their calls; without ids they keep their order."""
+    ids = [output.tool_call_id for output in outputs]
+    if not all(ids) or not all(call_ids) or len(set(call_ids)) < len(call_ids):
+        return outputs
+    for number, call_id in enumerate(ids):
+        if call_id not in call_ids:
+            raise BadRequest(
+                f"the output of call {call_id!r} follows no message with this call; its calls are "
+                f"{', '.join(call_ids) or 'none'}",
+                param="messages",
+            )
+        if call_id in ids[:number]:
+            raise BadRequest(f"call {call_id!r} has two outputs; send one", param="messages")
+    return sorted(outputs, key=lambda output: call_ids.index(output.tool_call_id))
+
+
+def _message(raw: object, where: str) -> Message:
+    if not isinstance(raw, Mapping):
+        raise BadRequest(f"{where} must be an object", param=where)
+    role = "system" if raw.get("role") == "developer" else raw.get("role")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role {role!r} must be one of {', '.join(ROLES)}", param=where)
+    content = text_of(raw.get("content"), where)
+    if role != "assistant":
+        return Message(
+            role,
+            content,
+            tool_call_id=_text(raw, "tool_call_id", where),
+            name=_text(raw, "name", where),
+        )
+    reasoning = _text(raw, "reasoning_content", where) or _text(raw, "reasoning", where)
+    if not reasoning and END_THINK in content:  # a harness that keeps the answer as one text
+        before, _, after = content.partition(END_THINK)
+        thought = before.partition(THINK)[2] if THINK in before else before
+        reasoning, content = thought.strip("\n"), after.lstrip("\n")
+    calls = raw.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadRequest(f"{where}.tool_calls must be a list", param=where)
+    return Message(
+        role,
+        content,
+        reasoning,
+        tuple(_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
+        name=_text(raw, "name", where),
+    )
+
+
+def text_of(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a content: a string, None, or parts of the types ``kinds``.
+
+    Raises BadRequest.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise BadRequest(f"{where}.content must be a string or a list of parts", param=where)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind not in kinds:
+            raise BadRequest(
+                f"{where}.content has a part of type {kind!r}; this model reads text only",
+                param=where,
+            )
+        texts.append(_text(part, "text", where))
+    return "".join(texts)
+
+
+def _text(raw: Mapping[str, object], field: str, where: str) -> str:
+    value = raw.get(field)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadRequest(f"{where}.{field} must be a string", param=where)
+    return value
+
+
+def _call(given: object, where: str) -> ToolCall:
+    raw = given if isinstance(given, Mapping) else {}
+    function = raw.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{where} must have a function with a name", param=where)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return ToolCall(str(raw.get("id") or ""), function["name"], checked_arguments(text, where))
+
+
+def checked_arguments(text: str, where: str) -> str:
+    """Return the arguments of a call; "{}" for an empty text. Raises BadRequest."""
+    try:
+        parsed = loads_strict(text or "{}")
+    except ValueError as error:
+        raise BadRequest(f"{where}: its arguments are not JSON: {error}", param=where) from error
+    if not isinstance(parsed, dict):
+        raise BadRequest(f"{where}: its arguments must be a JSON object", param=where)
+    return text or "{}"

@@ -1,0 +1,328 @@
+"""OpenAI's responses: requests in, responses and stream events out. Pure.
+
+Reference: platform.openai.com/docs/api-reference/responses. A request holds the whole conversation
+as items, or refers to answers of the episode by their ids. Consecutive items of the assistant
+(reasoning, text, calls) become one message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rlpost.extensions.agents import request_fields
+from rlpost.extensions.agents.chat_messages import (
+    BadRequest,
+    Message,
+    Tool,
+    ToolCall,
+    checked,
+    checked_arguments,
+    constrains_sampling,
+    function_tool,
+    text_of,
+)
+from rlpost.extensions.agents.openai_format import boolean, may_call_tools, whole_number
+from rlpost.extensions.agents.requests import ChatRequest, Recall, Reply, recall_nothing, recalled
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+THOUGHT_PARTS = ("reasoning_text", "text")
+Event = dict[str, object]
+_Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages, and the item
+
+
+def responses_request(body: Mapping[str, object], recall: Recall = recall_nothing) -> ChatRequest:
+    """Read a request; ``recall`` returns the answers that it refers to. Raises BadRequest."""
+    overridden = request_fields.RESPONSES.check(body)
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, Mapping) else None
+    if isinstance(form, Mapping) and form.get("type") != "text":
+        raise constrains_sampling(
+            f"text.format {form.get('type')!r}",
+            "text.format",
+            remedy="ask for the format in a message",
+        )
+    if body.get("top_logprobs"):
+        raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
+    instructions = text_of(body.get("instructions"), "instructions")
+    messages = [Message("system", instructions)] if instructions else []
+    if (previous := body.get("previous_response_id")) is not None:
+        field = "previous_response_id"
+        remedy = "send the items of the conversation in input"
+        earlier = recalled(previous, "resp", recall, field=field, remedy=remedy)
+        messages += earlier.conversation(with_instructions=False)
+    messages += _messages(body.get("input"), recall)
+    tools, namespaces, dropped = _tools(body)
+    return ChatRequest(
+        messages=checked(messages),
+        tools=tools,
+        namespaces=namespaces,
+        dropped_tools=dropped,
+        has_instructions=bool(instructions),
+        max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
+        is_stream=boolean(body, "stream"),
+        with_usage=True,
+        overridden=overridden,
+    )
+
+
+def response_body(reply: Reply) -> dict[str, Any]:
+    """Return the body of a response."""
+    completion = reply.completion
+    choice = completion.choices[0]
+    is_truncated = choice.ended_by == "length"
+    prompt, sampled = completion.num_prompt_tokens, completion.num_tokens
+    return {
+        "id": f"resp_{completion.id}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": "incomplete" if is_truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
+        "error": None,
+        "model": reply.model,
+        "instructions": None,
+        "output": _answer_items(reply),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [
+            {"type": "function", "strict": False, **tool["function"]}
+            for tool in reply.request.tools
+        ],
+        "metadata": {},
+        "temperature": None,
+        "top_p": None,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def response_events(reply: Reply) -> Iterator[Event]:
+    """Yield the events of a streamed response, numbered."""
+    for number, event in enumerate(_events(response_body(reply))):
+        yield {**event, "sequence_number": number}
+
+
+def _events(body: dict[str, Any]) -> Iterator[Event]:
+    begun = {
+        **body,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(body["output"]):
+        at = {"output_index": index}
+        yield {"type": "response.output_item.added", **at, "item": _begun(item)}
+        at_item = {**at, "item_id": item["id"]}
+        if item["type"] == "function_call":
+            kind, arguments = "response.function_call_arguments", item["arguments"]
+            yield {"type": f"{kind}.delta", **at_item, "delta": arguments}
+            yield {"type": f"{kind}.done", **at_item, "name": item["name"], "arguments": arguments}
+        else:
+            yield from _part_events(item["content"][0], {**at_item, "content_index": 0})
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{body['status']}", "response": body}
+
+
+def _part_events(part: dict[str, object], at: Mapping[str, object]) -> Iterator[Event]:
+    """Yield the events of one part, of text or reasoning, with all of its text in one delta."""
+    kind, text = part["type"], part["text"]
+    logprobs: dict[str, object] = {"logprobs": []} if kind == "output_text" else {}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": f"response.{kind}.delta", **at, "delta": text, **logprobs}
+    yield {"type": f"response.{kind}.done", **at, "text": text, **logprobs}
+    yield {"type": "response.content_part.done", **at, "part": part}
+
+
+def _begun(item: dict[str, object]) -> dict[str, object]:
+    """Return an item as it is before its first delta."""
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        return {**begun, "arguments": ""}
+    return {**begun, "content": []}
+
+
+def _answer_items(reply: Reply) -> list[dict[str, object]]:
+    """Return an answer as items; a call of a function in a namespace names it."""
+    choice, namespaces = reply.completion.choices[0], reply.request.namespaces
+    status = "incomplete" if choice.ended_by == "length" else "completed"
+    items = _items(choice.message, reply.completion.id, status)
+    for item in items:
+        if str(item.get("name")) in namespaces:
+            item["namespace"] = namespaces[str(item["name"])]
+    return items
+
+
+def _items(message: Message, name: str, status: str) -> list[dict[str, object]]:
+    """Return an answer as items: reasoning, text, calls."""
+    items = list[dict[str, object]]()
+    if message.reasoning:
+        thought = {"type": "reasoning_text", "text": message.reasoning}
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{name}",
+                "status": status,
+                "summary": [],
+                "content": [thought],
+            }
+        )
+    if message.content or not message.tool_calls:
+        text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}",
+                "status": status,
+                "role": "assistant",
+                "content": [text],
+            }
+        )
+    for place, call in enumerate(message.tool_calls):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{name}_{place}",
+                "status": status,
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+        )
+    return items
+
+
+def _messages(raw_input: object, recall: Recall) -> list[Message]:
+    """Convert the field ``input``. Raises BadRequest."""
+    if isinstance(raw_input, str):
+        return [Message("user", raw_input)]
+    if not isinstance(raw_input, list) or not raw_input:
+        raise BadRequest("input must be a string or a list with at least one item", param="input")
+    items: list[_Item] = []
+    for place, item in enumerate(raw_input):
+        where = f"input[{place}]"
+        if not isinstance(item, Mapping):
+            raise BadRequest(f"{where} must be an object", param=where)
+        if item.get("type") == "item_reference":
+            item = _referenced(item.get("id"), where, recall)
+        items.append((where, item))
+    messages: list[Message] = []
+    for is_answer, neighbours in itertools.groupby(items, key=_is_of_the_assistant):
+        if is_answer:
+            messages.append(_answer(neighbours))
+        else:
+            messages += [_message(item, where) for where, item in neighbours]
+    return messages
+
+
+def _referenced(name: object, where: str, recall: Recall) -> Mapping[str, Any]:
+    """Return the item of an answer that has this id. Raises BadRequest."""
+    kind, *rest = str(name).split("_")
+    answer = "_".join(rest[:2])
+    remedy = "send the items themselves (store: false)"
+    if kind in ("rs", "msg", "fc"):
+        earlier = recalled(f"resp_{answer}", "resp", recall, field=where, remedy=remedy)
+        for item in _items(earlier.answer, answer, "completed"):
+            if item["id"] == name:
+                return item
+    raise BadRequest(f"{where} {name!r} is no item of this episode; {remedy}", param=where)
+
+
+def _is_of_the_assistant(located: _Item) -> bool:
+    item = located[1]
+    if item.get("type", "message") == "message":
+        return item.get("role") == "assistant"
+    return item.get("type") in ("reasoning", "function_call")
+
+
+def _answer(items: Iterable[_Item]) -> Message:
+    """Convert consecutive items of the assistant."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for where, item in items:
+        if item.get("type") == "reasoning":
+            thoughts.append(text_of(item.get("content"), where, THOUGHT_PARTS))
+        elif item.get("type") == "function_call":
+            if not isinstance(item.get("name"), str):
+                raise BadRequest(f"{where} must have a name", param=where)
+            arguments = checked_arguments(str(item.get("arguments") or ""), where)
+            calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
+        else:
+            texts.append(text_of(item.get("content"), where, TEXT_PARTS))
+    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+
+
+def _message(item: Mapping[str, object], where: str) -> Message:
+    """Convert an item that is not the assistant's."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        call_id = str(item.get("call_id") or "")
+        return Message("tool", text_of(item.get("output"), where, TEXT_PARTS), tool_call_id=call_id)
+    if kind != "message":
+        raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    if role not in ("system", "user"):
+        raise BadRequest(
+            f"{where}.role {role!r} must be user, assistant, system or developer", param=where
+        )
+    return Message(role, text_of(item.get("content"), where, TEXT_PARTS))
+
+
+def _tools(
+    body: Mapping[str, object],
+) -> tuple[tuple[Tool, ...], dict[str, str], tuple[str, ...]]:
+    """Return the functions, the namespaces of some by name, and the kinds that are left out.
+
+    Codex sends functions in tools of type ``namespace``. Raises BadRequest.
+    """
+    raw_tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if not isinstance(raw_tools, list):
+        raise BadRequest("tools must be a list", param="tools")
+    dropped = request_fields.server_tools(raw_tools)
+    tools: list[Tool] = []
+    namespaces: dict[str, str] = {}
+    for place, tool in enumerate(raw_tools):
+        where = f"tools[{place}]"
+        if request_fields.server_tool(tool) is not None:
+            continue
+        if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+            inner = tool.get("tools") or []
+            if not isinstance(inner, list):
+                raise BadRequest(f"{where}.tools must be a list", param="tools")
+            for number, each in enumerate(inner):
+                function = _function(each, f"{where}.tools[{number}]")
+                namespaces[function["function"]["name"]] = str(tool.get("name"))
+                tools.append(function)
+        else:
+            tools.append(_function(tool, where))
+    names = [tool["function"]["name"] for tool in tools]
+    for name in namespaces:
+        if names.count(name) > 1:
+            raise BadRequest(
+                f"two tools have the name {name!r}, one of them in namespace {namespaces[name]!r}; "
+                "send one",
+                param="tools",
+            )
+    if not may_call_tools(choice):
+        return (), {}, dropped
+    return tuple(tools), namespaces, dropped
+
+
+def _function(tool: object, where: str) -> Tool:
+    """Convert a function. Raises BadRequest."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or kind != "function" or not isinstance(tool.get("name"), str):
+        raise BadRequest(
+            f"{where} is of type {kind!r}; it must be a function with a name",
+            param="tools",
+        )
+    return function_tool(tool, tool.get("parameters"))
