@@ -680,7 +680,7 @@ OPTIONS = [
     _of_check(
         "Training in FP8 with scales of earlier passes",
         "--fp8 hybrid",
-        "--fp8 hybrid --fp8-recipe blockwise",
+        "",
     ),
     _of_check(
         "Shared beginnings with context parallelism",
