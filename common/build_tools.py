@@ -30,9 +30,14 @@ def with_scripts(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PATH": os.pathsep.join(dict.fromkeys([*folders, folder]))}
 
 
-def has_ninja(environ: Mapping[str, str]) -> bool:
-    """Return whether an engine that starts in this environment finds ninja."""
-    return shutil.which("ninja", path=with_scripts(environ)["PATH"]) is not None
+def lacking_tools(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what an engine that starts in this environment does not find: ninja, a C++ compiler.
+
+    tvm_ffi takes $CXX or c++ (``cpp/extension.py``), and nvcc needs one, too.
+    """
+    path = with_scripts(environ)["PATH"]
+    tools = ("ninja", environ.get("CXX") or "c++")
+    return tuple(name for name in tools if shutil.which(name, path=path) is None)
 
 
 def launcher_problem(environ: Mapping[str, str]) -> str | None:

@@ -90,6 +90,11 @@ def jit_cache_environment(
 
 # Network file systems by the beginnings of their names in /proc/mounts.
 REMOTE = (
+    "dvs",
+    "gfs2",
+    "ocfs2",
+    "pvfs2",
+    "virtiofs",
     "nfs",
     "lustre",
     "gpfs",

@@ -254,6 +254,12 @@ class Files:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._summarised.setdefault(report.nodeid.partition("[")[0], []).append(report)
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Exit with 2 where no check ran: nothing is known of this machine."""
+        outcomes = {_answer(name, each).outcome for name, each in self._summarised.items()}
+        if outcomes == {NOT_RUN} and not session.exitstatus:
+            session.exitstatus = 2
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         answers = [_answer(name, reports) for name, reports in self._summarised.items()]
         facts, results = machine_facts(), self._folder / "results.json"
@@ -353,7 +359,8 @@ def version(package: str) -> str | None:
 
 def obstacles_of(facts: dict[str, Any]) -> list[str]:
     """Why no check can run, and what else is missing; empty if checks can run."""
-    found = [] if facts["driver"] else ["no NVIDIA driver answers"]
+    answers = facts["driver"] or facts.get("GPUs for torch")  # nvidia-ml-py may be missing
+    found = [] if answers else ["no NVIDIA driver answers"]
     if facts["torch"] is None:
         found.append("torch cannot be imported")
     elif facts["CUDA of torch"] is None:

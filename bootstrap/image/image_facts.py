@@ -21,7 +21,7 @@ from bootstrap.check_result import UNLIMITED
 from bootstrap.image.checks import RDMA_LIBRARIES, ImageFacts
 from bootstrap.image.pins import canonical
 
-COMMANDS = ("bash", "gcc", "ninja")
+COMMANDS = ("bash", "gcc", "c++", "ninja")
 NEEDY = ("sglang", "megatron-core", "transformers", "ray", "torch")
 TE = "transformer-engine"
 ENTRYPOINTS = (

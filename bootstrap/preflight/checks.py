@@ -239,8 +239,9 @@ def _compiler(facts: HostFacts) -> Check:
         )
         said += "interpreter with --python"
         return Check("compiler", "FATAL_CONFIG", said)
-    if facts.has_ninja is False:
-        said = "no ninja, with which engines compile kernels when they start: install the package ninja"
+    if facts.lacking_tools:
+        said = f"no {' and no '.join(facts.lacking_tools)}, with which engines compile kernels when they "
+        said += "start: install the package ninja, and g++ (gcc-c++)"
         return Check("compiler", "WARN", said)
     if facts.nvcc is None:
         return Check("compiler", "OK", "nvcc is not known")

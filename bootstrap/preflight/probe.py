@@ -29,7 +29,7 @@ from bootstrap.preflight.gpus import read_gpus
 from bootstrap.preflight.net_plugin import net_plugin_problem
 from bootstrap.preflight.shared_folder import lacks
 from bootstrap.preflight.table import Hca, HostFacts, SandboxOffer
-from common.build_tools import has_ninja, launcher_problem
+from common.build_tools import lacking_tools, launcher_problem
 from common.cuda_runtime import preload_problem
 from common.delegated_cgroup import delegated_cgroup
 from common.files import text_or_empty, write_atomic
@@ -92,7 +92,7 @@ def read_host(
         torch_cuda=torch_cuda,
         nvcc=read_nvcc(environ) if reading.gpus else None,
         launcher=launcher_problem(environ) if reading.gpus and torch_cuda else None,
-        has_ninja=has_ninja(environ) if reading.gpus else None,
+        lacking_tools=lacking_tools(environ) if reading.gpus else (),
         preload=preload_problem(environ, torch_cuda) if reading.gpus and torch_cuda else None,
         net_plugin=net_plugin_problem(environ) if reading.gpus and _needs_libfabric() else None,
         hcas=tuple(

@@ -62,7 +62,7 @@ class HostFacts:
     torch_cuda: str | None = None  # version of CUDA that torch is built for; "" without CUDA
     nvcc: str | None = None  # version of the CUDA compiler; "" without one
     launcher: str | None = None  # why Triton cannot compile its launchers; "" if it can
-    has_ninja: bool | None = None
+    lacking_tools: tuple[str, ...] = ()
     net_plugin: str | None = None  # why NCCL's plug-in for libfabric does not load; "" if it does
     preload: str | None = None  # why the library that engines preload does not load; "" if it does
     hcas: tuple[Hca, ...] = ()

@@ -76,6 +76,8 @@ from rlpost.engines.cuda_graphs import graph_problems
 from rlpost.errors import ConfigError, RlpostError, WeightError
 from rlpost.models.config_file import read_config
 from rlpost.models.families import family
+from rlpost.models.family import STACKED
+from rlpost.models.fp8 import SUFFIX
 from rlpost.models.model_types import HfConfig
 from rlpost.observe.earlier_runs import earlier_step_times
 from rlpost.tasks.prompt_settings import check_prompts
@@ -247,7 +249,7 @@ def _model_folder_problems(config: Config) -> list[str]:
             f"{key}: config.json cannot be read: {error.strerror}; ask its owner for chmod a+r"
         )
     broken = [f"--hf-checkpoint {problem}" for problem in file_problems(path)]
-    problems += broken or _mtp_problems(config)
+    problems += broken or [*_mtp_problems(config), *_stacked_scale_problems(path)]
     return problems + lines_of(lambda: check_tokenizer_folder(path))
 
 
@@ -300,6 +302,16 @@ def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
         longest=forward_pass(config)[1],
         ignored_window=None if window is None else window[0] + 1,
     )
+
+
+def _stacked_scale_problems(path: Path) -> list[str]:
+    """A problem if one tensor holds the FP8 scales of all experts, which the importer cannot read."""
+    if not any(name.endswith(STACKED + SUFFIX) for name in tensor_files(path)):
+        return []
+    return [
+        f"--hf-checkpoint {path}: the experts of a layer are one tensor in FP8, which is not "
+        "supported; use the model in bfloat16"
+    ]
 
 
 def _mtp_problems(config: Config) -> list[str]:

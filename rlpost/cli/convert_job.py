@@ -110,7 +110,8 @@ def main(arguments: Sequence[str]) -> int:
         name = f"{name.removesuffix('_fp8')}_fp8"
     job: dict[str, object] = {"job_name": f"convert_{name}"}
     if "cluster.nodes" not in on_command_line:
-        job["nodes"] = CONVERSION_NODES.get(name, 1)
+        of_model = CONVERSION_NODES.get(name.removesuffix("_fp8"), 1)
+        job["nodes"] = 1 if options.to == "fp8" else of_model
     if "cluster.segment" not in on_command_line:
         job["segment"] = None  # it divides the nodes of the run
     if "cluster.time" not in on_command_line:

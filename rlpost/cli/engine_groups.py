@@ -52,6 +52,11 @@ def group_args_problems(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield from (f"[engines.{name}]: {line}" for line in str(error).splitlines())
             continue
+        if group.sglang.server_args.get("load_format") == "dummy":
+            yield (
+                f"[engines.{name}]: sglang_load_format dummy: no update replaces the random weights "
+                "of this group; leave it out"
+            )
         environment = config.cluster.environment
         for line in graph_problems(group.sglang.server_args, environment, offloads=False):
             yield f"[engines.{name}]: {line}"

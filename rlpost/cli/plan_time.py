@@ -20,7 +20,7 @@ def time_rows(result: Estimate, faster: Sequence[Faster]) -> list[tuple[str, str
     phases = f"generation {time.generation:.0f}, training {time.training:.0f}"
     phases += f"{' beside it' if time.is_parallel else ''}, weight update {time.update:.0f}"
     parts = ", ".join(f"{part} {share:.0%}" for part, share in time.largest)
-    text = f"at least {time.total:.0f} s on {name} by arithmetic: {phases}; training at "
+    text = f"about {time.total:.0f} s on {name} by arithmetic: {phases}; training at "
     rows = [("step", f"{text}{time.mfu:.0%} MFU"), ("longest parts", parts)]
     changes = [f"{option.words} saves {option.saved:.0%}" for option in faster]
     return [*rows, *([("shorter with", "\n".join(changes))] if changes else [])]

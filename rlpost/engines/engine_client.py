@@ -141,8 +141,16 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_tensor", body)
 
     async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
-        """Load the weights of a Hugging Face folder, without flushing the cache."""
-        body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
+        """Load the weights of a Hugging Face folder, without flushing the cache.
+
+        Also in an engine that started with random ones (``load_format`` dummy).
+        """
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
         await self.request("POST", "/update_weights_from_disk", body)
 
     async def replace_adapter(self, folder: str, *, version: int) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rlpost.models.families import family_of
 from rlpost.models.model_types import HfConfig
 
 NESTED, TIED = "text_config", "tie_word_embeddings"
@@ -36,11 +37,17 @@ def read_config(folder: str | Path) -> HfConfig:
 
 
 def language_model(config: HfConfig) -> HfConfig:
-    """Return the keys of the language model of a parsed config.json; unchanged if none is nested."""
+    """Return the keys of the language model of a parsed config.json; unchanged if none is nested.
+
+    Nested ones may leave out sizes (Gemma-3): those of the family are added.
+    """
     text = config.get(NESTED) if isinstance(config, Mapping) else None
     if not isinstance(text, Mapping):
         return config
-    return {**text, **{key: config[key] for key in OF_THE_WHOLE if config.get(key) is not None}}
+    whole = {key: config[key] for key in OF_THE_WHOLE if config.get(key) is not None}
+    keys = {**text, **whole}
+    known = family_of(keys)
+    return keys if known is None else known.resolved(keys)
 
 
 def tied_problem(config: HfConfig) -> str | None:

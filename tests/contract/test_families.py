@@ -35,6 +35,8 @@ CASES = [
     *((name, "tp2-sp") for name in (*FAMILIES, *FROM_OUTSIDE)),
     *((name, "alone") for name in (*VARIANTS, *WITH_IMAGES)),
     ("qwen3-vl-moe", "ep2"),
+    ("qwen3-vl-moe", "tp2-sp"),
+    ("qwen3.5-moe-published", "tp2-sp"),
     ("qwen3-moe", "ep2"),
     ("glm4.5-moe", "ep2"),
     ("minimax-m2-moe", "ep2"),

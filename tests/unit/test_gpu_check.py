@@ -137,12 +137,11 @@ def test_each_fp8_recipe_trains_on_the_gpus_that_have_its_products(monkeypatch, 
         return [{"metrics": [{"train/grad_norm": 1.0}]}]
 
     monkeypatch.setattr(test_actor, "run_ranks", run_ranks)
-    monkeypatch.setattr(test_actor, "has_transformer_engine", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     for recipe in FP8_ROWS:
         with contextlib.suppress(pytest.skip.Exception):
             test_actor.test_three_steps_in_fp8_are_close_to_those_in_bfloat16(
-                {"qwen3": "/model"}, "cuda", monkeypatch, "qwen3", recipe
+                {"qwen3": "/model"}, monkeypatch, "qwen3", recipe
             )
     trained = [recipe for recipe, is_set in asked if recipe and is_set == "1"]
     assert sorted(trained) == sorted(grid_of(capability).trains)
@@ -304,11 +303,22 @@ def facts(**changes: object) -> dict[str, object]:
     [
         (facts(), []),
         (facts(ray=None), []),
-        (facts(driver=None, torch=None), ["no NVIDIA driver answers", "torch cannot be imported"]),
+        (facts(driver=None), []),
+        (
+            facts(driver=None, torch=None, GPUs_for_torch=0),
+            ["no NVIDIA driver answers", "torch cannot be imported"],
+        ),
         (facts(torch="2.13.0+cpu", CUDA_of_torch=None), ["torch 2.13.0+cpu is built without CUDA"]),
         (facts(GPUs_for_torch=0, ray=None), ["torch 2.13.0 finds no GPU", "ray is not installed"]),
     ],
-    ids=["ready", "without a package", "nothing", "torch for CPUs", "hidden GPUs"],
+    ids=[
+        "ready",
+        "without a package",
+        "without nvidia-ml-py",
+        "nothing",
+        "torch for CPUs",
+        "hidden GPUs",
+    ],
 )
 def test_obstacles_to_all_checks_are_named(found, obstacles) -> None:
     assert gpu_check.obstacles_of(found) == obstacles
@@ -323,10 +333,13 @@ def test_facts_of_this_machine_are_those_of_its_packages() -> None:
     assert set(READY) <= set(found)
 
 
+LACKING = facts(driver=None, torch="2.13.0+cpu", GPUs_for_torch=0)
+
+
 def test_without_a_gpu_one_line_says_what_is_missing_and_the_exit_code_is_2(
     monkeypatch, capsys, tmp_path
 ) -> None:
-    monkeypatch.setattr(gpu_check, "machine_facts", lambda: facts(driver=None, torch="2.13.0+cpu"))
+    monkeypatch.setattr(gpu_check, "machine_facts", lambda: LACKING)
     assert gpu_check.main(["--out", str(tmp_path / "out")]) == 2
     output = capsys.readouterr()
     assert output.out == "" and not (tmp_path / "out").exists()

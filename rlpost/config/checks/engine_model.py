@@ -104,6 +104,11 @@ def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
             f"sm{gpu[0]}{gpu[1]}, and updates would not fit; use a checkpoint in bfloat16"
         )
     problems += _engine_shards(config, hf, key)
+    if config.sync.update_weight_transport == "disk":
+        problems.append(
+            f"--update-weight-transport disk: {key} is in FP8, and files of updates have the trainer's "
+            "precision; use memory"
+        )
     if args.get("load_format") == "dummy":
         problems.append(
             "--sglang-load-format dummy with weights in FP8: scales of the cache, which no update "

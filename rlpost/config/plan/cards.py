@@ -34,11 +34,11 @@ CARDS = {
     "GB300": Card(2500, 8000, 900, 100, domain=72, capability=(10, 3)),
     "B300": Card(2250, 8000, 900, 100, gib=267.69, capability=(10, 3)),
     "B200": Card(2250, 8000, 900, gib=178.35, capability=(10, 0)),
+    "GH200": Card(989.4, 4000, 450),  # before the name that it contains
     "H200": Card(989.4, 4800, 450, gib=139.80),
     "H100 PCIe": Card(756, 2000, 64),
     "H100": Card(989.4, 3350, 450, gib=79.11),
     "H800": Card(989.4, 3350, 200),
-    "GH200": Card(989.4, 4000, 450),
     "H20": Card(148, 4000, 450),
     "A100": Card(312, 2039, 300, 25, gib=79.14, capability=(8, 0)),
     "A800": Card(312, 2039, 200, 25, capability=(8, 0)),

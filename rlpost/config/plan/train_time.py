@@ -12,7 +12,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rlpost.config.plan.cards import RATES, Card, Rates
-from rlpost.config.plan.shape import Layout, Shape, linear_of, rank_parameters, sparse_of
+from rlpost.config.plan.shape import (
+    Layout,
+    Parameters,
+    Shape,
+    linear_of,
+    rank_parameters,
+    sparse_of,
+)
 from rlpost.config.plan.shape import layer_elements as elements_of
 
 Parts = dict[str, float]
@@ -90,7 +97,12 @@ def train_step(job: Training) -> Parts:
     """Seconds of forward passes, backward passes and the optimizer, by part."""
     stages = [_stage(job, stage, backward=True) for stage in range(job.layout.pipeline)]
     parts = _pipelined(job, stages)
-    _add(parts, {GRADIENTS: _reduction(job), OPTIMIZER: _optimizer(job)})
+    stage_parameters = [
+        rank_parameters(job.shape, job.layout, stage) for stage in range(job.layout.pipeline)
+    ]
+    reductions = (_reduction(job, held) for held in stage_parameters)
+    updates = (_optimizer(job, held) for held in stage_parameters)
+    _add(parts, {GRADIENTS: max(reductions), OPTIMIZER: max(updates)})
     return parts
 
 
@@ -287,10 +299,9 @@ def _pipelined(job: Training, stages: list[Parts]) -> Parts:
     return parts
 
 
-def _reduction(job: Training) -> float:
+def _reduction(job: Training, held: Parameters) -> float:
     """Seconds of reducing gradients and gathering weights over data-parallel ranks, once a step."""
     layout = job.layout
-    held = rank_parameters(job.shape, layout, 0)
     stage = layout.world // layout.pipeline
     seconds = 0.0
     for size, ranks in (
@@ -302,10 +313,9 @@ def _reduction(job: Training) -> float:
     return seconds * (job.rates.reduce_exposed if job.overlaps_reduce else 1)
 
 
-def _optimizer(job: Training) -> float:
+def _optimizer(job: Training, held: Parameters) -> float:
     """Seconds of Adam on a rank: 30 bytes a parameter on a GPU, 28 and two copies on the host."""
     layout, rates = job.layout, job.rates
-    held = rank_parameters(job.shape, layout, 0)
     stage = layout.world // layout.pipeline
     share = held.dense / (stage / layout.tensor)
     share += held.expert / (stage / (layout.expert * layout.expert_tensor))

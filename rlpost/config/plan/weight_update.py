@@ -223,10 +223,12 @@ def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterat
 
 
 def _stacked(shape: Shape, stage: int) -> Iterator[PlannedWeight]:
-    """The experts of a layer, each matrix of all of them in one tensor, with biases."""
+    """The experts of a layer, each matrix of all of them in one tensor."""
     count, hidden, ffn = shape.num_experts, shape.hidden, shape.expert_ffn
-    for sizes in ((hidden, 2 * ffn), (2 * ffn,), (ffn, hidden), (hidden,)):
-        yield PlannedWeight(stage, ((count, *sizes),))
+    for matrix, bias in (((hidden, 2 * ffn), 2 * ffn), ((ffn, hidden), hidden)):
+        yield PlannedWeight(stage, ((count, *matrix),))
+        if shape.linear_bias:
+            yield PlannedWeight(stage, ((count, bias),))
 
 
 def _gated(

@@ -2,8 +2,9 @@
 
 The language model is one of the other families. In the folder its keys are nested
 (``rlpost.models.config_file``), the names of its weights have another prefix, and the weights of
-the encoder of images and of what joins both are carried: an export has them unchanged, and an
-engine keeps those that it has loaded. Names: ``conversion_mapping.py`` and the models of
+the encoder of images and of what joins both are carried: an export has them unchanged, and no
+update sends them, so an engine that released its memory or started with random weights lacks them;
+text needs none. Names: ``conversion_mapping.py`` and the models of
 transformers 5.12.
 """
 

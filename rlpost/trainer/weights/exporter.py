@@ -113,14 +113,12 @@ class Exporter:
     def _stacked(self, entry: Entry, on_all_stages: bool) -> torch.Tensor:
         """Gather the Hugging Face tensor that holds a weight of all experts.
 
-        The experts of this rank are stacked, then gathered from the expert-parallel ranks, then
-        sent to the other stages.
+        Each expert is gathered from the ranks that share it. Those of this rank are stacked, then
+        gathered from the expert-parallel ranks, then sent to the other stages.
         """
         groups, layout = self.inventory.groups, entry.rules[0].layout
         if held := self.inventory.parts(entry):
-            parts = [
-                layouts.split(one.tensor.detach(), layout, self.inventory.dims)[0] for one in held
-            ]
+            parts = [layouts.split(_whole(one), layout, self.inventory.dims)[0] for one in held]
             stacked = torch.cat(all_gather(torch.stack(parts), groups.expert))
         else:
             stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=self.inventory.device)
@@ -136,9 +134,7 @@ class Exporter:
         """
         groups, held = self.inventory.groups, self.inventory.part(entry)
         if held is not None:
-            local = held.value
-            shards = [local] if held.dim is None else all_gather(local, held.group)
-            full = layouts.join(shards, held.rule.layout, dim=held.dim or 0)
+            full = _whole(held)
             fulls = [full] if len(entry.rules) == 1 else all_gather(full, groups.expert)
         if groups.pipeline.size() == 1 or not on_all_stages:
             return fulls
@@ -151,6 +147,12 @@ class Exporter:
         for full in fulls:
             dist.broadcast(full, group=groups.pipeline, group_src=entry.owner)
         return fulls
+
+
+def _whole(held: Held) -> torch.Tensor:
+    """Gather a Megatron tensor from the ranks that hold its shards."""
+    shards = [held.value] if held.dim is None else all_gather(held.value, held.group)
+    return layouts.join(shards, held.rule.layout, dim=held.dim or 0)
 
 
 def sent_tensors(

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.files import sync
+from rlpost.errors import WeightError
 from rlpost.trainer.weights.exporter import Exporter, gather_objects
 from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
 from rlpost.trainer.weights.importer import HuggingFaceFolder, carried_tensors, shared_tensors
@@ -35,11 +37,15 @@ SHARD_BYTES = 5 * 10**9  # default file size of save_pretrained
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank brings to an export. ``kept`` and ``repeated`` are those of the first rank."""
+    """What a rank brings to an export.
+
+    ``kept`` has the names of the tensors that come from the template, by file, and ``repeated`` the
+    copies; both are those of the first rank.
+    """
 
     stage: int
     host: str
-    kept: tuple[str, ...] = ()
+    kept: tuple[tuple[str, ...], ...] = ()
     repeated: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
 
@@ -72,13 +78,12 @@ def export_folder(
     folder, template = Path(folder), Path(template)
     plan, source = exporter.plan(shard_bytes), HuggingFaceFolder(template)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    shares = gather_objects(_share(exporter, source, reads=rank == 0))
+    shares = gather_objects(_share(exporter, source, shard_bytes if rank == 0 else None))
     first, stage = shares[0], shares[rank].stage
     if first.problem:
         raise OSError(f"{folder}: {first.problem}")
-    files = _Files(folder, len(plan) + bool(first.kept), first.repeated)
+    files, dtype = _Files(folder, len(plan) + len(first.kept), first.repeated), plan[0][0].dtype
     if rank == 0:
-        dtype = plan[0][0].dtype
         files.attempt(lambda: _write_configuration(template, folder, config=config, dtype=dtype))
     turns = itertools.cycle(writers_of(shares, stage))
     for number, bucket in enumerate(plan, start=1):
@@ -87,11 +92,9 @@ def export_folder(
         writes = next(turns) == rank
         tensors = exporter.gather(bucket, on_all_stages=False, gets_tensors=writes)
         if writes:
-            files.write(number, tensors)
-    if rank == 0 and first.kept:
-        files.attempt(
-            lambda: files.write(files.num_files, {name: source.read(name) for name in first.kept})
-        )
+            files.write(number, partial(dict, tensors))
+    for number, kept in enumerate(first.kept if rank == 0 else (), start=len(plan) + 1):
+        files.write(number, partial(kept_tensors, source, kept, dtype))
     file_of: dict[str, str] = {}
     total = 0
     for names, num_bytes_written, problem in gather_objects(files.close()):
@@ -104,16 +107,41 @@ def export_folder(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _share(exporter: Exporter, source: HuggingFaceFolder, *, reads: bool) -> Share:
-    """Return this rank's share; the rank that ``reads`` finds the tensors that are not gathered."""
+def _share(exporter: Exporter, source: HuggingFaceFolder, shard_bytes: int | None) -> Share:
+    """Return this rank's share; the rank with ``shard_bytes`` finds what is not gathered."""
     share = Share(exporter.inventory.groups.pipeline.rank(), _host())
-    if not reads:
+    if shard_bytes is None:
         return share
     try:
         kept, repeated = _not_gathered(source, exporter.inventory)
-    except (OSError, SafetensorError) as error:
+        files = in_files({name: source.num_bytes(name) for name in kept}, shard_bytes)
+    except (OSError, SafetensorError, WeightError) as error:
         return replace(share, problem=str(error))
-    return replace(share, kept=tuple(kept), repeated=repeated)
+    return replace(share, kept=files, repeated=repeated)
+
+
+def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
+    """Deal tensors to files of at most ``limit`` bytes, in order; a larger tensor has its own."""
+    files: list[list[str]] = []
+    left = 0
+    for name, size in sizes.items():
+        if not files or size > left:
+            files.append([])
+            left = limit
+        files[-1].append(name)
+        left -= size
+    return tuple(map(tuple, files))
+
+
+def kept_tensors(
+    source: HuggingFaceFolder, names: Sequence[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Read tensors of the template: as they are, or in ``dtype`` where they are quantised there."""
+    tensors = {}
+    for name in names:
+        tensor = source.read(name)
+        tensors[name] = tensor.to(dtype) if source.is_quantised(name) else tensor
+    return tensors
 
 
 def _host() -> str:
@@ -151,14 +179,15 @@ class _Files:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             act()
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, WeightError) as error:
             self._problem = str(error)
 
-    def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, read: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Copy the tensors to the host, once the file before is written, and write them."""
         self.attempt(self._wait)
-        if self._problem:
-            return
+        self.attempt(lambda: self._write(number, read()))
+
+    def _write(self, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         name = SINGLE
         if self.num_files > 1:
             name = f"model-{number:05d}-of-{self.num_files:05d}.safetensors"

@@ -8,6 +8,7 @@ parameter is filled and every tensor of the folder is used; otherwise WeightErro
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from pathlib import Path
@@ -33,6 +34,8 @@ from rlpost.trainer.weights.safetensors_files import tensor_files
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
+"""Bytes of a value, by safetensors' names."""
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived values in folders of old exporters
 
 
@@ -79,6 +82,19 @@ class HuggingFaceFolder:
             return tensor
         scales = self._stored(name + SUFFIX)
         return dequantise(tensor, scales, self.quantisation.block)
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether ``read`` computes the tensor from quantised values."""
+        is_fp8 = self.quantisation is not None and name in self.quantisation.names
+        return is_fp8 or name + BLOCKS in self._stored_in
+
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor as it is stored; values of two bytes where it is quantised."""
+        stored = name + BLOCKS if name + BLOCKS in self._stored_in else name
+        with safe_open(self.folder / self._stored_in[stored], framework="pt") as opened:
+            part = opened.get_slice(stored)
+            width = 2 if self.is_quantised(name) else WIDTHS.get(part.get_dtype(), 4)
+            return width * math.prod(part.get_shape())
 
     def _stored(self, name: str, index: int | None = None) -> torch.Tensor:
         with safe_open(self.folder / self._stored_in[name], framework="pt") as opened:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.build_tools import has_ninja, launcher_problem, with_scripts
+from common.build_tools import lacking_tools, launcher_problem, with_scripts
 
 
 def test_a_launcher_compiles_where_compiler_and_headers_are(
@@ -27,7 +27,10 @@ def test_programs_of_the_environment_are_found_after_those_of_the_system(tmp_pat
     bare = {"PATH": str(tmp_path)}
     assert with_scripts(bare)["PATH"] == f"{tmp_path}{os.pathsep}{scripts}"
     assert with_scripts(with_scripts(bare)) == with_scripts(bare)
-    assert has_ninja(bare) == (scripts / "ninja").exists()
+    assert ("ninja" not in lacking_tools(bare)) == (scripts / "ninja").exists()
+    assert (
+        "c++" in lacking_tools(bare) and lacking_tools(bare | {"CXX": "/no/g++"})[-1] == "/no/g++"
+    )
     (tmp_path / "ninja").write_text("#!/bin/sh\n")
     (tmp_path / "ninja").chmod(0o755)
-    assert has_ninja(bare)
+    assert lacking_tools(bare) == ("c++",)
