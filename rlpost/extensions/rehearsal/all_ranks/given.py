@@ -32,7 +32,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaAsHost
 from rlpost.extensions.rehearsal.all_ranks.recorder import check_floating
-from rlpost.trainer import attention
+from rlpost.trainer import attention, device
 from rlpost.trainer.packing import PackedMicroBatch
 
 P2P = p2p_communication.P2PCommunicator
@@ -171,7 +171,7 @@ def given_values() -> Iterator[Schedule]:
             patch.object(token_dispatcher, "gather_from_sequence_parallel_region", _gathered())
         )
         stack.enter_context(patch.object(dist, "batch_isend_irecv", _one_by_one))
-        stack.enter_context(patch.object(PackedMicroBatch, "to", _with_integers_on_host))
+        stack.enter_context(patch.object(PackedMicroBatch, "on_device", _with_integers_on_host))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
         stack.enter_context(patch.object(attention, "attend_windowed", _fused_windowed))
         stack.enter_context(mode)
@@ -227,10 +227,10 @@ def _gathered() -> Callable[..., torch.Tensor]:
     return gather
 
 
-def _with_integers_on_host(self: PackedMicroBatch, device: torch.device) -> PackedMicroBatch:
+def _with_integers_on_host(self: PackedMicroBatch) -> PackedMicroBatch:
     values = {field.name: getattr(self, field.name) for field in fields(self)}
     moved = {
-        name: value.to(device)
+        name: device.on_device(value)
         for name, value in values.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
