@@ -67,9 +67,9 @@ def give_away(folder: Path) -> None:
 
 
 def images_of(folder: Path) -> dict[str, str]:
-    """Return the argument images for all tasks, with one image that is made here."""
+    """Return the argument images for the task ``count``, with one image that is made here."""
     image = folder / "image"
-    return {"*": str(image) if image.exists() else make_image(image)}
+    return {"count": str(image) if image.exists() else make_image(image)}
 
 
 def trial(folder: Path, work: Work, options: TrialOptions | None = None) -> Verdict:
@@ -281,8 +281,8 @@ def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys)
     write_task(tasks, "other", toml=TOML + "gpus = 1\n")
     write_task(tasks, "unsolved", solution=None)
     out = tmp_path / "prompts.jsonl"
-    images = {f"{name}*": path for name in "cwo" for path in images_of(tmp_path).values()}
-    images["unsolved"] = images["c*"]
+    names = ("count", "wrong", "other", "unsolved")
+    images = dict.fromkeys(names, images_of(tmp_path)["count"])
     arguments = ["--env-args", json.dumps({"images": images}), "--disk-mib", "64", *READ_ONLY]
     assert check([str(tasks), *arguments, "--oracle", "--out", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
