@@ -11,21 +11,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from common.files import OutsideFolder, below, read_regular
 from rlpost.errors import DataError
+from rlpost.extensions.agents.environments.harbor.build_digest import folder_digest
 from rlpost.extensions.agents.environments.harbor.compose import ComposeUnsupported, read_compose
 
 DEFAULT_SECONDS = 600.0  # Harbor's default for the verifier
@@ -193,35 +191,6 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
         return parse_task(name, at, files, host_env)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TaskUnreadable(f"task {name}: {type(error).__name__}: {error}") from error
-
-
-def folder_digest(folder: Path) -> str:
-    """Return 8 hex digits of the names and contents of all files below a folder.
-
-    Links are not followed. Contents are read again when a name, size or time of change is another.
-    Raises OSError.
-    """
-    root = Path(os.path.realpath(folder))
-    status = [(path, path.lstat()) for path in sorted(root.rglob("*"))]
-    stamps = tuple(
-        (str(path), each.st_mode, each.st_size, each.st_mtime_ns) for path, each in status
-    )
-    return _digest(str(root), stamps)
-
-
-@lru_cache(4096)
-def _digest(root: str, stamps: tuple[tuple[str, int, int, int], ...]) -> str:
-    total = hashlib.sha256()
-    for path, mode, *_ in stamps:
-        content = b""
-        if stat.S_ISREG(mode):
-            content = Path(path).read_bytes()
-        elif stat.S_ISLNK(mode):
-            content = os.fsencode(os.readlink(path))
-        name = os.fsencode(os.path.relpath(path, root))
-        for part in (name, content):
-            total.update(b"%d:" % len(part) + part)
-    return total.hexdigest()[:8]
 
 
 def _text(task: Path, name: str) -> str | None:
