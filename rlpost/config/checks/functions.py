@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
-from rlpost.config.extensions import why_not_importable
+from rlpost.config.extensions import MOVED, why_not_importable
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
@@ -50,14 +50,6 @@ WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
 """slime's rollout functions, and the equivalent setting."""
 
 
-MOVED = {
-    "rlpost.agents": "rlpost.extensions.agents",
-    "rlpost.compat.slime": "rlpost.extensions.slime",
-    "rlpost.compat": "rlpost.extensions.slime",
-    "rlpost.rehearsal": "rlpost.extensions.rehearsal.all_ranks",
-    "rlpost.tasks.judge": "rlpost.extensions.judge",
-}
-"""Modules of 0.2, and where they are."""
 _PROJECT = Path(__file__).parents[3]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
