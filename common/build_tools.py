@@ -51,7 +51,10 @@ def launcher_problem(environ: Mapping[str, str]) -> str | None:
     )
     if not compiler:
         return "there is no C compiler (gcc, clang, or CC)"
-    headers = sysconfig.get_paths()["include"]
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, whose folder of headers does not exist
+        scheme = "posix_prefix"
+    headers = sysconfig.get_paths(scheme)["include"]
     words = [compiler, "-x", "c", "-", "-shared", "-fPIC", f"-I{headers}", "-o"]
     try:
         with tempfile.TemporaryDirectory(prefix="rlpost-") as folder:

@@ -26,7 +26,7 @@ from common.files import text_or_empty
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
 from slurm.batch.steps import prepared
-from slurm.errors import SlurmError
+from slurm.errors import SlurmError, SubmitError
 from slurm.spec import JobSpec
 from slurm.supervise import Budgets, Ending, record_end, record_start
 
@@ -49,7 +49,9 @@ def start_detached(spec: JobSpec, folder: Path) -> int:
     ``folder``/local.log: a pipe that reads the caller's output does not stay open. To stop the run,
     write its STOP file, or send TERM.
 
-    Raises OSError: the process cannot be started.
+    Raises:
+        OSError: the process cannot be started.
+        SubmitError: it ended at once; names its log.
     """
     assert spec.home and spec.python
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,8 +66,14 @@ def start_detached(spec: JobSpec, folder: Path) -> int:
             start_new_session=True,
         )
     assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(pickle.dumps(spec))
+    content = pickle.dumps(spec)
+    try:
+        with process.stdin as pipe:
+            pipe.write(content)
+    except OSError as error:
+        raise SubmitError(
+            f"{spec.python} -m {MODULE} ended before it read its job ({error}); see {folder / LOG}"
+        ) from error
     process.returncode = 0  # nobody waits for it: no ResourceWarning when the object goes
     return process.pid
 

@@ -40,6 +40,7 @@ from rlpost.config.checks.export_folder import (
     names_a_step,
     read_marker,
 )
+from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.keys import without_keys
 from rlpost.config.load import Loaded, read_dump
 from rlpost.config.show import resolved
@@ -49,7 +50,10 @@ from rlpost.durable.commit import COMMITTED, PREFIX, checkpoint_name, step_of, w
 from rlpost.errors import ConfigError
 from rlpost.observe.evaluation_answers import EVALUATION, Estimate, SetResult, read_results
 
-ONCE = ("--debug-rollout-only", "true", "--debug-eval-only", "true", "--eval-interval", "1")
+ONCE = (
+    *("--debug-rollout-only", "true", "--debug-eval-only", "true", "--eval-interval", "1"),
+    *("--sglang-load-format", "auto"),  # no trainer sends weights to engines that have none
+)
 BEFORE = ("--skip-eval-before-train", "false")
 NOT_OF_THE_RUN = (
     *("--save", "none", "--load", "none", "--save-hf", "none", "--save-debug-rollout-data", "none"),
@@ -137,6 +141,8 @@ def _evaluation_of(run: RunFolder, step: int | None, out: Path | None) -> tuple[
     # the job for which the run waited is over
     others = [word for word in config.cluster.sbatch if not word.startswith("--dep")]
     config = with_values(config, sbatch=tuple(others))
+    # no teacher; one in the trainer, which 0.2 had, would be refused
+    config = config.model_copy(update={"distillation": DistillationConfig()})
     write_atomic(recipe, resolved(Loaded(config, {}), is_private=True))
     if not (weights / "config.json").is_file():
         weights = conversion_of(run, step, weights, config.checkpoint.hf_checkpoint, out.parent)

@@ -108,15 +108,17 @@ HELP_WIDTH = 79
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of ``rlpost`` and ``python -m rlpost``."""
-    verb = None if arguments is not None else known_verbs().get(" ".join(sys.argv[1:2]))
-    if verb is not None and verb.takes_settings:
-        hide_keys()
+    if arguments is None:
+        verb = VERBS.get(" ".join(sys.argv[1:2]))
+        # Before an extension is loaded: that may take long, or fail.
+        if verb is None or verb.takes_settings:
+            hide_keys()
     return run_command(_verb, arguments)
 
 
 def known_verbs() -> dict[str, Verb]:
     """Return the verbs of this installation, those of its extensions included."""
-    added = extensions.verbs()
+    added = extensions.verbs(VERBS)
     known = {}
     for name, verb in VERBS.items():
         if name != "doctor" or importlib.util.find_spec(_DOCTOR) is not None:
@@ -168,12 +170,12 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def _verb(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in ("-V", "--version"):
+        print(f"rlpost {__version__}")
+        return 0
     known = verbs()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_page(known))
-        return 0
-    if arguments[0] in ("-V", "--version"):
-        print(f"rlpost {__version__}")
         return 0
     verb, *rest = arguments
     if verb.endswith(".toml"):

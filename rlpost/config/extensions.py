@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from common.run_folder import RunFolder
 from rlpost.errors import ConfigError
@@ -27,8 +27,17 @@ if TYPE_CHECKING:
     from rlpost.config.groups.rollout import RolloutConfig
     from rlpost.config.tree import Config
 
+_Row = TypeVar("_Row")
 ENTRY_POINTS = "rlpost.extensions"
 FOLDER = Path(__file__).parents[1] / "extensions"
+MOVED = {
+    "rlpost.agents": "rlpost.extensions.agents",
+    "rlpost.compat.slime": "rlpost.extensions.slime",
+    "rlpost.compat": "rlpost.extensions.slime",
+    "rlpost.rehearsal": "rlpost.extensions.rehearsal.all_ranks",
+    "rlpost.tasks.judge": "rlpost.extensions.judge",
+}
+"""Modules of 0.2, and where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +150,44 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def tables() -> dict[str, type[Group]]:
-    """Return the tables of a recipe that extensions add, by name."""
-    return {name: load(path) for each in extensions() for name, path in each.tables.items()}
+def tables(core: Mapping[str, type[Group]] | None = None) -> dict[str, type[Group]]:
+    """Return the tables of a recipe that extensions add, by name; ``core``: those that there are.
+
+    Raises ConfigError for a table, or a setting in one, of a name that is taken.
+    """
+    core = core or {}
+    paths = _new("table", core, lambda one: one.tables)
+    added: dict[str, type[Group]] = {name: load(path) for name, path in paths.items()}
+    settings = {key for group in core.values() for key in group.model_fields}
+    for name, group in added.items():
+        if taken := settings & group.model_fields.keys():
+            raise ConfigError(
+                f"table [{name}] of an extension: the setting {min(taken)} exists; give it another name"
+            )
+        settings |= group.model_fields.keys()
+    return added
 
 
-def verbs() -> dict[str, Verb]:
-    """Return the verbs that extensions add."""
-    return {name: verb for each in extensions() for name, verb in each.verbs.items()}
+def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:
+    """Return the verbs that extensions add; ``core``: those that there are.
+
+    Raises ConfigError for a name that is taken.
+    """
+    return _new("verb", core, lambda one: one.verbs)
+
+
+def _new(
+    what: str, core: Mapping[str, Any], rows_of: Callable[[Extension], Mapping[str, _Row]]
+) -> dict[str, _Row]:
+    added: dict[str, _Row] = {}
+    for each in extensions():
+        for name, row in rows_of(each).items():
+            if name in core or name in added:
+                raise ConfigError(
+                    f"extension {each.name}: the {what} {name} exists; give it another name"
+                )
+            added[name] = row
+    return added
 
 
 def problems(config: Config) -> list[str]:

@@ -306,6 +306,9 @@ class Tree(Group):
 if TYPE_CHECKING:
     Config = Tree
 else:
-    _added: dict[str, Any] = {name: (kind, kind()) for name, kind in extensions.tables().items()}
+    _core = {name: field.annotation for name, field in Tree.model_fields.items()}
+    _added: dict[str, Any] = {
+        name: (kind, kind()) for name, kind in extensions.tables(_core).items()
+    }
     Config = create_model("Config", __base__=Tree, __module__=__name__, **_added)
     """The settings of a run: ``Tree`` with a field for each table of an extension."""

@@ -98,7 +98,7 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
         "distillation": Rule(
             "generated",
             trained=_keys("opd_kl_coef opd_alone"),
-            neither=_keys("opd_teacher_url opd_teacher_engines opd_teacher_timeout_s"),
+            neither=_keys("opd_type opd_teacher_url opd_teacher_engines opd_teacher_timeout_s"),
         ),
         "sglang": Rule(
             generated=_keys(
@@ -117,6 +117,7 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
     }
 )
 """The core's tables of a recipe. ``_derived`` adds values that follow from several settings."""
+_FREE = frozenset().union(*(rule.neither for rule in TABLE.values()))
 
 
 def rule_of(table: str) -> Rule:
@@ -200,20 +201,29 @@ class Change:
 
 
 def compare(before: str, now: str) -> Change:
-    """Compare two texts of ``ResultSettings.to_json``; a setting that one lacks counts as changed."""
+    """Compare two texts of ``ResultSettings.to_json``; a setting that one lacks counts as unset.
+
+    What another version recorded and this one takes for no matter of results is left out.
+    """
     if before == now:
         return Change()
     try:
         one, other = json.loads(before), json.loads(now)
+        for kind in ("generated", "trained"):
+            for key in one[kind].keys() & _FREE - other[kind].keys():
+                del one[kind][key]
         return Change(*(difference(one[kind], other[kind]) for kind in ("generated", "trained")))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Change(generated=("recorded by another version of rlpost",))
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each key whose value differs, without secrets."""
+    """Return a line for each key whose value differs, without secrets.
+
+    A key that one side lacks counts as None: another version has a setting that is not set here.
+    """
     return tuple(
         f"{key}: {mask(key, before.get(key))!r} -> {mask(key, now.get(key))!r}"
         for key in sorted(before.keys() | now.keys())
-        if key not in before or key not in now or before[key] != now[key]
+        if before.get(key) != now.get(key)
     )

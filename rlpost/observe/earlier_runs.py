@@ -45,8 +45,8 @@ def _changed_at(path: Path) -> float:
 
 
 def _step_times(run: RunFolder, config: Config) -> StepTimes | None:
-    earlier, _ = read_dump(run.run_json.read_text())
-    if _size(earlier) != _size(config):
+    earlier, gone = read_dump(run.run_json.read_text())
+    if gone or _size(earlier) != _size(config):
         return None
     lines = read_metrics(run.metrics)
     timed = [line for line in lines if "time/step_s" in line and "time/train_s" in line]

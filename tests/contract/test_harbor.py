@@ -67,9 +67,9 @@ def give_away(folder: Path) -> None:
 
 
 def images_of(folder: Path) -> dict[str, str]:
-    """Return the argument images for all tasks, with one image that is made here."""
+    """Return the argument images for the task ``count``, with one image that is made here."""
     image = folder / "image"
-    return {"*": str(image) if image.exists() else make_image(image)}
+    return {"count": str(image) if image.exists() else make_image(image)}
 
 
 def trial(folder: Path, work: Work, options: TrialOptions | None = None) -> Verdict:
@@ -174,6 +174,7 @@ echo 1 > /logs/verifier/reward.txt
         ("#!/bin/sh\nexit 3\n", "no file with a reward"),
         ("#!/bin/sh\necho nan > /logs/verifier/reward.txt\n", "not a finite number"),
         ("#!/no/such/shell\n", "no file with a reward"),
+        ("#!/bin/sh\necho key $A_KEY | tee /logs/verifier/reward.txt\n", "exited 0: key ***"),
         (
             "#!/bin/sh\n(sleep 1; echo 1 > /logs/verifier/reward.txt) &\necho 0 > "
             "/logs/verifier/reward.txt\n",
@@ -183,9 +184,11 @@ echo 1 > /logs/verifier/reward.txt
 )
 def test_a_verifier_without_a_reward_gives_none_and_says_why(tmp_path, tests, reason, caplog):
     toml = TOML.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
-    write_task(tmp_path, tests=tests, toml=toml)
-    verdict = trial(tmp_path, command("true"))
+    write_task(tmp_path, tests=tests, toml=toml + '[verifier.env]\nA_KEY = "${HOST_KEY}"\n')
+    options = TrialOptions(images=images_of(tmp_path), env={"HOST_KEY": "sk-of-a-user"})
+    verdict = trial(tmp_path, command("true"), options)
     assert verdict.score == 0.0 and reason in verdict.reason
+    assert "sk-of" not in verdict.reason + caplog.text
     scored_zero = reason == "exited 0"
     assert ("its verifier gave no reward" in caplog.text) is not scored_zero
 
@@ -281,8 +284,8 @@ def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys)
     write_task(tasks, "other", toml=TOML + "gpus = 1\n")
     write_task(tasks, "unsolved", solution=None)
     out = tmp_path / "prompts.jsonl"
-    images = {f"{name}*": path for name in "cwo" for path in images_of(tmp_path).values()}
-    images["unsolved"] = images["c*"]
+    names = ("count", "wrong", "other", "unsolved")
+    images = dict.fromkeys(names, images_of(tmp_path)["count"])
     arguments = ["--env-args", json.dumps({"images": images}), "--disk-mib", "64", *READ_ONLY]
     assert check([str(tasks), *arguments, "--oracle", "--out", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()

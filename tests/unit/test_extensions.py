@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.main import VERBS, main
 from rlpost.config import extensions
 from rlpost.config.extensions import Extension
+from rlpost.config.flags import groups
+from rlpost.config.tree import Tree
 from rlpost.errors import ConfigError
 from tests.unit.test_architecture import FILES, ROOT, imports, module_name, nodes
 
@@ -156,3 +159,30 @@ def test_an_extension_of_another_package_comes_after_ours(monkeypatch: pytest.Mo
     for loaded, why in ((ImportError("no module x"), "ImportError: no module x"), (3, "got a int")):
         with pytest.raises(ConfigError, match=rf"rlpost.extensions theirs = .*{why}"):
             rows(loaded)
+
+
+def test_an_extension_replaces_nothing_and_a_broken_one_is_an_error_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = {name: group for name, group in groups().items() if name in Tree.model_fields}
+    ours = extensions.extensions()
+    for row, why in (
+        (Extension(name="x", verbs={"submit": VERBS["submit"]}), "the verb submit exists"),
+        (Extension(name="x", tables={"grpo": ""}), "the table grpo exists"),
+        (Extension(name="x", tables={"env": ""}), "the table env exists"),
+        (
+            Extension(name="x", tables={"y": "rlpost.config.groups.grpo:GrpoConfig"}),
+            r"table \[y\] of an extension: the setting \w+ exists",
+        ),
+    ):
+        monkeypatch.setattr(extensions, "extensions", lambda row=row: (*ours, row))
+        with pytest.raises(ConfigError, match=why):
+            extensions.verbs(VERBS)
+            extensions.tables(core)
+
+    def broken() -> None:
+        raise ConfigError("rlpost.extensions theirs: cannot load it")
+
+    monkeypatch.setattr(extensions, "extensions", broken)
+    assert main(["--version"]) == 0 and main(["list"]) == 2
+    assert capsys.readouterr().err == "error: rlpost.extensions theirs: cannot load it\n"

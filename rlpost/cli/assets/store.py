@@ -25,7 +25,8 @@ STAGES = ".fetch"
 class AssetStatus:
     """State of an asset.
 
-    ``listing`` is None if unknown; ``missing_bytes`` are still to download.
+    ``listing`` is None if unknown; ``missing_bytes`` are still to download, without the complete
+    files of a fetch that was interrupted.
     """
 
     asset: Asset
@@ -42,7 +43,8 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
     recorded = read_record(folder, asset)
     if recorded is not None:
         wrong = damage(folder, recorded.files, deep=False)
-        missing = sum(file.size for file in recorded.files if file.path in wrong)
+        lacking = [file for file in recorded.files if file.path in wrong]
+        missing = _bytes_to_come(root, asset, recorded.commit, lacking)
         remark = f"{first(wrong)}: damaged" if wrong else f"commit {recorded.commit[:12]}"
         return AssetStatus(asset, folder, recorded, missing, not wrong, remark)
     occupied = is_occupied(folder)
@@ -54,7 +56,18 @@ def inspect(asset: Asset, root: Path, ask: Callable[[Asset], Listing] | None = N
         return AssetStatus(
             asset, folder, listing, 0, False, "has no record: will be compared with the hub"
         )
-    return AssetStatus(asset, folder, listing, listing.size, False)
+    missing = _bytes_to_come(root, asset, listing.commit, listing.files)
+    return AssetStatus(asset, folder, listing, missing, False)
+
+
+def _bytes_to_come(root: Path, asset: Asset, commit: str, files: Iterable[HubFile]) -> int:
+    """Return the bytes of files that the staging folder lacks; one of another commit is not used."""
+    stage = root / STAGES / asset.folder
+    staged = read_record(stage)
+    is_kept = staged is not None and staged.commit == commit
+    return sum(
+        file.size for file in files if not (is_kept and size_of(stage / file.path) == file.size)
+    )
 
 
 def is_occupied(folder: Path) -> bool:

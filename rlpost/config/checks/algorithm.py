@@ -1,4 +1,4 @@
-"""Check the table [grpo], and a critic with separate ranks: its GPUs, layout and batches. Pure.
+"""Check the tables [grpo] and [critic]. Pure.
 
 Input: a ``Config`` and, if available, the model's ``config.json``. Output: one line for each problem.
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
-from rlpost.config.extensions import why_not_importable
+from rlpost.config.extensions import MOVED, why_not_importable
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
@@ -48,6 +48,10 @@ WHOLE_ROLLOUTS: dict[str, tuple[str, str] | None] = {
     "fully_async_rollout.generate_rollout_fully_async": _FULLY_ASYNC,
 }
 """slime's rollout functions, and the equivalent setting."""
+
+
+_PROJECT = Path(__file__).parents[3]
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def function_problems(config: Config) -> list[str]:
@@ -165,7 +169,7 @@ def _problems_of(tree: ast.Module, name: str, kind: Kind, config: Config) -> lis
     why = None if function is None else problem(kind, name, signature_of(function))
     if function is not None and why is None and takes_engines(kind, signature_of(function)):
         why = not_async(name) if isinstance(function, ast.FunctionDef) else None
-    return [*missing, *([why] if why else [])]
+    return [*moved_imports(tree), *missing, *([why] if why else [])]
 
 
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -179,29 +183,46 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctio
 def _missing_imports(tree: ast.Module) -> list[str]:
     """slime names that a file imports unconditionally and that rlpost does not provide."""
     reasons: dict[str, str] = {}
-    for node in _always(tree):
-        if isinstance(node, ast.Import):
-            imports: list[tuple[str, str | None]] = [(alias.name, None) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imports = [(node.module, alias.name) for alias in node.names]
-        else:
+    for line, module, name in _imports(tree, outside=(ast.Try, *_FUNCTIONS)):
+        if module.partition(".")[0] != SLIME:
             continue
-        for module, name in imports:
-            if module.partition(".")[0] != SLIME:
-                continue
-            why = why_not_importable(module, None if name == "*" else name)
-            if why is not None and why not in reasons.values():
-                reasons[f"line {node.lineno}, {module}.{name}"] = why
+        why = why_not_importable(module, None if name == "*" else name)
+        if why is not None and why not in reasons.values():
+            reasons[f"line {line}, {module}.{name}"] = why
     return [f"{where.partition(',')[0]}: {why}" for where, why in reasons.items()]
 
 
-def _always(node: ast.AST) -> Iterator[ast.AST]:
-    """Imports that always run with the file: outside functions and ``try``, where they may fail."""
+def moved_imports(tree: ast.Module) -> list[str]:
+    """Return a line for each module of rlpost that a file imports and that does not exist."""
+    lines = []
+    for line, module, name in _imports(tree, outside=(ast.Try,)):
+        whole = f"{module}.{name}" if f"{module}.{name}" in MOVED else module
+        path = _PROJECT.joinpath(*whole.split("."))
+        is_there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+        if module.partition(".")[0] == "rlpost" and not is_there:
+            old = next((old for old in MOVED if f"{whole}.".startswith(f"{old}.")), None)
+            remedy = (
+                f"use {MOVED[old]}{whole[len(old) :]}" if old else "docs/api.md lists the names"
+            )
+            lines.append(f"line {line}: rlpost has no module {whole}; {remedy}")
+    return list(dict.fromkeys(lines))
+
+
+def _imports(
+    node: ast.AST, outside: tuple[type[ast.AST], ...]
+) -> Iterator[tuple[int, str, str | None]]:
+    """Yield line, module and name of each absolute import that is not below a node of ``outside``.
+
+    Imports always run with the file outside functions and ``try``, where they may fail.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Try | ast.Lambda):
-            yield from _always(child)
+        if isinstance(child, ast.Import):
+            yield from ((child.lineno, alias.name, None) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            if child.module and not child.level:
+                yield from ((child.lineno, child.module, alias.name) for alias in child.names)
+        elif not isinstance(child, outside):
+            yield from _imports(child, outside)
 
 
 def _may_lack_slime(config: Config) -> bool:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from common.installed import is_package
 from rlpost.algorithm.advantage import ESTIMATORS
-from rlpost.config.checks.functions import source_of
+from rlpost.config.checks.functions import moved_imports, source_of
 from rlpost.config.keys import SUFFIX, references
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.errors import ConfigError, choice, suggestion
 from rlpost.extensions.agents.env_names import EnvName, parse_envs
 from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.environments.of_harbor import options_of
 from rlpost.extensions.agents.sandbox_table import SandboxConfig
 
 INSTALL = {
@@ -189,9 +190,11 @@ def _setting_problems(config: Config, names: tuple[EnvName, ...]) -> list[str]:
 def _of(name: EnvName, config: Config) -> list[str]:
     """Problems of one environment."""
     if name.kind == "harbor":
-        if Path(name.target).expanduser().is_dir():
-            return []
-        return [f"--env {name.word}: no such folder; give a folder with tasks in Harbor's format"]
+        if not Path(name.target).expanduser().is_dir():
+            return [
+                f"--env {name.word}: no such folder; give a folder with tasks in Harbor's format"
+            ]
+        return _harbor_problems(name, config.table(EnvConfig).env_args.get(name.label, {}))
     if name.kind == "nemogym":  # needs no package
         is_address = name.target.startswith(("http://", "https://"))
         wrong = f"--env {name.word}: not an address; write nemogym:http://HOST:PORT"
@@ -213,6 +216,17 @@ def _of(name: EnvName, config: Config) -> list[str]:
     return [f"--env {name.word}: {each}" for each in problems]
 
 
+def _harbor_problems(name: EnvName, env_args: object) -> list[str]:
+    """Problems of the arguments of tasks in Harbor's format; ``_setting_problems`` reports no object."""
+    if not isinstance(env_args, dict):
+        return []
+    try:
+        options_of(name.target, {key: env_args[key] for key in env_args if key != "shown"})
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def _own(name: EnvName) -> list[str]:
     """Problems of a class: missing, or without the methods of an environment.
 
@@ -227,17 +241,21 @@ def _own(name: EnvName) -> list[str]:
     if is_file and not source.is_file():
         return ["no such file; give FILE.py:Class, relative to the working directory"]
     tree = ast.parse(source.read_bytes())
+    moved = moved_imports(tree)
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     if cls not in classes:
         imported = any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
         if imported and not is_file:
-            return []  # the module may import it
-        return [f"the file has no class {cls}{choice(cls, sorted(classes))}"]
-    if classes[cls].bases:
-        return []
+            return moved  # the module may import it
+        return [*moved, f"the file has no class {cls}{choice(cls, sorted(classes))}"]
+    return moved if classes[cls].bases else [*moved, *_method_problems(classes[cls])]
+
+
+def _method_problems(cls: ast.ClassDef) -> list[str]:
+    """Problems of the methods of a class that inherits none."""
     methods = {
         node.name: node
-        for node in classes[cls].body
+        for node in cls.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     if "run" in methods:

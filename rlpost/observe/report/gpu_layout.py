@@ -57,12 +57,13 @@ class GpuLayout:
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, object]) -> GpuLayout | None:
-        """The layout of a run.json; None when it is missing or of another version."""
+        """The layout of a run.json; None when it is missing, or has settings that are gone."""
         if not settings:
             return None
         from rlpost.config.load import read_dump
 
         try:
-            return cls.of(read_dump(json.dumps(settings))[0])
+            config, gone = read_dump(json.dumps(settings))
+            return None if gone else cls.of(config)
         except ValueError:  # pydantic's ValidationError is one
             return None

@@ -33,6 +33,20 @@ class Wrong:
 class Inherits(Good):
     pass
 """
+IMPORTS = """\
+import rlpost.compat.slime.sample
+from rlpost.tasks import judge
+from rlpost.extensions.agents.environments.protocol import Step
+try:
+    import rlpost.gone
+except ImportError:
+    pass
+class Old:
+    def reset(self, prompt):
+        from rlpost.agents.environments.protocol import Step
+    def step(self, turn):
+        import rlpost.unknown
+"""
 
 
 def config(*env: str, **settings: Any) -> Config:
@@ -66,6 +80,19 @@ def test_a_class_with_the_interface_is_accepted(mine: str, name: str) -> None:
 def test_a_class_without_the_interface_is_refused(mine: str, name: str, told: str) -> None:
     found = agent_problems(config(f"{mine}:{name}"))
     assert any(told in line and line.startswith(f"--env {mine}:{name}") for line in found), found
+
+
+def test_imports_of_modules_of_rlpost_that_have_another_name_are_named(tmp_path: Path) -> None:
+    """The file would fail on the node alone."""
+    (tmp_path / "old.py").write_text(IMPORTS)
+    lines = agent_problems(config(f"{tmp_path}/old.py:Old"))
+    assert [line.partition(": line ")[2] for line in lines] == [
+        "1: rlpost has no module rlpost.compat.slime.sample; use rlpost.extensions.slime.sample",
+        "2: rlpost has no module rlpost.tasks.judge; use rlpost.extensions.judge",
+        "10: rlpost has no module rlpost.agents.environments.protocol; use "
+        "rlpost.extensions.agents.environments.protocol",
+        "12: rlpost has no module rlpost.unknown; docs/api.md lists the names",
+    ]
 
 
 def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
@@ -103,6 +130,9 @@ def test_tasks_of_harbor_and_addresses_of_nemo_gym_need_no_package(tmp_path: Pat
     ):
         (line,) = agent_problems(config(word))
         assert line.startswith(f"--env {word}: ") and told in line
+    arguments = {"h": {"shown": 9, "images": {}, "offline": True}}
+    (line,) = agent_problems(config(f"h=harbor:{tmp_path}", env__env_args=arguments))
+    assert "offline of --env-args: gone: build an image" in line
 
 
 @pytest.mark.parametrize(

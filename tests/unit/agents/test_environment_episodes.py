@@ -215,6 +215,9 @@ def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
     failing = 2
 
     class Sometimes:
+        def info(self) -> str:  # not that of an episode's record
+            return ""
+
         def reset(self, given: Prompt) -> None:
             return None
 
@@ -232,7 +235,9 @@ def test_retries_are_bounded_and_the_episode_is_left_out_of_its_group() -> None:
 
     async def write() -> tuple[SampleGroup | Unfinished, dict[str, float]]:
         async with connected(FakeEngine(answer=answers)) as connection:
-            function = Episodes(environments(Sometimes, env_retries=1), seed=1, pause_s=0.001)
+            function = Episodes(
+                environments(Sometimes, env_retries=1), seed=1, record=lambda _: None, pause_s=0.001
+            )
             grader = GivenRewards(InlineGrader(lambda *_: 99.0), RolloutConfig())
             writer = GroupWriter(
                 connection, SAMPLING, n=4, grader=grader, function=function, codec=CODEC

@@ -18,6 +18,7 @@ from rlpost.extensions.agents.env_names import parse_envs
 from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.extensions.agents.environments.export import main as export
 from rlpost.extensions.agents.environments.harbor.check import main as check_tasks
+from rlpost.extensions.agents.environments.harbor.tasks import read_task
 from rlpost.extensions.agents.environments.harness import HarnessRunner
 from rlpost.extensions.agents.environments.make import make_environments
 from rlpost.rollout.response_builder import ResponseBuilder
@@ -88,10 +89,14 @@ def test_the_commands_for_tasks_of_harbor_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = PAGE.read_text().partition("\n## Harbor tasks")[2].partition("\n## Sandboxes")[0]
+    images = tmp_path / "images"
+    section = section.replace("/shared/images", str(images))
     blocks = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     check, write_prompts, submit = map(shlex.split, blocks)
     monkeypatch.chdir(tmp_path)
     write_task(tmp_path / "tasks")
+    images.mkdir()
+    (images / f"{read_task(tmp_path / 'tasks', 'count', {}).root.image}.sqsh").touch()
     assert check[:3] == ["python", "-m", check_tasks.__module__]
     assert check_tasks(check[3:]) == 0
     assert capsys.readouterr().out == "1 of 1 tasks run\n"

@@ -22,6 +22,7 @@ from rlpost.extensions.agents.environments.harbor.roots import (
     TaskSkipped,
     UploadFailed,
     candidates,
+    file_name,
     files_below,
     image_defaults,
 )
@@ -44,7 +45,7 @@ from rlpost.extensions.agents.sandbox.protocol import Ended, Limits, Result
 from rlpost.types import Prompt
 from tests.unit.agents.harbor_tasks import TOML, write_task
 
-NODE = TrialOptions(images={"*": "node"})
+NODE = TrialOptions(images={"count": "node", "other": "node"})
 
 
 def reason_of(folder: Path, options: TrialOptions = NODE, name: str = "count") -> str:
@@ -105,7 +106,7 @@ def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):
     write_task(tmp_path, toml=toml + more)
     task = read_task(tmp_path, "count", {"MY_KEY": "k"})
     assert (task.agent_seconds, task.verifier_seconds) == (60.0, 20.0)
-    assert (task.memory_mib, task.cores, task.root.image) == (2048, 2, "count")
+    assert (task.memory_mib, task.cores, task.root.short) == (2048, 2, "count")
     assert task.root.environment == {"A": "1"} and task.verifier_env == {"KEY": "k"}
     assert task.lacking == () and task.instruction.startswith("Write the number")
 
@@ -192,7 +193,8 @@ WITHOUT_EFFECT = {
     # --sandbox-disk-mib bounds files, in memory
     *("environment.storage_mb", "environment.storage"),
     *("verifier.environment.storage_mb", "verifier.environment.storage"),
-    "verifier.environment.build_timeout_sec",  # the longest time of a task bounds each phase
+    # images are built elsewhere
+    *("environment.build_timeout_sec", "verifier.environment.build_timeout_sec"),
 }
 
 
@@ -205,8 +207,8 @@ def test_tasks_in_the_older_form_are_named_with_the_command_that_converts_them(t
 
 def test_each_field_of_a_task_acts_or_is_refused():
     """The table of fields is Harbor's; a field of a later Harbor is refused."""
-    names = frozenset({"tests/test.sh"})
-    files = TaskFiles({}, "Do.", "FROM a", "FROM b", names=names)
+    names = frozenset({"tests/test.sh", "environment/Dockerfile", "tests/Dockerfile"})
+    files = TaskFiles({}, "Do.", names=names)
 
     def parse(table: str, **values: object) -> object:
         separate = {} if "environment_mode" in values else {"environment_mode": "separate"}
@@ -310,17 +312,51 @@ def test_a_task_with_a_dockerfile_alone_needs_a_root_of_its_name_and_is_told_how
     write_task(tmp_path, "set/Count_3")
     images = TrialOptions(images={"*": "/roots/{name}.sqsh"})
     root = runnable(tmp_path, "set/Count_3", images, lambda path: True).root
-    assert root.image == "/roots/set+Count_3.sqsh"
+    image = read_task(tmp_path, "set/Count_3", {}).root.image
+    assert root.image == f"/roots/{file_name(image)}.sqsh"
+    digest = image.removeprefix("set/Count_3-")
+    assert len(digest) == 8
     with pytest.raises(TaskSkipped) as skipped:
         runnable(tmp_path, "set/Count_3", images, lambda path: False)
     assert str(skipped.value) == (
         "environment/Dockerfile describes a root that is not built; build one where Docker and "
-        "enroot are: in the task's folder `docker build -t set-count-3 -f environment/Dockerfile "
-        "environment` and `enroot import -o /roots/set+Count_3.sqsh dockerd://set-count-3`; image "
-        "set/Count_3: not at /roots/set+Count_3.sqsh"
+        f"enroot are: in the task's folder `docker build -t set-count-3-{digest} -f "
+        f"environment/Dockerfile environment` and `enroot import -o /roots/set+Count_3-{digest}.sqsh "
+        f"dockerd://set-count-3-{digest}`; image {image}: not at /roots/set+Count_3-{digest}.sqsh"
     )
     (tmp_path / "set/Count_3/environment/Dockerfile").unlink()
     assert "neither names a root" in reason_of(tmp_path, images, "set/Count_3")
+
+
+@pytest.mark.parametrize("shared", [{"*": "node"}, {"*": "/base"}, {"c*": "/base"}])
+def test_the_root_of_a_dockerfile_is_its_own_image_or_one_that_is_named_for_the_task(
+    tmp_path, shared
+):
+    """The steps of the Dockerfile are missing in a root that other tasks share."""
+    write_task(tmp_path, toml=SEPARATE, more={"tests/Dockerfile": "FROM other:1\n"})
+    reason = reason_of(tmp_path, TrialOptions(images=shared))
+    for name in ("count", "count-tests"):
+        assert f"that has {{name}} or is that of {name} alone" in reason
+    task = read_task(tmp_path, "count", {})
+    assert task.verifier_root is not None
+    for name in (task.root.image, "count"):
+        own = {**shared, name: "/own", task.verifier_root.image: "node"}
+        built = runnable(tmp_path, "count", TrialOptions(images=own), lambda path: True)
+        assert (built.root.image, built.verifier_root.image) == ("/own", None)
+
+
+def test_an_edit_of_what_a_dockerfile_copies_gives_another_image(tmp_path):
+    folder = write_task(tmp_path, toml=SEPARATE, more={"tests/Dockerfile": "FROM other:1\n"})
+    images = set()
+    for path in ("solution/solve.sh", "environment/words.txt", "environment/Dockerfile"):
+        task = read_task(tmp_path, "count", {})
+        assert task.verifier_root is not None
+        images.add((task.root.image, task.verifier_root.image))
+        (folder / path).write_text("FROM edited:1\n")
+    images.add((read_task(tmp_path, "count", {}).root.image, task.verifier_root.image))
+    assert len(images) == 3, "the solution is not copied"
+    (folder / "environment/words.txt").rename(folder / "environment/other.txt")
+    assert read_task(tmp_path, "count", {}).root.image not in dict(images)
 
 
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
@@ -336,7 +372,7 @@ def test_a_separate_verifier_has_a_root_of_its_own_and_gets_declared_files(tmp_p
     assert (found.root.image, found.verifier_root.image) == ("/a", "/b")
     assert (found.root.brings_tests, found.verifier_root.brings_tests) == (False, True)
     missing = reason_of(tmp_path, TrialOptions(images={"count": "node"}))
-    assert "-f tests/Dockerfile tests`" in missing and "image count-tests: no path" in missing
+    assert "-f tests/Dockerfile tests`" in missing and "image count-tests-" in missing
 
 
 def test_a_separate_verifier_without_a_dockerfile_has_the_root_of_the_agent(tmp_path):
@@ -526,7 +562,7 @@ def test_wrong_arguments_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("metadata", [{}, {"task": 3}, {"task": "unknown"}])
 def test_a_prompt_that_names_no_task_ends_the_run(tmp_path, metadata):
     write_task(tmp_path)
-    environment = HarborEnvironment(str(tmp_path), images={"*": "node"})
+    environment = HarborEnvironment(str(tmp_path), images=NODE.images)
     with pytest.raises(DataError, match="task"):
         asyncio.run(environment.reset(Prompt(0, "x", (1,), metadata=metadata)))
 
@@ -539,7 +575,7 @@ def test_export_writes_the_tasks_that_run_and_names_the_others(tmp_path, capsys)
     write_task(tmp_path / "tasks")
     write_task(tmp_path / "tasks", "other", toml=TOML + "gpus = 1\n")
     out = tmp_path / "tasks.jsonl"
-    arguments = json.dumps({"h": {"images": {"*": "node"}, "shown": 10}})
+    arguments = json.dumps({"h": {"images": NODE.images, "shown": 10}})
     assert export([f"h=harbor:{tmp_path}/tasks", "--out", str(out), "--env-args", arguments]) == 0
     (row,) = map(json.loads, out.read_text().splitlines())
     assert (row["env"], row["task"]) == ("h", "count") and "<bash>" in row["prompt"]
@@ -549,7 +585,7 @@ def test_export_writes_the_tasks_that_run_and_names_the_others(tmp_path, capsys)
 def test_check_counts_the_tasks_that_run_and_the_reasons(tmp_path, capsys):
     write_task(tmp_path)
     write_task(tmp_path, "other", toml=TOML + "gpus = 1\n")
-    assert check([str(tmp_path), "--env-args", '{"images": {"*": "node"}}']) == 1
+    assert check([str(tmp_path), "--env-args", json.dumps({"images": NODE.images})]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "other: it needs 1 GPUs" and lines[-1] == "1 of 2 tasks run"
     assert check([str(tmp_path / "missing")]) == 2

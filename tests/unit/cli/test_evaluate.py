@@ -256,7 +256,9 @@ def test_an_evaluation_has_all_settings_of_the_run_but_the_job_before_it(
     run, config = run_of(tmp_path / "run", 3)
     words = ("--dependency=afterok:7", "--nice")
     config = with_values(config, environment={"A_TOKEN": "a"}, rm_url="http://u:p@host/x")
-    run.run_json.write_text(dump(with_values(config, sbatch=words)))
+    older = json.loads(dump(with_values(config, sbatch=words)))
+    older["distillation"] |= {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/t"}
+    run.run_json.write_text(json.dumps(older))
     monkeypatch.setattr(evaluate, "convert", lambda *_: tmp_path / "hf")
     _, (recipe, *_) = evaluate._evaluation_of(run, 3, None)
     assert load([Path(recipe)], {}).config == with_values(config, sbatch=("--nice",))
@@ -265,7 +267,7 @@ def test_an_evaluation_has_all_settings_of_the_run_but_the_job_before_it(
 
 def test_a_dry_run_prints_the_job_of_an_evaluation(tmp_path: Path, capsys: Any) -> None:
     words = ["--recipe", "tiny", "--dry-run", "--out", str(tmp_path / "e"), "--hf-checkpoint", "m"]
-    assert main(words) == 0
+    assert main([*words, "--sglang-load-format", "dummy"]) == 0
     assert "#SBATCH --job-name=tiny" in capsys.readouterr().out
 
 

@@ -17,7 +17,9 @@ def test_a_launcher_compiles_where_compiler_and_headers_are(
     assert launcher_problem(environ) == ""
     assert "no C compiler" in (launcher_problem({**environ, "PATH": str(tmp_path)}) or "")
     assert "no-such-cc" in (launcher_problem({**environ, "CC": "no-such-cc"}) or "")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    assert launcher_problem(environ) == "", "as on a Debian with its own Python"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     problem = launcher_problem(environ)
     assert problem is not None and "Python.h: No such file" in problem
 

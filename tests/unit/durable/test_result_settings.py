@@ -1,5 +1,6 @@
 """Which settings decide results: every setting is changed, and a resume sees what it should."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -141,6 +142,19 @@ def test_weights_are_compared_by_content_and_texts_of_other_versions_are_a_chang
     assert compare(before, now).generated == ("content of --hf-checkpoint: 'aa' -> 'bb'",)
     for text in ("0123456789abcdef", "{}", "[1]", "3"):
         assert compare(text, now).generated == ("recorded by another version of rlpost",)
+
+
+def test_a_setting_that_another_version_lacks_is_one_that_is_not_set():
+    now = json.loads(result_settings(USED).to_json())
+    before = json.loads(result_settings(USED).to_json())
+    before["generated"] |= {"opd_teacher_load": None, "opd_type": "sglang"}
+    unset = [key for key, value in now["trained"].items() if value is None]
+    assert unset and not before["trained"].pop(unset[0])
+    assert compare(json.dumps(before), json.dumps(now)) == Change()
+    before["generated"]["opd_teacher_load"] = "/t"
+    assert compare(json.dumps(before), json.dumps(now)).generated == (
+        "opd_teacher_load: '/t' -> None",
+    )
 
 
 def test_a_table_without_effect_on_the_run_may_change():

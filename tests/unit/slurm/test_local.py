@@ -16,6 +16,7 @@ import pytest
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import job_ids, last
+from slurm import local
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import LOG, _on_signal, local_environment
@@ -35,6 +36,17 @@ def home(tmp_path: Path) -> Path:
     for name in ("slurm", "common"):
         (folder / name).symlink_to(Path(__file__).parents[3] / name)
     return folder
+
+
+def test_a_process_that_ends_before_it_reads_its_job_names_its_log(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        local.pickle, "dumps", lambda spec: bytes(1 << 20)
+    )  # more than a pipe holds
+    spec = JobSpec(num_gpus_per_node=1, home=str(home), python="/bin/true")
+    with pytest.raises(SubmitError, match=f"ended before it read its job.*see .*/{LOG}"):
+        local.start_detached(spec, tmp_path / "submitit")
 
 
 def start(

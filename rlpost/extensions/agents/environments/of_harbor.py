@@ -35,6 +35,8 @@ from rlpost.extensions.agents.sandbox.protocol import Ended, Pool, Result
 from rlpost.types import Prompt
 
 OPEN, CLOSE = "<bash>", "</bash>"
+GONE = ("offline", "test_python", "root_cache_gib")
+"""Options of 0.2, which installed packages into roots."""
 USAGE = f"""{{instruction}}
 
 You work on a Linux machine without a network, through a shell. Write one command at the end of a
@@ -149,19 +151,24 @@ def folder_of(target: str) -> Path:
     return folder.resolve()
 
 
-def options_of(target: str, given: Mapping[str, Any]) -> TrialOptions:
+def options_of(target: str, arguments: Mapping[str, Any]) -> TrialOptions:
     """Return the options of --env-args. Raises ConfigError for an unknown name or a wrong type."""
     known = {entry.name for entry in fields(TrialOptions)}
-    unknown = sorted(given.keys() - known)
+    unknown = sorted(arguments.keys() - known)
+    if removed := [name for name in unknown if name in GONE]:
+        raise ConfigError(
+            f"--env harbor:{target}: {', '.join(removed)} of --env-args: gone: build an image with what "
+            "tasks and tests need (docs/agents.md)"
+        )
     if unknown:
         raise ConfigError(
             f"--env harbor:{target}: --env-args has {', '.join(unknown)}; it may have "
             f"{', '.join(sorted(known | {'shown'}))}"
         )
     for name in ("images", "env"):
-        if not isinstance(given.get(name, {}), Mapping):
+        if not isinstance(arguments.get(name, {}), Mapping):
             raise ConfigError(f"--env harbor:{target}: {name} of --env-args must be an object")
-    return TrialOptions(**given)
+    return TrialOptions(**arguments)
 
 
 def command_of(turn: Turn) -> str | None:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,11 +80,12 @@ class PlainRunner:
                 f"--env {self.word}: reset left no token for an answer to prompt {prompt.prompt_id}; shorten its "
                 "text, or raise --rollout-max-response-len"
             )
+        info = getattr(environment, "info", {})
         return EpisodeResult(
             (builder.sample(),),
             tuple(turns),
             finite(self.word, score, "score"),
-            info=getattr(environment, "info", {}),
+            info=info if isinstance(info, Mapping) else {},  # the class may use the name otherwise
         )
 
     async def _open(

@@ -147,6 +147,12 @@ def test_of_an_interrupted_fetch_of_another_commit_nothing_gets_into_the_folder(
     stage = tmp_path / ".fetch/Model"
     stage.mkdir(parents=True)
     listing = Hub(None, hub.endpoint).listing(MODEL)
+    file = next(each for each in listing.files if each.path == "model-2.safetensors")
+    (stage / file.path).write_bytes(bytes(file.size))
+    for commit, kept in ((listing.commit, file.size), ("b" * 40, 0)):
+        write_record(stage, MODEL, replace(listing, commit=commit))
+        status = inspect(MODEL, tmp_path, lambda _: listing)
+        assert status.missing_bytes == listing.size - kept, "what is complete does not come again"
     write_record(stage, MODEL, replace(listing, commit="b" * 40))
     (stage / "old.txt").write_text("gone since")
     (stage / "config.json").write_text("changed since")

@@ -1,9 +1,10 @@
 """The root of a task: an image that the nodes can read, with everything that the task needs.
 
 ``choose_root`` is pure, apart from ``exists``. An image has the name that ``docker_image`` gives, or,
-for a task with a Dockerfile alone, that of the task, with ``-tests`` for the verifier's. ``images``
-says where images are: patterns of their names, in order, and the path of each, with ``{name}`` for a
-name without ``/`` and ``:``. The path ``node`` stands for /usr of the node.
+for a task with a Dockerfile alone, that of the task, with ``-tests`` for the verifier's and a digest
+of the folder from which it is built. ``images`` says where images are: patterns of their names, in
+order, and the path of each, with ``{name}`` for a name without ``/`` and ``:``. The path ``node``
+stands for /usr of the node.
 """
 
 from __future__ import annotations
@@ -94,18 +95,25 @@ def file_name(image: str) -> str:
     return re.sub(r"[/:@]", "+", image)
 
 
-def candidates(image: str, images: Mapping[str, str]) -> list[str]:
+def candidates(image: str, images: Mapping[str, str], *, short: str | None = None) -> list[str]:
     """Return where an image may be, in the order of the patterns that its name matches.
 
-    None for a name that leads out of the folder of images.
+    None for a name that leads out of the folder of images. ``short``: another name of an image that
+    is built for one task. Its root has the steps of a Dockerfile, so a path that other tasks share
+    counts only if its pattern is one of the two names: a path of the user's choice for this task.
     """
     name = file_name(image)
     if name in ("", ".", "..") or "\0" in name:
         return []
+    names = (image, image if short is None else short)
     return [
         path.replace("{name}", name)
         for pattern, path in images.items()
-        if fnmatch.fnmatchcase(image, pattern)
+        if pattern in names
+        or (
+            any(fnmatch.fnmatchcase(each, pattern) for each in names)
+            and (short is None or "{name}" in path)
+        )
     ]
 
 
@@ -113,15 +121,17 @@ def choose_root(
     definition: RootDefinition, images: Mapping[str, str], exists: Callable[[str], bool]
 ) -> TaskRoot:
     """Return a root. Raises TaskSkipped with the reason against it, and the remedy."""
-    paths = candidates(definition.image, images)
+    paths = candidates(definition.image, images, short=definition.short)
     path = next((path for path in paths if path == NODE or exists(path)), None)
     if path is not None:
         image = None if path == NODE else path
         brings_tests = definition.folder == "tests"
         return TaskRoot(image, brings_tests, definition.environment, definition.workdir)
     where = f"not at {', '.join(paths)}" if paths else "no path in the argument images"
-    if definition.dockerfile is None:
+    if definition.short is None:
         raise TaskSkipped(f"image {definition.image}: {where}")
+    if not paths and candidates(definition.image, images):
+        where += f" that has {{name}} or is that of {definition.short} alone"
     tag = re.sub(r"[^a-z0-9]+", "-", definition.image.lower()).strip("-")
     target = next((path for path in paths if path.endswith(".sqsh")), None)
     target = target or f"IMAGES/{file_name(definition.image)}.sqsh"

@@ -16,13 +16,14 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.files import OutsideFolder, below, read_regular
 from rlpost.errors import DataError
+from rlpost.extensions.agents.environments.harbor.build_digest import folder_digest
 from rlpost.extensions.agents.environments.harbor.compose import ComposeUnsupported, read_compose
 
 DEFAULT_SECONDS = 600.0  # Harbor's default for the verifier
@@ -73,6 +74,8 @@ class TaskFiles:
     """Texts of compose files, by their name relative to the folder."""
     names: frozenset[str] = frozenset()
     """Relative to the folder, such as ``environment/docker-compose.yaml``."""
+    digest_of: Callable[[str], str] = lambda folder: "00000000"
+    """The digest of a folder from which an image is built: ``environment``, ``tests`` or ``.``."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,10 @@ class RootDefinition:
 
     Attributes:
         folder: from which a Dockerfile copies: ``environment``, ``tests`` or ``.``.
-        image: that ``docker_image`` names, or the name of one that is built from the Dockerfile.
+        image: that ``docker_image`` names, or the name of one that is built from the Dockerfile,
+            which ends with a digest of ``folder``.
         dockerfile: of the image, relative to the task; None with a ``docker_image``.
+        short: the image's name without the digest; None with a ``docker_image``.
         environment: variables of every command.
     """
 
@@ -91,6 +96,7 @@ class RootDefinition:
     dockerfile: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
+    short: str | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,7 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
             _text(at, "instruction.md") or "",
             {name: text for name in COMPOSE if (text := _text(at, name)) is not None},
             frozenset(f"{path.parent.name}/{path.name}" for path in paths),
+            lambda part: folder_digest(below(at, part)),
         )
         return parse_task(name, at, files, host_env)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -211,13 +218,7 @@ def parse_task(
             )
     network = _has_network(agent, environment)
     verifier_environment = environment
-    root = RootDefinition(
-        build_folder(files)[0],
-        _image(environment) or name,
-        None if _image(environment) else ENVIRONMENT,
-        resolved[0],
-        environment.get("workdir"),
-    )
+    root = _root(name, build_folder(files)[0], ENVIRONMENT, environment, resolved[0], files)
     verifier_root, artifacts = None, tuple[str, ...]()
     if is_separate(verifier):
         artifacts = artifact_paths(settings.get("artifacts", []))
@@ -358,9 +359,23 @@ def _verifier_root(
     if image is None and VERIFIER not in files.names:
         return root
     variables = {str(name): str(value) for name, value in environment.get("env", {}).items()}
-    dockerfile = None if image else VERIFIER
-    image = image or f"{name}-tests"
-    return RootDefinition("tests", image, dockerfile, variables, environment.get("workdir"))
+    return _root(f"{name}-tests", "tests", VERIFIER, environment, variables, files)
+
+
+def _root(
+    name: str,
+    folder: str,
+    dockerfile: str,
+    environment: Mapping[str, Any],
+    variables: Mapping[str, str],
+    files: TaskFiles,
+) -> RootDefinition:
+    """Return the root of an image that is named, or built from a Dockerfile."""
+    image, workdir = _image(environment), environment.get("workdir")
+    if image:
+        return RootDefinition(folder, image, None, variables, workdir)
+    built = f"{name}-{files.digest_of(folder)}"
+    return RootDefinition(folder, built, dockerfile, variables, workdir, name)
 
 
 def _image(environment: Mapping[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.repeats import Repeats
+from rlpost.config.masking import MASK
 from rlpost.extensions.agents.environments.harbor.roots import (
     ImageDefaults,
     TaskRoot,
@@ -55,6 +56,7 @@ _REPEATS = Repeats()
 LOGS, TESTS, SOLUTION = "/logs/verifier", "/tests", "/solution"
 VERIFIER_HOME = "/logs/home"
 ARTIFACT_BYTES = 64 << 20  # of a single file that is handed to a verifier
+SHORT = 8  # characters of a value that is no key
 LIFETIME_SECONDS = 7 * 86400.0  # of a sandbox: --env-timeout-s ends episodes earlier
 EXCLUDED = frozenset(
     (
@@ -279,7 +281,8 @@ class Trial:
             timeout=task.verifier_seconds,
         )
         await sandbox.end_processes()
-        how = f"tests/test.sh {result.ended.value} {result.exit_code}: {result.text[-2000:]}"
+        text = self._without_keys(result.text)[-2000:]
+        how = f"tests/test.sh {result.ended.value} {result.exit_code}: {text}"
         return await self._verdict(sandbox, how)
 
     async def _verdict(self, sandbox: Sandbox, how: str) -> Verdict:
@@ -293,8 +296,16 @@ class Trial:
                 text, key = data.decode("utf-8", "replace"), self.runnable.options.reward_key
                 return Verdict(reward_of(text, is_json=name == "reward.json", key=key), how)
             except RewardUnreadable as error:
-                return self._unscored(f"{error}; {how}")
+                return self._unscored(f"{self._without_keys(str(error))}; {how}")
         return self._unscored(f"no file with a reward; {how}")
+
+    def _without_keys(self, text: str) -> str:
+        """Return a text of the tests without the values of ``env``, which may be keys."""
+        values = [str(value) for value in self.runnable.options.env.values()]
+        for value in sorted(values, key=len, reverse=True):
+            if len(value) > SHORT:
+                text = text.replace(value, MASK)
+        return text
 
     def _unscored(self, reason: str) -> Verdict:
         """Return the reward of an episode that the verifier gave none: 0, reported with its reason.
