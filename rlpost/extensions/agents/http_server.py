@@ -3,7 +3,7 @@
 Input: requests of harnesses. Output: what their episode answers, in the format of the API.
 
 An answer is streamed when it is complete: only then are its tokens final. Until then a stream is
-kept open by comments.
+kept open by events, or comments, every KEEP_ALIVE_S seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import functools
 import hmac
 import logging
+import threading
 import time
 import weakref
 from collections import Counter
@@ -28,7 +29,13 @@ from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.episode import OpenEpisode
 from rlpost.extensions.agents.json_values import check_depth, dumps
 from rlpost.extensions.agents.listener import admit
-from rlpost.extensions.agents.requests import ChatRequest, Completion, Recall, Reply
+from rlpost.extensions.agents.requests import (
+    NO_ANSWER,
+    ChatRequest,
+    Completion,
+    Recall,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,31 +79,64 @@ class _Api:
 
     read: Callable[[Mapping[str, object], Recall], ChatRequest]
     body: Callable[[Reply], Mapping[str, object]]
-    events: Callable[[Reply], Iterable[Mapping[str, object]]]
+    events: Callable[[Reply, int], Iterable[Mapping[str, object]]]
     end: bytes = b""  # after the last event of a stream
+    waiting: Callable[[Reply, int], Mapping[str, object]] | None = None
+    """Event ``number`` before the answer, of a reply without it; None for a comment."""
 
-    def content(self, reply: Reply) -> bytes:
-        """Return the body of a response, or all events of a stream."""
+    def content(self, reply: Reply, num_sent: int) -> bytes:
+        """Return the body of a response, or the events of a stream after ``num_sent``."""
         if not reply.request.is_stream:
             return dumps(self.body(reply))
-        return b"".join(_event(event) for event in self.events(reply)) + self.end
+        return b"".join(_event(event) for event in self.events(reply, num_sent)) + self.end
+
+
+class _KeepAlive:
+    """What a stream sends before its answer: events, and comments where none may be sent."""
+
+    def __init__(self, api: _Api) -> None:
+        self._api = api
+        self._lock = threading.Lock()  # ``end`` is called in another thread
+        self._reply: Reply | None = None
+        self._num_sent = 0
+
+    def begin(self, reply: Reply) -> None:
+        """Send events from now on; ``reply`` has no answer yet."""
+        self._reply = reply
+
+    def end(self) -> int:
+        """Send comments from now on; return the number of events that were sent."""
+        with self._lock:
+            self._reply = None
+            return self._num_sent
+
+    def content(self) -> bytes:
+        """Return the next event or comment."""
+        with self._lock:
+            if self._reply is None or self._api.waiting is None:
+                return b": the answer is being generated\n\n"
+            event = self._api.waiting(self._reply, self._num_sent)
+            self._num_sent += 1
+        return _event(event)
 
 
 _CHAT = _Api(
     openai_format.chat_request,
     openai_format.chat_completion,
-    openai_format.chat_chunks,
+    lambda reply, _: openai_format.chat_chunks(reply),
     end=b"data: [DONE]\n\n",
 )
 _RESPONSES = _Api(
     responses_format.responses_request,
     responses_format.response_body,
     responses_format.response_events,
+    waiting=responses_format.waiting_event,
 )
 _MESSAGES = _Api(
     anthropic_format.messages_request,
     anthropic_format.message_body,
-    anthropic_format.message_events,
+    lambda reply, _: anthropic_format.message_events(reply),
+    waiting=lambda *_: {"type": "ping"},
 )
 
 
@@ -118,25 +158,33 @@ class _Routes:
             episode = self._episode(request)
             asked = await self._read(request, episode, api.read)
             contents: list[bytes] = []
+            keep_alive, created = _KeepAlive(api), int(time.time())
 
-            def write(completion: Completion) -> None:
-                reply = Reply(
+            def reply_of(completion: Completion) -> Reply:
+                return Reply(
                     asked,
                     completion,
                     model=episode.model,
-                    created=int(time.time()),
+                    created=created,
                     token_bytes=episode.token_bytes,
                 )
-                contents.append(api.content(reply))
+
+            def begin(completion_id: str) -> None:
+                keep_alive.begin(reply_of(Completion(completion_id, 0, (NO_ANSWER,), 0)))
+
+            def write(completion: Completion) -> None:
+                contents.append(api.content(reply_of(completion), keep_alive.end()))
 
             is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
             answering = asyncio.ensure_future(
-                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
+                episode.answer(
+                    asked, on_begin=begin, before_recording=write, is_repeated=is_repeated
+                )
             )
             headers = self._headers(asked)
             try:
                 if asked.is_stream:
-                    return await _stream(request, api, answering, contents, headers)
+                    return await _stream(request, api, answering, contents, keep_alive, headers)
                 await answering
                 response = _response(contents[-1], headers)
                 # Sent here, so that a lost connection is an exception of this block.
@@ -268,6 +316,7 @@ async def _stream(
     api: _Api,
     answering: asyncio.Future[Completion],
     contents: list[bytes],
+    keep_alive: _KeepAlive,
     headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send server-sent events; ``contents`` holds them when the answer is complete.
@@ -283,7 +332,7 @@ async def _stream(
     )
     await response.prepare(request)
     while not answering.done():
-        await response.write(b": the answer is being generated\n\n")
+        await response.write(keep_alive.content())
         await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
     error = None if answering.cancelled() else answering.exception()
     if isinstance(error, Exception):

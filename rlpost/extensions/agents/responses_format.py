@@ -102,10 +102,20 @@ def response_body(reply: Reply) -> dict[str, Any]:
     }
 
 
-def response_events(reply: Reply) -> Iterator[Event]:
-    """Yield the events of a streamed response, numbered."""
-    for number, event in enumerate(_events(response_body(reply))):
+def response_events(reply: Reply, num_sent: int = 0) -> Iterator[Event]:
+    """Yield the events of a streamed response, numbered; ``num_sent``: those of its wait."""
+    events = itertools.islice(_events(response_body(reply)), int(num_sent > 0), None)
+    for number, event in enumerate(events, num_sent):
         yield {**event, "sequence_number": number}
+
+
+def waiting_event(reply: Reply, number: int) -> Event:
+    """Return event ``number`` of a response whose answer, empty in ``reply``, is generated.
+
+    Clients need ``response.created`` first; Codex ends a stream with no event for 300 seconds.
+    """
+    created, in_progress = itertools.islice(_events(response_body(reply)), 2)
+    return {**(in_progress if number else created), "sequence_number": number}
 
 
 def _events(body: dict[str, Any]) -> Iterator[Event]:
