@@ -388,10 +388,17 @@ async def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_f
 async def test_a_tool_that_anthropic_runs_is_refused_and_one_of_the_client_is_not(
     folder: str,
 ) -> None:
-    async with setup(folder, ["Found."]) as made, await made.open() as episode:
+    async with setup(folder, ["Found."] * 2) as made, await made.open() as episode:
         url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
-        for kind, status in (("web_search_20250305", 400), ("custom", 200)):
-            tool = {"type": kind, "name": "search", "input_schema": {"type": "object"}}
+        schema = {"input_schema": {"type": "object"}}
+        kinds: list[tuple[str, Body, int]] = [
+            ("web_search_20250305", schema, 400),
+            ("bash_20250124", {}, 400),  # its arguments are known to Anthropic's models alone
+            ("bash_20250124", schema, 200),
+            ("custom", {}, 200),
+        ]
+        for kind, more, status in kinds:
+            tool = {"type": kind, "name": "search", **more}
             body = {"messages": [USER], "max_tokens": 8, "tools": [tool]}
             async with made.client.post(url, json=body, headers=key) as response:
                 assert response.status == status, await response.text()

@@ -115,6 +115,7 @@ def test_items_become_messages_and_assistant_items_become_one_message() -> None:
         ({"input": []}, "input"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": [TOOL, {"type": "tool_search", "execution": "client"}]}, "tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
