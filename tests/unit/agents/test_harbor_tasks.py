@@ -88,6 +88,7 @@ def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_con
         (COMPOSE.replace("environment/Dockerfile", "../Dockerfile"), "build dockerfile"),
         ("services: {}", "services has no main"),
         ("[" * 50_000, "no YAML"),
+        ("services: {main: {command: [&a [x], *a]}}", "an alias"),
         ("services: {main: {build: [1]}}", "build is no table"),
         ("!!python/object/apply:os.system ['true']", "no YAML"),
         ("a" * 70_000, "more than 64 KiB"),
