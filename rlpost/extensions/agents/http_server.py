@@ -9,14 +9,15 @@ kept open by events, or comments, every KEEP_ALIVE_S seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import logging
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import orjson
@@ -48,6 +49,10 @@ UNAUTHORIZED = 401
 MAX_CONNECTIONS = 256
 """Of one episode; each is a descriptor of the driver's process."""
 KEEP_ALIVE_S = 10.0
+CLOSED_S = 2.0
+"""After the end of an episode, in which its requests in progress are refused with an answer."""
+END_EPISODE = web.AppKey[Callable[[OpenEpisode], None]]("end_episode")
+"""Of the application: what to call when an episode has ended, in the loop of the server."""
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
@@ -64,6 +69,7 @@ def make_app(episodes: Mapping[str, OpenEpisode]) -> web.Application:
     """
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     routes = _Routes(episodes)
+    app[END_EPISODE] = routes.end_episode
     app.router.add_post("/v1/chat/completions", routes.answers(_CHAT))
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{name:.+}", routes.model)
@@ -150,12 +156,45 @@ class _Routes:
         self._connections = weakref.WeakKeyDictionary[
             OpenEpisode, weakref.WeakSet[asyncio.Transport]
         ]()
+        self._busy = defaultdict[OpenEpisode, list[asyncio.Transport]](list)  # with a request
+
+    def end_episode(self, episode: OpenEpisode) -> None:
+        """Abort the connections whose requests to a closed episode do not end.
+
+        A client may never send the rest of a body, or read an answer. Idle connections stay, for
+        the client may share them among episodes.
+        """
+
+        def abort() -> None:
+            for transport in list(self._busy.get(episode, ())):
+                transport.abort()
+
+        asyncio.get_running_loop().call_later(CLOSED_S, abort)
+
+    @contextlib.contextmanager
+    def _serving(self, request: web.Request, episode: OpenEpisode) -> Iterator[None]:
+        """Count a connection of an episode as busy."""
+        transport = request.transport
+        if transport is None:
+            yield
+            return
+        self._busy[episode].append(transport)
+        try:
+            yield
+        finally:
+            self._busy[episode].remove(transport)
+            if not self._busy[episode]:
+                del self._busy[episode]
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
+            with self._serving(request, episode):
+                return await answer(request, episode)
+
+        async def answer(request: web.Request, episode: OpenEpisode) -> web.StreamResponse:
             asked = await self._read(request, episode, api.read)
             contents: list[bytes] = []
             keep_alive, created = _KeepAlive(api), int(time.time())
@@ -204,7 +243,8 @@ class _Routes:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
         read = functools.partial(anthropic_format.messages_request, needs_answer=False)
-        count = await episode.count_tokens(await self._read(request, episode, read))
+        with self._serving(request, episode):
+            count = await episode.count_tokens(await self._read(request, episode, read))
         return _json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
