@@ -209,6 +209,13 @@ def _tools(body: Mapping[str, object]) -> tuple[tuple[Tool, ...], tuple[str, ...
             continue
         if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{place}] must have a name", param="tools")
+        kind = tool.get("type")
+        if kind not in (None, "custom") and not tool.get("input_schema"):
+            raise BadRequest(
+                f"tools[{place}] is of type {str(kind)[:80]!r}, whose arguments only Anthropic's "
+                "models know; send it without type, with description and input_schema",
+                param="tools",
+            )
         tools.append(function_tool(tool, tool.get("input_schema")))
     return tuple(tools), dropped
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, DataError
@@ -17,6 +18,8 @@ from rlpost.tasks.tokenizer import check_tokenizer_folder, hf_tokenizer, render_
 
 LONG_TEXT = 4  # characters a token of a text that may exceed the context
 _SLICE = 16384  # characters
+SYSTEM_PLACES = ("system system user", "system user system user")
+"""Roles of conversations of harnesses such as Codex and Claude Code."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -33,6 +36,17 @@ def _bytes_of_gpt2() -> dict[str, int]:
 
 
 _BYTES_OF_GPT2 = _bytes_of_gpt2()
+
+
+def with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the leading system messages joined, and later ones as the user's."""
+    leading = list(itertools.takewhile(lambda message: message.role == "system", messages))
+    joined = Message("system", "\n\n".join(message.content for message in leading))
+    later = [
+        replace(message, role="user") if message.role == "system" else message
+        for message in messages[len(leading) :]
+    ]
+    return [joined, *later] if leading else later
 
 
 class TooLong(DataError):
@@ -60,11 +74,17 @@ class ChatTemplate:
                 "need; add chat_template.jinja from the model's page"
             )
         self._special = frozenset(self._tokenizer.all_special_ids)
+        self.takes_systems = True
+        """Whether the template writes several system messages, and later ones."""
+        self.takes_systems = all(self._writes_all(roles.split()) for roles in SYSTEM_PLACES)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None
     ) -> str:
         """Return the text of a conversation, up to and including the header of the next answer.
+
+        Where the template takes one system message alone, the first ones are joined, and later ones
+        are the user's: joined with the first, they would rewrite the text before them.
 
         Raises:
             DataError: the template rejects the messages.
@@ -74,9 +94,20 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **self._kwargs,
         }
+        if not self.takes_systems:
+            messages = with_one_system(messages)
         return render_chat(
             self._tokenizer, [message.for_template() for message in messages], options
         )
+
+    def _writes_all(self, roles: Sequence[str]) -> bool:
+        """Whether the template writes the texts of messages with these roles."""
+        messages = [Message(role, f"text-{place}") for place, role in enumerate(roles)]
+        try:
+            text = self.render(messages)
+        except DataError:
+            return False
+        return all(message.content in text for message in messages)
 
     def written_for(self, answer: Message, tools: Sequence[Mapping[str, object]]) -> str:
         """Return what the template writes for an answer; empty if it rejects the answer."""

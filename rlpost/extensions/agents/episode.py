@@ -165,11 +165,13 @@ class OpenEpisode:
         self,
         request: ChatRequest,
         *,
+        on_begin: Callable[[str], object] = lambda _: None,
         before_recording: Callable[[Completion], object] = lambda _: None,
         is_repeated: bool = False,
     ) -> Completion:
         """Answer a request of the harness, and record the answer.
 
+        ``on_begin`` is called with the ID of the completion when its generation begins.
         ``before_recording``: what it raises is raised here, and nothing is recorded. The answer must
         not fail after it was recorded, or the harness would repeat a request that is trained.
         ``is_repeated``: the client says that it received no answer to this request; if one was
@@ -187,7 +189,7 @@ class OpenEpisode:
             if is_repeated and repeated is not None:
                 await self._before_recording(before_recording, repeated, request)
                 return repeated
-            return await self._answer(plan, request, before_recording)
+            return await self._answer(plan, request, on_begin, before_recording)
         finally:
             self._conversation.release(plan)
 
@@ -195,6 +197,7 @@ class OpenEpisode:
         self,
         plan: RequestPlan,
         request: ChatRequest,
+        on_begin: Callable[[str], object],
         before_recording: Callable[[Completion], object],
     ) -> Completion:
         limit = self._admit(request)
@@ -202,6 +205,8 @@ class OpenEpisode:
         longest = self._sampling.max_context_len
         if longest is not None and plan.num_tokens >= longest:
             raise self._too_long(f"{plan.num_tokens} tokens > {longest - 1} maximum", longest)
+        completion_id = f"{self._name}_{number}"
+        on_begin(completion_id)
         self._num_in_flight += request.n
         writing = [
             asyncio.ensure_future(self._write(plan, request, number, limit))
@@ -210,7 +215,7 @@ class OpenEpisode:
         try:
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
-            completion = Completion(f"{self._name}_{number}", number, choices, plan.num_tokens)
+            completion = Completion(completion_id, number, choices, plan.num_tokens)
             async with self._changing:
                 await self._before_recording(before_recording, completion, request)
                 self._record(plan, request, completion, answers)

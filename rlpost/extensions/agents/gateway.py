@@ -16,16 +16,17 @@ capacity, retries and halts, belongs to the driver.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
 from rlpost.engines.connection import Connection
 from rlpost.extensions.agents.chat_template import ChatTemplate
 from rlpost.extensions.agents.episode import Limit, OpenEpisode
-from rlpost.extensions.agents.http_server import make_app
+from rlpost.extensions.agents.http_server import END_EPISODE, make_app
 from rlpost.extensions.agents.listener import start_listener
 from rlpost.extensions.agents.policy import EpisodeLimits, Policy
 from rlpost.models.config_file import read_config
@@ -83,6 +84,7 @@ class Gateway:
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._address = ""
+        self._call_in_server: Callable[[OpenEpisode], object] = lambda _: None
 
     @property
     def url(self) -> str:
@@ -118,10 +120,17 @@ class Gateway:
             api_key=f"sk-rlpost-{episode_id}-{secrets.token_hex(32)}",
             limits=limits,
             log=log,
-            on_close=lambda: self._episodes.pop(episode_id, None),
+            on_close=lambda: self._end_episode(episode_id),
         )
         self._episodes[episode_id] = episode
         return episode
+
+    def _end_episode(self, episode_id: str) -> None:
+        """Refuse the key of an episode, and end its connections; in any thread."""
+        episode = self._episodes.pop(episode_id, None)
+        if episode is not None and not self._stop.done():
+            with contextlib.suppress(RuntimeError):  # the server's loop has ended
+                self._call_in_server(episode)
 
     async def __aenter__(self) -> Gateway:
         listening: Future[str] = Future()
@@ -150,7 +159,8 @@ class Gateway:
 
     async def _serve(self, listening: Future[str]) -> None:
         # A client that disconnects will not read its answer, so its generation is cancelled.
-        app = make_app(self._episodes)
+        app, loop = make_app(self._episodes), asyncio.get_running_loop()
+        self._call_in_server = lambda episode: loop.call_soon_threadsafe(app[END_EPISODE], episode)
         runner, url = await start_listener(app, self._host, self._port, shutdown_s=1.0)
         try:
             listening.set_result(url)

@@ -3,19 +3,21 @@
 Input: requests of harnesses. Output: what their episode answers, in the format of the API.
 
 An answer is streamed when it is complete: only then are its tokens final. Until then a stream is
-kept open by comments.
+kept open by events, or comments, every KEEP_ALIVE_S seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import logging
+import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import orjson
@@ -28,7 +30,13 @@ from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.episode import OpenEpisode
 from rlpost.extensions.agents.json_values import check_depth, dumps
 from rlpost.extensions.agents.listener import admit
-from rlpost.extensions.agents.requests import ChatRequest, Completion, Recall, Reply
+from rlpost.extensions.agents.requests import (
+    NO_ANSWER,
+    ChatRequest,
+    Completion,
+    Recall,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +49,10 @@ UNAUTHORIZED = 401
 MAX_CONNECTIONS = 256
 """Of one episode; each is a descriptor of the driver's process."""
 KEEP_ALIVE_S = 10.0
+CLOSED_S = 2.0
+"""After the end of an episode, in which its requests in progress are refused with an answer."""
+END_EPISODE = web.AppKey[Callable[[OpenEpisode], None]]("end_episode")
+"""Of the application: what to call when an episode has ended, in the loop of the server."""
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
@@ -57,6 +69,7 @@ def make_app(episodes: Mapping[str, OpenEpisode]) -> web.Application:
     """
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     routes = _Routes(episodes)
+    app[END_EPISODE] = routes.end_episode
     app.router.add_post("/v1/chat/completions", routes.answers(_CHAT))
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{name:.+}", routes.model)
@@ -72,31 +85,64 @@ class _Api:
 
     read: Callable[[Mapping[str, object], Recall], ChatRequest]
     body: Callable[[Reply], Mapping[str, object]]
-    events: Callable[[Reply], Iterable[Mapping[str, object]]]
+    events: Callable[[Reply, int], Iterable[Mapping[str, object]]]
     end: bytes = b""  # after the last event of a stream
+    waiting: Callable[[Reply, int], Mapping[str, object]] | None = None
+    """Event ``number`` before the answer, of a reply without it; None for a comment."""
 
-    def content(self, reply: Reply) -> bytes:
-        """Return the body of a response, or all events of a stream."""
+    def content(self, reply: Reply, num_sent: int) -> bytes:
+        """Return the body of a response, or the events of a stream after ``num_sent``."""
         if not reply.request.is_stream:
             return dumps(self.body(reply))
-        return b"".join(_event(event) for event in self.events(reply)) + self.end
+        return b"".join(_event(event) for event in self.events(reply, num_sent)) + self.end
+
+
+class _KeepAlive:
+    """What a stream sends before its answer: events, and comments where none may be sent."""
+
+    def __init__(self, api: _Api) -> None:
+        self._api = api
+        self._lock = threading.Lock()  # ``end`` is called in another thread
+        self._reply: Reply | None = None
+        self._num_sent = 0
+
+    def begin(self, reply: Reply) -> None:
+        """Send events from now on; ``reply`` has no answer yet."""
+        self._reply = reply
+
+    def end(self) -> int:
+        """Send comments from now on; return the number of events that were sent."""
+        with self._lock:
+            self._reply = None
+            return self._num_sent
+
+    def content(self) -> bytes:
+        """Return the next event or comment."""
+        with self._lock:
+            if self._reply is None or self._api.waiting is None:
+                return b": the answer is being generated\n\n"
+            event = self._api.waiting(self._reply, self._num_sent)
+            self._num_sent += 1
+        return _event(event)
 
 
 _CHAT = _Api(
     openai_format.chat_request,
     openai_format.chat_completion,
-    openai_format.chat_chunks,
+    lambda reply, _: openai_format.chat_chunks(reply),
     end=b"data: [DONE]\n\n",
 )
 _RESPONSES = _Api(
     responses_format.responses_request,
     responses_format.response_body,
     responses_format.response_events,
+    waiting=responses_format.waiting_event,
 )
 _MESSAGES = _Api(
     anthropic_format.messages_request,
     anthropic_format.message_body,
-    anthropic_format.message_events,
+    lambda reply, _: anthropic_format.message_events(reply),
+    waiting=lambda *_: {"type": "ping"},
 )
 
 
@@ -110,33 +156,74 @@ class _Routes:
         self._connections = weakref.WeakKeyDictionary[
             OpenEpisode, weakref.WeakSet[asyncio.Transport]
         ]()
+        self._busy = defaultdict[OpenEpisode, list[asyncio.Transport]](list)  # with a request
+
+    def end_episode(self, episode: OpenEpisode) -> None:
+        """Abort the connections whose requests to a closed episode do not end.
+
+        A client may never send the rest of a body, or read an answer. Idle connections stay, for
+        the client may share them among episodes.
+        """
+
+        def abort() -> None:
+            for transport in list(self._busy.get(episode, ())):
+                transport.abort()
+
+        asyncio.get_running_loop().call_later(CLOSED_S, abort)
+
+    @contextlib.contextmanager
+    def _serving(self, request: web.Request, episode: OpenEpisode) -> Iterator[None]:
+        """Count a connection of an episode as busy."""
+        transport = request.transport
+        if transport is None:
+            yield
+            return
+        self._busy[episode].append(transport)
+        try:
+            yield
+        finally:
+            self._busy[episode].remove(transport)
+            if not self._busy[episode]:
+                del self._busy[episode]
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
+            with self._serving(request, episode):
+                return await answer(request, episode)
+
+        async def answer(request: web.Request, episode: OpenEpisode) -> web.StreamResponse:
             asked = await self._read(request, episode, api.read)
             contents: list[bytes] = []
+            keep_alive, created = _KeepAlive(api), int(time.time())
 
-            def write(completion: Completion) -> None:
-                reply = Reply(
+            def reply_of(completion: Completion) -> Reply:
+                return Reply(
                     asked,
                     completion,
                     model=episode.model,
-                    created=int(time.time()),
+                    created=created,
                     token_bytes=episode.token_bytes,
                 )
-                contents.append(api.content(reply))
+
+            def begin(completion_id: str) -> None:
+                keep_alive.begin(reply_of(Completion(completion_id, 0, (NO_ANSWER,), 0)))
+
+            def write(completion: Completion) -> None:
+                contents.append(api.content(reply_of(completion), keep_alive.end()))
 
             is_repeated = request.headers.get(REPEATED_HEADER, "0") != "0"
             answering = asyncio.ensure_future(
-                episode.answer(asked, before_recording=write, is_repeated=is_repeated)
+                episode.answer(
+                    asked, on_begin=begin, before_recording=write, is_repeated=is_repeated
+                )
             )
             headers = self._headers(asked)
             try:
                 if asked.is_stream:
-                    return await _stream(request, api, answering, contents, headers)
+                    return await _stream(request, api, answering, contents, keep_alive, headers)
                 await answering
                 response = _response(contents[-1], headers)
                 # Sent here, so that a lost connection is an exception of this block.
@@ -156,7 +243,8 @@ class _Routes:
         """POST /v1/messages/count_tokens."""
         episode = self._episode(request)
         read = functools.partial(anthropic_format.messages_request, needs_answer=False)
-        count = await episode.count_tokens(await self._read(request, episode, read))
+        with self._serving(request, episode):
+            count = await episode.count_tokens(await self._read(request, episode, read))
         return _json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -268,6 +356,7 @@ async def _stream(
     api: _Api,
     answering: asyncio.Future[Completion],
     contents: list[bytes],
+    keep_alive: _KeepAlive,
     headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send server-sent events; ``contents`` holds them when the answer is complete.
@@ -283,7 +372,7 @@ async def _stream(
     )
     await response.prepare(request)
     while not answering.done():
-        await response.write(b": the answer is being generated\n\n")
+        await response.write(keep_alive.content())
         await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
     error = None if answering.cancelled() else answering.exception()
     if isinstance(error, Exception):

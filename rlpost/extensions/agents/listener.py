@@ -27,6 +27,8 @@ MAX_STRANGERS = 1024
 PROOF_S = 20.0
 GRACE_S = 2.0
 """After a loop that was held for PROOF_S, in which a request that has arrived is read."""
+IDLE_S = 75.0
+"""Of a connection between two requests; clients keep idle ones for 5 to 15 s."""
 LOG_S = 60.0
 _ADMIT = web.AppKey("admit", object)
 
@@ -108,6 +110,7 @@ async def start_listener(
         app,
         access_log=None,
         handler_cancellation=True,
+        keepalive_timeout=IDLE_S,
         shutdown_timeout=shutdown_s,
         logger=_quiet_logger(),
     )

@@ -46,6 +46,11 @@ class Policy:
         self.template, self.context_length = template, context_length
         self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
         logger.info("format of tool calls in the chat template: %s", self.format)
+        if not template.takes_systems:
+            logger.info(
+                "the chat template takes one system message: the first ones are joined, later ones "
+                "are written as the user's"
+            )
         self._logged: set[str] = set()
         # Engines omit special tokens from their texts, so such marks are read from the ids.
         self.marks_are_special = any(template.is_special(mark) for mark in MARKS)

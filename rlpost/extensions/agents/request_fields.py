@@ -72,7 +72,20 @@ def server_tools(tools: Sequence[object]) -> tuple[str, ...]:
 
     Raises:
         BadRequest: all are. A program that asks for nothing else takes the answer for a result.
+            Or one is a search for tools that the client runs: its answers add tools to a
+            conversation, in items that are not supported.
     """
+    for place, tool in enumerate(tools):
+        if (
+            isinstance(tool, Mapping)
+            and tool.get("type") == "tool_search"
+            and tool.get("execution") == "client"
+        ):
+            raise BadRequest(
+                f"tools[{place}] is tool_search with execution 'client', which is not supported; "
+                "send all tools as functions",
+                param="tools",
+            )
     kinds = [kind for tool in tools if (kind := server_tool(tool)) is not None]
     if kinds and len(kinds) == len(tools):
         raise BadRequest(

@@ -137,6 +137,10 @@ class Completion:
         return self.num_tokens * (LOGPROB_CHARS if with_logprobs else TOKEN_CHARS)
 
 
+NO_ANSWER = ChatChoice(Message("assistant", ""), "stop", None, IntColumn(()), FloatColumn(()))
+"""Of a completion that is being generated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The content of a response, whatever the format of the API.

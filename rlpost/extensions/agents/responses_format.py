@@ -34,6 +34,7 @@ _Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages,
 
 def responses_request(body: Mapping[str, object], recall: Recall = recall_nothing) -> ChatRequest:
     """Read a request; ``recall`` returns the answers that it refers to. Raises BadRequest."""
+    _check_model(body)  # before the fields that Codex sends for such a model
     overridden = request_fields.RESPONSES.check(body)
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
@@ -102,10 +103,20 @@ def response_body(reply: Reply) -> dict[str, Any]:
     }
 
 
-def response_events(reply: Reply) -> Iterator[Event]:
-    """Yield the events of a streamed response, numbered."""
-    for number, event in enumerate(_events(response_body(reply))):
+def response_events(reply: Reply, num_sent: int = 0) -> Iterator[Event]:
+    """Yield the events of a streamed response, numbered; ``num_sent``: those of its wait."""
+    events = itertools.islice(_events(response_body(reply)), int(num_sent > 0), None)
+    for number, event in enumerate(events, num_sent):
         yield {**event, "sequence_number": number}
+
+
+def waiting_event(reply: Reply, number: int) -> Event:
+    """Return event ``number`` of a response whose answer, empty in ``reply``, is generated.
+
+    Clients need ``response.created`` first; Codex ends a stream with no event for 300 seconds.
+    """
+    created, in_progress = itertools.islice(_events(response_body(reply)), 2)
+    return {**(in_progress if number else created), "sequence_number": number}
 
 
 def _events(body: dict[str, Any]) -> Iterator[Event]:
@@ -198,6 +209,19 @@ def _items(message: Message, name: str, status: str) -> list[dict[str, object]]:
             }
         )
     return items
+
+
+def _check_model(body: Mapping[str, object]) -> None:
+    """Raise BadRequest for items that Codex sends for models whose profile it has."""
+    items = body.get("input")
+    for place, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, Mapping) and item.get("type") == "additional_tools":
+            raise BadRequest(
+                f"input[{place}] is of type 'additional_tools', which Codex sends for a model of "
+                f'OpenAI (model {str(body.get("model"))[:80]!r}); set model = "policy" in its '
+                "config.toml",
+                param=f"input[{place}]",
+            )
 
 
 def _messages(raw_input: object, recall: Recall) -> list[Message]:

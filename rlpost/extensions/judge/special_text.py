@@ -14,7 +14,9 @@ from pathlib import Path
 from common.files import read_object
 
 _USUAL = (
-    r"<\|[^|<>\s]{1,64}\|>",  # ChatML, Llama 3, Qwen, GLM, Phi, gpt-oss, Command
+    r"<\|[^|<>\s]{1,64}\|?>",  # ChatML, Llama 3, Qwen, GLM, Phi, gpt-oss, Command, Gemma 4
+    r"<[^|<>\s]{1,64}\|>",  # Gemma 4
+    r"<SPECIAL_\d+>",  # Nemotron
     r"<\uff5c[^\uff5c<>\s]{1,64}\uff5c>",  # DeepSeek
     r"</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_turn>",  # Llama 2, Gemma
     r"<</?SYS>>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]",  # Mistral

@@ -272,6 +272,37 @@ async def test_streams_are_kept_open_and_report_late_errors(
             assert isinstance(episode.error, RolloutError)
 
 
+async def test_a_stream_that_waits_sends_the_events_of_its_api(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs do not count comments; each event but those of the wait is sent once."""
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.05)
+    paths: dict[str, Body] = {MESSAGES: {"messages": [USER]}, "/v1/responses": {"input": "Hi"}}
+    async with setup(folder, ["Fine."] * 2) as made, await made.open() as episode:
+        for path, body in paths.items():
+            made.engine.holds = asyncio.Event()
+            key = {"x-api-key": episode.api_key}
+            sent: Body = {**body, "max_tokens": 9} if path == MESSAGES else body
+            url = episode.anthropic_url + path
+            async with made.client.post(url, json=sent | {"stream": True}, headers=key) as response:
+                lines = list[bytes]()
+                while sum(line.startswith(b"data:") for line in lines) < 3:
+                    lines.append(await response.content.readline())
+                made.engine.holds.set()
+                lines += (await response.read()).splitlines()
+            events = [json.loads(line[5:]) for line in lines if line.startswith(b"data:")]
+            kinds = [event["type"] for event in events]
+            if path == MESSAGES:
+                assert kinds[:3] == ["ping"] * 3
+                assert kinds.count("message_start") == 1
+                continue
+            assert kinds[:3] == ["response.created"] + ["response.in_progress"] * 2
+            assert kinds.count("response.created") == kinds.count("response.completed") == 1
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            responses = [event["response"] for event in events if "response" in event]
+            assert len({(each["id"], each["created_at"]) for each in responses}) == 1
+
+
 async def test_anthropic_messages_are_the_same_conversation(folder: str) -> None:
     tool = {
         "name": "weather",
@@ -357,10 +388,17 @@ async def test_requests_that_cannot_be_answered_exactly_are_refused_in_openais_f
 async def test_a_tool_that_anthropic_runs_is_refused_and_one_of_the_client_is_not(
     folder: str,
 ) -> None:
-    async with setup(folder, ["Found."]) as made, await made.open() as episode:
+    async with setup(folder, ["Found."] * 2) as made, await made.open() as episode:
         url, key = episode.anthropic_url + MESSAGES, {"x-api-key": episode.api_key}
-        for kind, status in (("web_search_20250305", 400), ("custom", 200)):
-            tool = {"type": kind, "name": "search", "input_schema": {"type": "object"}}
+        schema = {"input_schema": {"type": "object"}}
+        kinds: list[tuple[str, Body, int]] = [
+            ("web_search_20250305", schema, 400),
+            ("bash_20250124", {}, 400),  # its arguments are known to Anthropic's models alone
+            ("bash_20250124", schema, 200),
+            ("custom", {}, 200),
+        ]
+        for kind, more, status in kinds:
+            tool = {"type": kind, "name": "search", **more}
             body = {"messages": [USER], "max_tokens": 8, "tools": [tool]}
             async with made.client.post(url, json=body, headers=key) as response:
                 assert response.status == status, await response.text()

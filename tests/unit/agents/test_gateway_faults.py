@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -10,6 +11,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -604,3 +606,28 @@ async def test_a_template_with_an_unknown_form_of_calls_refuses_tools(tmp_path: 
         status, answer = await made.post(episode, {"messages": [USER], "tools": TOOLS})
         assert (status, answer["error"]["code"]) == (400, "tools_not_supported")
         assert (await made.post(episode, {"messages": [USER]}))[0] == 200
+
+
+async def test_a_request_that_never_ends_does_not_outlive_its_episode(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is aborted, that of another episode is not."""
+    monkeypatch.setattr(http_server, "CLOSED_S", 0.05)
+    async with setup(folder) as made, await made.open() as ended, await made.open() as other:
+        address = urlsplit(made.gateway.url)
+        pairs = []
+        for episode in (ended, other):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.api_key}\r\n"
+            )
+            writer.write(f"{head}Expect: 100-continue\r\nContent-Length: 50\r\n\r\n{{".encode())
+            assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+            pairs.append((reader, writer))
+        await ended.close()
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionError):
+                assert await pairs[0][0].read() == b""
+        assert not pairs[1][0].at_eof()
+        for _, writer in pairs:
+            writer.close()

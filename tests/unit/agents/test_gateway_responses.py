@@ -69,6 +69,13 @@ async def test_a_loop_of_calls_with_openais_client_is_one_trajectory(folder: str
         await client.close()
 
 
+def test_the_items_of_codex_for_a_known_model_are_refused_with_the_setting() -> None:
+    items = [{"type": "additional_tools", "tools": []}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(BadRequest, match='set model = "policy"') as caught:
+        responses_request({"model": "gpt-5", "input": items, "parallel_tool_calls": False})
+    assert caught.value.param == "input[0]"
+
+
 def test_items_become_messages_and_assistant_items_become_one_message() -> None:
     items = [
         {"role": "developer", "content": "Be brief."},
@@ -108,6 +115,7 @@ def test_items_become_messages_and_assistant_items_become_one_message() -> None:
         ({"input": []}, "input"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": [TOOL, {"type": "tool_search", "execution": "client"}]}, "tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),

@@ -8,11 +8,12 @@ import posixpath
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from rlpost.columns import IntColumn
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.extensions.agents.environments.export import main as export
 from rlpost.extensions.agents.environments.harbor.check import kind_of
 from rlpost.extensions.agents.environments.harbor.check import main as check
@@ -37,11 +38,22 @@ from rlpost.extensions.agents.environments.harbor.tasks import (
     reward_of,
     task_names,
 )
-from rlpost.extensions.agents.environments.harbor.trial import TrialOptions, agent_folders, runnable
+from rlpost.extensions.agents.environments.harbor.trial import (
+    Trial,
+    TrialOptions,
+    agent_folders,
+    runnable,
+)
 from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment, command_of, shown
 from rlpost.extensions.agents.environments.protocol import Turn
 from rlpost.extensions.agents.environments.resumption import resumption_of
-from rlpost.extensions.agents.sandbox.protocol import Ended, Limits, Result
+from rlpost.extensions.agents.sandbox.protocol import (
+    ArchiveRefused,
+    ArchiveStoreFull,
+    Ended,
+    Limits,
+    Result,
+)
 from rlpost.types import Prompt
 from tests.unit.agents.harbor_tasks import TOML, write_task
 
@@ -89,6 +101,7 @@ def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_con
         (COMPOSE.replace("environment/Dockerfile", "../Dockerfile"), "build dockerfile"),
         ("services: {}", "services has no main"),
         ("[" * 50_000, "no YAML"),
+        ("services: {main: {command: [&a [x], *a]}}", "an alias"),
         ("services: {main: {build: [1]}}", "build is no table"),
         ("!!python/object/apply:os.system ['true']", "no YAML"),
         ("a" * 70_000, "more than 64 KiB"),
@@ -596,3 +609,30 @@ def test_reasons_are_counted_without_names(tmp_path):
     write_task(tmp_path, "two")
     kinds = {kind_of(reason_of(tmp_path, TrialOptions(), name)) for name in ("one", "two")}
     assert kinds == {"environment/Dockerfile describes a root that is not built"}
+
+
+async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_files_are_too_large(
+    tmp_path, monkeypatch
+):
+    """Other episodes fill the store, too; the agent alone writes its files."""
+    write_task(tmp_path)
+
+    async def refuse(self: Trial) -> None:
+        raise errors.pop()
+
+    monkeypatch.setattr(Trial, "_hand_over", refuse)
+    errors = [ArchiveRefused("too large"), ArchiveStoreFull("full")]
+    trial = Trial(runnable(tmp_path, "count", NODE), AsyncMock(), AsyncMock())
+    trial._sandbox = AsyncMock()
+    with pytest.raises(GradingLost, match="full"):
+        await trial.verify()
+    trial._sandbox = AsyncMock()
+    assert (await trial.verify()).score == 0.0
+
+
+def test_a_file_of_a_task_that_does_not_fit_the_memory_is_not_read(tmp_path):
+    (tmp_path / "tests").mkdir()
+    with (tmp_path / "tests" / "sparse").open("wb") as file:
+        file.truncate(20 << 30)
+    with pytest.raises(UploadFailed, match="at most 256 MiB"):
+        files_below(tmp_path / "tests")

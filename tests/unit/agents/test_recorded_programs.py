@@ -9,6 +9,8 @@ tools.agent_programs --record FILE`` writes such lines).
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.requests import recall_nothing
 from rlpost.extensions.agents.responses_format import responses_request
 from rlpost.extensions.agents.trajectory import split_side_requests
-from tests.unit.agents.chat_models import write_model
+from tests.unit.agents.chat_models import real_template, write_model
 from tests.unit.agents.sampled import check
 from tests.unit.agents.test_gateway import setup
 
@@ -69,14 +71,51 @@ ANSWERS = {
 }
 
 
+ONE_SYSTEM = ("qwen3_5_think", "qwen3_6", "qwen3_8")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(tmp_path_factory.mktemp("qwen"), "qwen")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = {"qwen": write_model(tmp_path_factory.mktemp("qwen"), "qwen")}
+    for name in ONE_SYSTEM:
+        made[name] = write_model(tmp_path_factory.mktemp(name), "xml", real_template(name))
+    return made
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-async def test_the_requests_of_a_program_are_one_trajectory(folder: str, program: str) -> None:
-    answers = ANSWERS.get(program, WEATHER)
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, str]) -> str:
+    return folders["qwen"]
+
+
+def as_xml(answer: str) -> str:
+    """Return an answer as Qwen3.5 writes it, after a prompt that opens the thought."""
+
+    def written(match: re.Match[str]) -> str:
+        value = json.loads(match[1])
+        parameters = "".join(
+            f"<parameter={key}>\n{each}\n</parameter>\n" for key, each in value["arguments"].items()
+        )
+        function = f"<function={value['name']}>\n{parameters}</function>"
+        return f"<tool_call>\n{function}\n</tool_call>"
+
+    calls = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+    return calls.sub(written, answer.removeprefix("<think>\n"))
+
+
+@pytest.mark.parametrize(
+    ("template", "program"),
+    [("qwen", program) for program in PROGRAMS]
+    # All arguments in these are text, which is the same in both formats of calls.
+    + [(name, program) for name in ONE_SYSTEM for program in ("claude_code", "codex", "opencode")],
+)
+async def test_the_requests_of_a_program_are_one_trajectory(
+    folders: dict[str, str], template: str, program: str
+) -> None:
+    """Also where the template refuses all system messages but the first one."""
+    answers: Sequence[str] = ANSWERS.get(program, WEATHER)
+    if template != "qwen":
+        answers = [as_xml(answer) for answer in answers]
+    folder = folders[template]
     async with setup(folder, answers) as made, await made.open() as episode:
         made.gateway.policy.context_length = 100_000
         headers = {"x-api-key": episode.api_key}

@@ -21,7 +21,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.files import check_path
@@ -40,6 +40,7 @@ from rlpost.extensions.agents.sandbox.protocol import (
     MIB,
     WORK,
     ArchiveRefused,
+    ArchiveStoreFull,
     Sandbox,
     SandboxFileError,
     ScanBounds,
@@ -114,9 +115,9 @@ class Archives:
         """
         Args:
             folder: of the store.
-            max_mib: size of all files of one folder that is saved.
-            max_files: files and folders below it.
-            max_store_gib: of all contents; a save beyond it raises ArchiveRefused.
+            max_mib: size of all files of one save.
+            max_files: files and folders of one save.
+            max_store_gib: of all contents; a save beyond it raises ArchiveStoreFull.
         """
         self.store = ContentStore(folder, max_bytes=int(max_store_gib * GIB))
         self.listings = ContentStore(folder / LISTINGS, max_bytes=int(max_store_gib * GIB))
@@ -130,8 +131,8 @@ class Archives:
         """Return a manifest of folders of a sandbox, whose contents are then on disk.
 
         Raises:
-            ArchiveRefused: the folders or the store are too large, or processes run in the
-                background.
+            ArchiveRefused: the folders are too large together, or processes run in the background.
+            ArchiveStoreFull: the store is full.
             SandboxLost: the sandbox is gone.
             OSError: the store cannot be written.
         """
@@ -141,12 +142,12 @@ class Archives:
             known = await in_daemon(lambda: self._stored(self._known.get(sandbox, {})))
             try:
                 for folder in folders:
-                    scan = await self._scan(sandbox, folder, known)
+                    scan = await self._scan(sandbox, folder, known, self._remaining(listing))
                     listing[folder] = tuple(scan.entries)
                     trusted |= trusted_digests(scan)
                 manifest = await in_daemon(lambda: self._write_listing(listing))
             except StoreFull as error:
-                raise ArchiveRefused(str(error)) from error
+                raise ArchiveStoreFull(str(error)) from error
             self._known[sandbox] = trusted
             return manifest
 
@@ -155,11 +156,20 @@ class Archives:
         missing = set(self.store.missing(set(known.values())))
         return {each: digest for each, digest in known.items() if digest not in missing}
 
-    async def _scan(self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str]) -> Scan:
+    def _remaining(self, listing: Listing) -> ScanBounds:
+        """Return the bounds of the next folder, of those that hold for a whole save."""
+        entries = [entry for each in listing.values() for entry in each]
+        num_bytes = self._bounds.bytes - sum(entry.size for entry in entries)
+        num_files = self._bounds.files - len(entries)
+        return replace(self._bounds, bytes=max(0, num_bytes), files=max(0, num_files))
+
+    async def _scan(
+        self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str], bounds: ScanBounds
+    ) -> Scan:
         """Read a folder until all contents are in the store."""
         received, began = dict(known), None
         while True:
-            stream = await sandbox.scan(folder, received, bounds=self._bounds)
+            stream = await sandbox.scan(folder, received, bounds=bounds)
             scan = await in_daemon(lambda: self._store(stream, received))  # noqa: B023
             began = scan.began if began is None else began
             received |= scan.digests

@@ -141,6 +141,10 @@ class ArchiveRefused(RlpostError):
     """The state of a sandbox cannot be saved now: too large, or processes in the background."""
 
 
+class ArchiveStoreFull(ArchiveRefused, GradingLost):
+    """The store is full, of saves of other episodes too, so it says nothing of this one."""
+
+
 class SandboxFileError(RlpostError):
     """A path cannot be read or written inside the sandbox: missing, too large, no permission."""
 

@@ -44,6 +44,7 @@ from rlpost.extensions.agents.sandbox.inner import archive as inner
 from rlpost.extensions.agents.sandbox.inner.files import FileRefused
 from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
+    ArchiveStoreFull,
     Ended,
     Limits,
     Result,
@@ -226,6 +227,17 @@ def test_a_folder_beyond_its_bounds_is_refused_with_the_bound(
         asyncio.run(archives.save(sandbox, FOLDERS))
 
 
+def test_the_bounds_are_those_of_all_folders_together(tmp_path: Path) -> None:
+    sandbox = FolderSandbox(tmp_path / "a")
+    paths = ["/work", "/tmp"]
+    for path in paths:
+        (sandbox.root / path[1:] / "f").write_bytes(bytes(600_000))
+    for number, path in enumerate(paths):
+        asyncio.run(Archives(tmp_path / f"{number}", max_mib=1).save(sandbox, [path]))
+    with pytest.raises(ArchiveRefused, match="less the folders before it"):
+        asyncio.run(Archives(tmp_path / "both", max_mib=1).save(sandbox, paths))
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "log").write_bytes(b"x" * 200_000)
     read, begun = os.read, []
@@ -340,7 +352,7 @@ def test_a_full_store_refuses_and_leaves_nothing_behind(tmp_path: Path) -> None:
     store.add({digest_of(small): small})
     sandbox = FolderSandbox(tmp_path / "a")
     (sandbox.work / "f").write_bytes(large)
-    with pytest.raises(ArchiveRefused, match=r"deleted after 6 h"):
+    with pytest.raises(ArchiveStoreFull, match=r"deleted after 6 h"):
         asyncio.run(Archives(tmp_path / "other", max_store_gib=1e-8).save(sandbox, ("/work",)))
 
 

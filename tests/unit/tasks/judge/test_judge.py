@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import random
 import re
@@ -101,6 +102,20 @@ def test_no_text_of_an_answer_or_a_row_becomes_a_special_token_of_the_judge(
     for _ in range(100):
         answer, row = ("".join(dice.choices(tokens, k=9)) for _ in range(2))
         assert ask(answer, row) == plain, (answer, row)
+
+
+def test_the_marks_of_all_chat_templates_are_special() -> None:
+    """Also those of Gemma 4 (``<|turn>``, ``<turn|>``) and Nemotron (``<SPECIAL_11>``)."""
+    found = importlib.util.find_spec("trl")
+    assert found is not None and found.origin is not None, "pip install trl"
+    templates = (Path(found.origin).parent / "chat_templates").glob("*.jinja")
+    mark = re.compile(r"<\|[\w/]+\|?>|<[\w/]+\|>|<SPECIAL_\d+>|</?\w+_of_turn>|\[/?INST\]")
+    marks = {each for path in templates for each in mark.findall(path.read_text())}
+    assert {"<|im_end|>", "<|turn>", "<turn|>"} <= marks
+    special = SpecialText()
+    for each in {*marks, "<SPECIAL_11>"}:
+        assert special.is_in(each), each
+        assert not special.is_in(special.defuse(f"x{each}y"))
 
 
 @pytest.mark.parametrize("seed", range(4))

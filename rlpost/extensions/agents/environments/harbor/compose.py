@@ -30,9 +30,14 @@ def read_compose(text: str) -> str:
     if len(text) > MAX_BYTES:
         raise ComposeUnsupported(f"more than {MAX_BYTES >> 10} KiB")
     try:
-        content = yaml.safe_load(text)
+        events = yaml.parse(text, yaml.SafeLoader)
+        has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
+        # Texts of aliases of aliases are exponentially long.
+        content = None if has_alias else yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ComposeUnsupported(f"no YAML: {' '.join(str(error).split())[:200]}") from None
+    if has_alias:
+        raise ComposeUnsupported("an alias")
     services = _table(content, {"services", "version", "name"}, "the file")["services"]
     main = _table(_table(services, {"main"}, "services")["main"], SERVICE_KEYS, "main")
     command = main.get("command", "sleep infinity")

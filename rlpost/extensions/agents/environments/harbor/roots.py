@@ -28,6 +28,8 @@ HOME = "/root"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENTERED = re.compile(r"^\s*cd ([\"']?)(/[^\"'\n&|;]*?)\1(?:\s|$)", re.MULTILINE)
 SHOWN = 600  # characters of a failed command's output
+FILE_BYTES = 256 << 20
+"""Of a task's file, which is read into memory."""
 BUILD = "; build one where Docker and enroot are: "
 
 
@@ -199,7 +201,8 @@ async def upload(sandbox: Sandbox, files: Sequence[CopiedFile], folder: str, *, 
 def files_below(folder: Path) -> list[CopiedFile]:
     """Return everything below a folder of this node; links are not followed.
 
-    Raises UploadFailed for a special file, or a folder that is a link out of its parent.
+    Raises UploadFailed for a special file, one of more than FILE_BYTES, or a folder that is a link
+    out of its parent.
     """
     try:
         below(folder.parent, folder.name)
@@ -215,6 +218,11 @@ def _file(path: Path, name: str) -> CopiedFile:
     kind = next((kind for test, kind in kinds if test(status.st_mode)), None)
     if kind is None:
         raise UploadFailed(f"{path} is a special file")
+    if kind == "file" and status.st_size > FILE_BYTES:  # a sparse file needs no disk
+        raise UploadFailed(
+            f"{path} has {status.st_size} bytes; at most {FILE_BYTES >> 20} MiB fit: build large "
+            "files into the task's image"
+        )
     mode = stat.S_IMODE(status.st_mode) | 0o600
     return CopiedFile(ArchiveEntry(name, kind, mode, status.st_mtime_ns), path)
 

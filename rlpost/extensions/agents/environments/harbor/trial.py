@@ -41,6 +41,7 @@ from rlpost.extensions.agents.environments.harbor.tasks import (
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
+    ArchiveStoreFull,
     Limits,
     Pool,
     Result,
@@ -234,10 +235,15 @@ class Trial:
         return agent_folders(names.text, mounts.decode(), self._defaults.workdir)
 
     async def verify(self) -> Verdict:
-        """Score the agent's files; its sandbox is closed. Raises UploadFailed, SandboxLost."""
+        """Score the agent's files; its sandbox is closed.
+
+        Raises UploadFailed, SandboxLost, ArchiveStoreFull.
+        """
         try:
             await self.sandbox.end_processes()
             handed = await self._hand_over()
+        except ArchiveStoreFull:  # also filled by other episodes: no reward of this one
+            raise
         except (ArchiveRefused, SandboxFileError) as error:
             return self._unscored(f"the agent's files cannot be handed to it: {error}")
         finally:

@@ -68,7 +68,8 @@ class _Saving:
         if self.bytes < 0 or self.files < 0:
             raise FileRefused(
                 f"more than {self.request['max_bytes'] >> 20} MiB or {self.request['max_files']} "
-                "files and folders; delete what is not needed, or raise the limits of archives"
+                "files and folders (the limits of archives, less the folders before it); delete "
+                "what is not needed, or raise the limits"
             )
 
     def state_of(self, signature: bytes, size: int) -> str:
