@@ -48,10 +48,9 @@ def resolved(case: dict[str, Any]) -> Any:
     made = ServerArgs(
         model_path=str(folder),
         device="cuda",
-        load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        **case["server_args"],
+        **{**case["server_args"], "load_format": "dummy"},
     )
     made.resolve_once()
     return made

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ FAMILY = "deepseek-v3-wide-moe"
 """Its matrices are one or several blocks, some of them partial."""
 GPU_TYPES = {"h100": False, "b200": True}
 """Type of the GPUs that get the folder -> whether its scales are powers of two."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def log_level() -> Iterator[None]:
+    """The program sets the level of the log for its process, which other tests share."""
+    logger = logging.getLogger("rlpost")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

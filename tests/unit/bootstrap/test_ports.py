@@ -111,7 +111,7 @@ def test_an_ipv6_address_is_bracketed_before_a_port() -> None:
     assert host_port("fd00::1", 6379) == "[fd00::1]:6379"
 
 
-@pytest.mark.parametrize("page", ["troubleshooting.md", "bringup.md"])
+@pytest.mark.parametrize("page", ["cluster.md", "bringup.md"])
 def test_the_pages_say_which_ports_a_firewall_has_to_leave_open(page: str) -> None:
     blocks = list(candidate_blocks("1", 32768))
     first, last = (

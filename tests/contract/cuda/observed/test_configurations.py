@@ -112,7 +112,7 @@ def test_every_family_is_built_at_every_layout(observe, implementation, family):
 
 def test_every_family_of_the_registry_is_built():
     built = {f"{families.FAMILIES[name][0]}ForCausalLM" for name in families.FAMILIES}
-    assert built == REGISTRY.keys()
+    assert built == {name for name, family in REGISTRY.items() if not family.carried}
 
 
 WITHOUT_ENGINES_ATTENTION = ("gpt-oss-moe", "deepseek-v3-moe", LATENT_MTP, "glm4.7-flash-moe")
