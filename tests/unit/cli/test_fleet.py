@@ -1,7 +1,5 @@
 """``rlpost fleet``: what it submits, what it orders, and what it shows; with stand-ins of Slurm."""
 
-import json
-
 import pytest
 
 from common.run_folder import create_run_folder
