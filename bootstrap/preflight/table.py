@@ -102,6 +102,7 @@ class HostFacts:
         for name in (
             "head_ips",
             "gpu_direct",
+            "lacking_tools",
             "limited_ports",
             "taken_ports",
             "missing_paths",

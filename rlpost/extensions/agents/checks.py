@@ -19,7 +19,6 @@ from rlpost.config.wording import listed, spelled
 from rlpost.errors import ConfigError, choice, suggestion
 from rlpost.extensions.agents.env_names import EnvName, parse_envs
 from rlpost.extensions.agents.env_table import EnvConfig
-from rlpost.extensions.agents.environments.of_harbor import options_of
 from rlpost.extensions.agents.sandbox_table import SandboxConfig
 
 INSTALL = {
@@ -219,6 +218,10 @@ def _of(name: EnvName, config: Config) -> list[str]:
 def _harbor_problems(name: EnvName, env_args: object) -> list[str]:
     """Problems of the arguments of tasks in Harbor's format; ``_setting_problems`` reports no object."""
     if not isinstance(env_args, dict):
+        return []
+    try:  # PyYAML reads compose files; a host that only renders jobs may lack it
+        from rlpost.extensions.agents.environments.of_harbor import options_of
+    except ImportError:
         return []
     try:
         options_of(name.target, {key: env_args[key] for key in env_args if key != "shown"})
