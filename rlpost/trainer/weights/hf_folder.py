@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpost.models.config_file import language_model
+from rlpost.models.config_file import NESTED
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -68,7 +68,9 @@ def clean_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     {'torch_dtype': 'float32', 'text_config': {'dtype': 'float32'}}
     """
     cleaned = _clean(config, dtype)
-    says_dtype = any(key in {**language_model(cleaned), **cleaned} for key in DTYPES)
+    text = cleaned.get(NESTED)
+    places = [cleaned, text] if isinstance(text, Mapping) else [cleaned]
+    says_dtype = any(key in place for place in places for key in DTYPES)
     return cleaned if says_dtype else cleaned | {"dtype": dtype}
 
 
