@@ -30,7 +30,7 @@ from rlpost.config.checks.export_folder import export_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.images import image_model_problems
-from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.layout import cold_start_note, layout_problems, model_problems
 from rlpost.config.checks.lora import (
     adapter_engine_model_problems,
     adapter_engine_problems,
@@ -200,6 +200,7 @@ def notes(config: Config) -> list[str]:
         sampling_note(config),
         interpreter_note(config),
         _interval_note(config, shape),
+        cold_start_note(config, shape),
         *context_notes(config, hf),
     )
     return [*of_data, *(note for note in note_lines if note is not None)]

@@ -15,6 +15,7 @@ from common.units import counted
 from rlpost.config.engine_groups import engines_to_place
 from rlpost.config.engine_nodes import nodes_for, num_that_fit
 from rlpost.config.flags import flag
+from rlpost.config.plan.shape import Shape
 from rlpost.config.tree import Config
 from rlpost.config.wording import divisors, listed, nearest, spelled, value_of, with_values
 from rlpost.models.model_types import EXPERT_KEYS, HfConfig
@@ -438,3 +439,19 @@ def _shares_layers(config: Config, num_layers: int) -> bool:
     if rest < 0 or (rest > 0) != (stages > 0):
         return False
     return stages <= 0 or rest % (stages * (perf.num_layers_per_virtual_pipeline_stage or 1)) == 0
+
+
+COLD_MINUTES = 30
+"""Above the first pass of gated delta nets on a cold cache: 639 s on 16 H20 (radixark/miles#3158)."""
+
+
+def cold_start_note(config: Config, shape: Shape | None) -> str | None:
+    """Note on collectives that end while a stage before still compiles; None if there is none."""
+    minutes = config.cluster.distributed_timeout_minutes
+    is_linear = shape is not None and shape.linear is not None
+    if not is_linear or config.perf.pipeline_model_parallel_size == 1 or minutes >= COLD_MINUTES:
+        return None
+    return (
+        f"--distributed-timeout-minutes {minutes}: the first passes of linear attention compile kernels, "
+        f"for 10 minutes where no node has them, while the next pipeline stage waits; use {COLD_MINUTES}"
+    )

@@ -2,8 +2,10 @@
 
 import pytest
 
-from rlpost.config.load import load
+from rlpost.config.checks.layout import cold_start_note
+from rlpost.config.load import files_of, load
 from rlpost.config.plan.loading_note import START_S, loading_note
+from rlpost.config.plan.shape import shape_of
 
 GB = 10**9
 
@@ -23,3 +25,21 @@ def test_a_model_that_the_default_deadline_is_too_short_for_is_named(num_bytes, 
 def test_a_deadline_shorter_than_a_start_leaves_no_time():
     config = load([], {"cluster": {"bringup_deadline_s": START_S}}).config
     assert "leaves no time" in loading_note(config, "policy", GB)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "minutes", "has_note"),
+    [
+        ("qwen3_next_80b_a3b", 2, 10, True),
+        ("qwen3_next_80b_a3b", 2, 30, False),
+        ("qwen3_next_80b_a3b", 1, 10, False),
+        ("qwen3_4b", 2, 10, False),
+    ],
+)
+def test_stages_that_wait_for_a_compiling_one_get_a_longer_timeout(
+    model, stages, minutes, has_note
+):
+    perf = {"pipeline_model_parallel_size": stages}
+    tables = {"perf": perf, "cluster": {"distributed_timeout_minutes": minutes}}
+    config = load(files_of(None, {"model": model}), tables).config
+    assert (cold_start_note(config, shape_of(config.model.model_dump())) is not None) == has_note
