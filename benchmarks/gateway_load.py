@@ -137,7 +137,7 @@ class WatchedGateway(Gateway):
         await super()._serve(listening)
 
     async def lags_during(self, work: Awaitable[T]) -> tuple[T, Lags]:
-        """Return the result of ``work``, and the holds of the gateway's loop meanwhile."""
+        """Return the result of ``work``, and how long callbacks blocked the gateway's loop meanwhile."""
         sampler, end = LagSampler(), asyncio.Event()
         sampling = asyncio.run_coroutine_threadsafe(sampler.during(end.wait()), self._loop)
         result = await work

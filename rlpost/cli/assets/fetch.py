@@ -94,7 +94,8 @@ class Fetcher:
         shutil.rmtree(stage / ".cache", ignore_errors=True)  # of huggingface_hub
         files = [file for file in listing.files if file.path in paths]
         if wrong := store.damage(stage, files, deep=True):
-            shutil.rmtree(stage)
+            for path in wrong:  # the complete ones are kept
+                (stage / path).unlink(missing_ok=True)
             raise AssetError(
                 f"{asset.repository}: {store.first(wrong)}: a download was damaged; check the proxy, "
                 "and run the command again"
