@@ -148,8 +148,9 @@ def test_a_start_that_never_returns_is_left_at_the_end(folder, fake, monkeypatch
     for step in range(4):
         writer.write(step, {})
     writer.finish(error)
-    may_end.set()
     messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    may_end.set()
+    writer._thread.join()  # what it still logs belongs to this test, not to the next one
     assert messages[0] == "wandb: it does not accept lines; those from step 2 are lost"
     assert "not finished within 0 s" in messages[1]
 
