@@ -18,6 +18,7 @@ _MODULES = {
     "rlpost.models.family": ("Family",),
     "rlpost.rollout.turns": ("Step", "Turn"),
     "rlpost.config.load": ("load",),
+    "rlpost.driver.in_process.run": ("InProcessRun",),
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *_PUBLIC]

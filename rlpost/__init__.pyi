@@ -1,6 +1,7 @@
 from rlpost.algorithm.loss_settings import LossSettings as LossSettings
 from rlpost.algorithm.objective import Tokens as Tokens
 from rlpost.config.load import load as load
+from rlpost.driver.in_process.run import InProcessRun as InProcessRun
 from rlpost.errors import ConfigError as ConfigError
 from rlpost.errors import GradingLost as GradingLost
 from rlpost.models.family import Family as Family

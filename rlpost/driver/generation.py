@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from common.bounded import together
 from rlpost.algorithm.plugin import foreign_adapters
@@ -56,6 +56,15 @@ from rlpost.tasks.vocabulary import vocabulary_size
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
 T = TypeVar("T")
+
+
+class MakeConnection(Protocol):
+    """Makes a session of requests to engines."""
+
+    def __call__(self, engines: RunEngines, *, routes: RouteFormat | None = None) -> Connection:
+        """See ``Connection``."""
+
+
 MAX_UNRECORDED = 8
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set whose presence means that its answers are not episodes."""
@@ -95,9 +104,13 @@ class Generation:
         check: Callable[[], None] = lambda: None,
         episodes: Path | None = None,
         run_folder: Path = Path(),
+        connection: MakeConnection = Connection,
+        grader: Grader | None = None,
     ) -> None:
         """
         Args:
+            connection: makes what sends requests to engines.
+            grader: replaces the reward of the settings.
             check: called before each recording; raises Fenced when another attempt owns the run.
             run_folder: where services of the run register, such as servers of sandboxes.
             episodes: the file for records of episodes; None for none.
@@ -118,7 +131,8 @@ class Generation:
         self.engines = EngineClients.of(config)
         """The clients of the groups of engines; rewards and environments use them by name."""
         self._closing.push_async_callback(self.engines.close)
-        grader = make_grader(config, self.engines)
+        self._make_connection = connection
+        grader = grader or make_grader(config, self.engines)
         self._grader = self._close_at_end(StoppableGrader(grader, stop))
         self._teacher = self._teacher_server()
         self._args = foreign_adapters().arguments(settings_of(config))
@@ -170,7 +184,7 @@ class Generation:
         self._engines = engines
         if places := engines.places.all():
             foreign_adapters().connected(self._args, places[0].url, places[0].api_key)
-        connection = Connection(engines, routes=route_format(self._config))
+        connection = self._make_connection(engines, routes=route_format(self._config))
         self._connection = await self._closing.enter_async_context(connection)
         if self._answers is not None:
             await self._closing.enter_async_context(self._answers)
@@ -267,7 +281,7 @@ class Generation:
         Raises Preempted.
         """
         self._evaluating = step
-        async with Connection(engines or self._engines) as connection:
+        async with self._make_connection(engines or self._engines) as connection:
             of_sets = await together(
                 [one.run(connection, self._stop.requested) for one in self._evaluations]
             )

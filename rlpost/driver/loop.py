@@ -146,15 +146,12 @@ class Loop:
         ``saved`` says whether a checkpoint holds ``state`` already. Raises Preempted once a
         checkpoint or, when the time left is too short, the journal is durable.
         """
-        self.state, self._saved = state, state if saved else None
-        self._sent: int | None = None  # the version that engines have
         first_step, started = state.step, time.monotonic()
         try:
-            await self._sync()
-            await self._settle()
+            await self.begin(state, saved=saved)
             while self.state.step < self._num_steps:
                 self._stop.check()
-                metrics = await self._step()
+                metrics = await self.step()
                 steps_done = self.state.step - first_step
                 self._report(metrics, steps_done=steps_done, elapsed_s=time.monotonic() - started)
         except Preempted as request:
@@ -163,6 +160,13 @@ class Loop:
         await self._rollouts.stop()
         await self._save(wait=True)
         return self.state
+
+    async def begin(self, state: RunState, *, saved: bool) -> None:
+        """Bring the engines to ``state``, and carry out what its step owes; see ``run``."""
+        self.state, self._saved = state, state if saved else None
+        self._sent: int | None = None  # the version that engines have
+        await self._sync()
+        await self._settle()
 
     @property
     def _num_steps(self) -> int:
@@ -223,8 +227,11 @@ class Loop:
             )
             self._stop.left_with = "journal" if has_journal else None
 
-    async def _step(self) -> Mapping[str, float]:
-        """Run one step: generate, train, synchronise weights, evaluate and save if due."""
+    async def step(self) -> Mapping[str, float]:
+        """Run one step: generate, train, synchronise weights, evaluate and save if due.
+
+        ``begin`` comes first. Returns the metrics of the step.
+        """
         metrics: dict[str, float] = {}
         with _timed(metrics, "time/step_s"):
             with _timed(metrics, "time/generate_s"):

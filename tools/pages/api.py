@@ -15,6 +15,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[2]
 MODULES = {
     "Data types and errors": ("rlpost.types", "rlpost.errors"),
+    "A run in this process": ("rlpost.driver.in_process.run",),
     "Custom functions": (
         "rlpost.algorithm.objective",
         "rlpost.algorithm.loss_settings",

@@ -1,0 +1,102 @@
+"""The settings of a run in one process. Pure, but for reading the recipe.
+
+Input: a recipe and settings by name. Output: the settings with the layout of one device. What has
+no effect in one process, or needs what is not there, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlpost.config import pass_through
+from rlpost.config.flags import Values, fields, flag
+from rlpost.config.load import files_of, load
+from rlpost.config.tree import Config
+from rlpost.errors import ConfigError, suggestion
+
+ONE_DEVICE: Values = {
+    "cluster": {
+        "nodes": 1,
+        "num_gpus_per_node": 2,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+    },
+    "checkpoint": {"save_interval": "none", "save": "none", "load": "none"},
+    "perf": {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": False,
+    },
+}
+"""What replaces the layout of a recipe: one rank, one engine, no checkpoints."""
+ABSENT = {
+    "cluster": "there is no job",
+    "assets": "nothing is fetched; use rlpost fetch",
+    "sglang": "transformers generates in place of SGLang",
+    "engines": "there is one engine, of the policy",
+    "sync": "weights are copied within the process",
+    "fleet": "there is one engine",
+    "wandb": "metrics are returned by step()",
+    "observe": "metrics are returned by step()",
+}
+"""Tables without an effect, and why."""
+
+
+def one_process_config(recipe: str | Path, settings: Mapping[str, object]) -> Config:
+    """Return the settings of ``recipe``, changed by ``settings``, for one process.
+
+    Raises ConfigError.
+    """
+    given = _values(settings)
+    merged: Values = {}
+    for values in (ONE_DEVICE, given):
+        for group, entries in values.items():
+            merged[group] = merged.get(group, {}) | entries
+    config = load(files_of(Path(recipe), {}), merged).config
+    if problems := _problems(config):
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _values(settings: Mapping[str, object]) -> Values:
+    """Return settings by table. Raises ConfigError for unknown ones and those of no effect."""
+    owner, values, problems = fields(), Values(), []
+    for key, value in settings.items():
+        group = owner.get(key) or pass_through.owner(key, ())
+        if group is None:
+            problems.append(f"{key} = {value!r}: no such setting{suggestion(key, owner)}")
+        elif key in ONE_DEVICE.get(group, {}) or group in ABSENT:
+            why = ABSENT.get(group, "it has one device and saves nothing")
+            problems.append(
+                f"{flag(key)} {value} has no effect in one process: {why}; leave it out"
+            )
+        else:
+            values.setdefault(group, {})[key] = value
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return values
+
+
+def _problems(config: Config) -> list[str]:
+    """Return what a recipe asks for that one process does not have."""
+    grpo, debug = config.grpo, config.debug
+    lacking = {
+        "--lora-rank": config.lora.lora_rank is not None,
+        "--use-opd": config.distillation.use_opd,
+        "--use-rollout-routing-replay": grpo.use_rollout_routing_replay,
+        "--use-rollout-sampling-mask": grpo.use_rollout_sampling_mask,
+        "--rollout-stop": bool(config.rollout.rollout_stop),
+        "[engines]": bool(config.engines.groups),
+        "[debug]": bool(debug.changed_keys),
+    }
+    return [
+        f"{name}: a run in one process does not have it; use rlpost submit RECIPE --local"
+        for name, is_asked in lacking.items()
+        if is_asked
+    ]

@@ -1,0 +1,114 @@
+"""A run in this process: the same loop and rank as a run's, with transformers as the engine."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import rlpost
+from rlpost import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
+RETRY = """
+from rlpost import Step
+
+
+class Retry:
+    def reset(self, prompt):
+        self.label = prompt.label
+
+    def step(self, turn):
+        return Step("=", reward=float(turn.number), done=turn.number == 1)
+"""
+
+
+def open_run(**settings):
+    return rlpost.InProcessRun("tiny", **SMALL | settings)
+
+
+def test_the_lines_of_the_first_page_train_a_step():
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.M | re.S
+    )
+    names = {}
+    exec(code, names)
+    step, run = names["step"], names["run"]
+    try:
+        assert step.number == 1 and len(step.samples) == 32 * 8
+        rewards = [scored.reward for scored in step.samples]
+        assert step.metrics["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        assert step.metrics["train/lr"] == 1e-3 and step.metrics["train/grad_norm"] > 0
+        right = next(scored for scored in step.samples if scored.reward == 1)
+        assert right.sample.text == right.sample.label
+    finally:
+        run.close()
+
+
+def test_engine_and_rank_agree_about_every_token_before_and_after_updates():
+    with open_run(rollout_top_p=0.9, rollout_temperature=0.8) as run:
+        for _ in range(3):
+            metrics = run.step().metrics
+            # the ratio is over the full vocabulary at this temperature, for both
+            assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
+            assert metrics["rollout/staleness_max"] == 0
+        assert run.evaluate()["eval/heldout/reward_mean"] > 0
+
+
+def test_the_engines_log_probs_are_those_of_the_model_alone(tmp_path):
+    """The first step's answers, one by one and without padding, under the weights of the folder."""
+    rows = [{"prompt": "7" * length + "+1=", "label": "8"} for length in (1, 2, 3, 5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open_run(prompt_data=[f"{tmp_path}/rows.jsonl"]) as run:
+        samples = [scored.sample for scored in run.step().samples]
+        model = AutoModelForCausalLM.from_pretrained(run.config.checkpoint.hf_checkpoint).eval()
+    assert len({len(sample.prompt_ids) for sample in samples}) > 1, "nothing was padded"
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        ours = logprobs.gather(-1, ids[0, 1:, None])[-len(sample.response_ids) :, 0]
+        torch.testing.assert_close(
+            torch.tensor(list(sample.rollout_logprobs)), ours, atol=2e-5, rtol=0
+        )
+
+
+def test_the_same_seed_gives_the_same_step_and_a_second_run_needs_the_first_closed():
+    def answers():
+        with open_run() as run:
+            with pytest.raises(ConfigError, match="another run is open"):
+                open_run()
+            return [scored.sample.response_ids for scored in run.step().samples]
+
+    first = answers()
+    assert first == answers() and not dist.is_initialized()
+
+
+def test_a_reward_and_an_environment_of_the_shell_are_used(tmp_path):
+    with open_run(reward=lambda text, label, metadata: len(text)) as run:
+        assert all(one.reward == len(one.sample.text) for one in run.step().samples)
+    (tmp_path / "task.py").write_text(RETRY)
+    with open_run(env=f"{tmp_path}/task.py:Retry") as run:
+        samples = run.step().samples
+        assert {scored.reward for scored in samples} == {1.0}
+        assert all(0 in list(scored.sample.loss_mask) for scored in samples), "its text is trained"
+
+
+def test_a_reward_that_raises_ends_the_step_with_its_own_error():
+    def broken(text, label, metadata):
+        raise KeyError("no such field")
+
+    with open_run(reward=broken) as run, pytest.raises(KeyError, match="no such field"):
+        run.step()
+    assert not dist.is_initialized()
+
+
+def test_no_step_follows_the_last():
+    with open_run(num_rollout=1) as run:
+        run.step()
+        with pytest.raises(ConfigError, match="all 1 steps are trained"):
+            run.step()

@@ -1,0 +1,39 @@
+"""Settings of a run in one process: what has no effect is refused, the rest arrives."""
+
+import pytest
+
+from rlpost.config.flags import groups
+from rlpost.driver.in_process.settings import ABSENT, ONE_DEVICE, one_process_config
+from rlpost.errors import ConfigError
+
+IDLE = [(table, key) for table in ABSENT for key in groups()[table].model_fields]
+FIXED = [(table, key) for table, entries in ONE_DEVICE.items() for key in entries]
+
+
+@pytest.mark.parametrize(("table", "key"), [*IDLE, *FIXED])
+def test_a_setting_without_effect_is_refused_by_name(table, key):
+    with pytest.raises(ConfigError, match=rf"--{key.replace('_', '-')} 1 has no effect"):
+        one_process_config("tiny", {key: 1})
+
+
+def test_layout_and_saves_of_the_recipe_are_replaced_and_the_rest_is_kept():
+    config = one_process_config("tiny", {"lr": 2e-3})
+    assert (config.data_parallel_size, config.num_engines) == (1, 1)
+    assert config.perf.tensor_model_parallel_size == 1 and not config.perf.sequence_parallel
+    assert config.checkpoint.save_interval is None
+    assert config.optimizer.lr == 2e-3 and config.optimizer.adam_beta2 == 0.98
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": 1}, "learning_rate = 1: no such setting"),
+        ({"sglang_max_running_requests": 3}, "transformers generates"),
+        ({"lora_rank": 4}, "--lora-rank: a run in one process does not have it"),
+        ({"rollout_stop": ["x"]}, "--rollout-stop: a run in one process"),
+        ({"lr": -1.0}, "--lr"),
+    ],
+)
+def test_what_one_process_cannot_do_is_named(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        one_process_config("tiny", settings)
