@@ -31,6 +31,9 @@ from rlpost.driver.batches import model_break_even
 from rlpost.driver.calls import Calls
 from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.generation import Generation
+from rlpost.driver.in_process.engine import Decode, InProcessConnection, InProcessEngine
+from rlpost.driver.in_process.ranks import InProcessWorker
+from rlpost.driver.in_process.settings import one_process_config
 from rlpost.driver.loop import Loop, Stages
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.role_environment import trainer_environment
@@ -42,9 +45,6 @@ from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.engines.connection import RunEngines
 from rlpost.errors import ConfigError
-from rlpost.driver.in_process.engine import Decode, InProcessConnection, InProcessEngine
-from rlpost.driver.in_process.ranks import InProcessWorker
-from rlpost.driver.in_process.settings import one_process_config
 from rlpost.models.config_file import read_config
 from rlpost.observe.writer import MetricsWriter
 from rlpost.rollout.policy_versions import PolicyVersions
