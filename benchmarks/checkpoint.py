@@ -144,7 +144,7 @@ class Measured:
             if step_at_once:
                 await asyncio.to_thread(self._actor.wait_copied)
                 self.seconds["background, if a step comes at once"].append(time.monotonic() - begun)
-            assert await self._checkpoints.settle(), "the save in the background failed"
+            assert await self._checkpoints.wait_committed(), "the save in the background failed"
         assert self._checkpoints.last is not None
         self.memory.setdefault("background", peak.num_bytes)
         if not step_at_once:

@@ -310,6 +310,21 @@ class _Resolver:
         del self._asking[host]
 
 
+async def _until_answer_or_failures(
+    attempts: Sequence[asyncio.Task[Link]], silence_s: float | None
+) -> None:
+    """Return when an attempt has succeeded, all have failed, or none has ended for ``silence_s``."""
+    while not _answer(attempts):
+        waiting = [task for task in attempts if not task.done()]
+        if not waiting:
+            return
+        ended, _ = await asyncio.wait(
+            waiting, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not ended:  # silent: the next address is tried, and these may still answer
+            return
+
+
 async def _first_to_answer(
     places: Sequence[tuple[str, int]], secret: bytes, source_ip: str | None
 ) -> Link | None:
@@ -323,12 +338,7 @@ async def _first_to_answer(
     for index, (ip, port) in enumerate(places):
         attempts.append(asyncio.create_task(_connect(ip, port, secret, source_ip)))
         timeout_s = None if index == len(places) - 1 else _STAGGER_S
-        while not _answer(attempts) and (waiting := [task for task in attempts if not task.done()]):
-            done, _ = await asyncio.wait(
-                waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break
+        await _until_answer_or_failures(attempts, timeout_s)
         if _answer(attempts):
             break
     if answered := _answer(attempts):

@@ -34,7 +34,7 @@ def variables_of(cluster: ClusterConfig, environ: Mapping[str, str]) -> dict[str
 def container_word(cluster: ClusterConfig, environ: Mapping[str, str]) -> str:
     """Return the container setting; RLPOST_CONTAINER replaces ``auto``.
 
-    ``slurm/container.sh`` does the same.
+    ``slurm/container_choice.py`` does the same on the batch host.
 
     Raises:
         ConfigError: the variable has an invalid value.

@@ -253,7 +253,7 @@ class Checkpoints:
         if self._is_writing() and finishing is not None and not finishing.done():
             logger.warning("the save in progress is abandoned: %s", why)
             finishing.cancel()
-        await self.settle()
+        await self.wait_committed()
 
     async def commit(self, state: RunState, write: Write) -> bool:
         """Fill a new folder with ``write``, add ``state``, commit, prune; return True.
@@ -261,7 +261,7 @@ class Checkpoints:
         Raises CheckpointError or OSError when writing fails or exceeds --save-deadline-s.
         """
         started = time.monotonic()
-        await self.settle()
+        await self.wait_committed()
         self._owed = state.step
         if self._is_writing():
             seconds = self._settings.save_deadline_s
@@ -285,7 +285,7 @@ class Checkpoints:
         """Like ``commit``, but return once ``write`` has started; ``finish`` waits for the files.
 
         While the previous checkpoint is still being written, this one is deferred with a warning
-        and False is returned. A failure is logged and reported by ``is_owed`` and ``settle``.
+        and False is returned. A failure is logged and reported by ``is_owed`` and ``wait_committed``.
         Raises as ``commit`` does, and Fenced.
         """
         self._raise_if_fenced()
@@ -310,7 +310,7 @@ class Checkpoints:
         self._background = asyncio.create_task(self._finish(state, folder, finish, blocking_s))
         return True
 
-    async def settle(self) -> bool:
+    async def wait_committed(self) -> bool:
         """Wait up to --save-deadline-s for a background commit; return False when a commit is owed.
 
         Raises Fenced.

@@ -88,7 +88,7 @@ class Rollouts(Protocol):
     def mark_trained(self) -> None:
         """Record that the last batch is trained."""
 
-    async def settle(self) -> None:
+    async def prepare_update(self) -> None:
         """Bring generation to a point where the weights may change. Raises Preempted."""
 
     def wants_weights(self) -> bool:
@@ -166,7 +166,7 @@ class Loop:
         self.state, self._saved = state, state if saved else None
         self._sent: int | None = None  # the version that engines have
         await self._sync()
-        await self._settle()
+        await self._complete_step()
 
     @property
     def _num_steps(self) -> int:
@@ -200,7 +200,7 @@ class Loop:
             return False
         try:
             async with asyncio.timeout(self._stop.time_to_save_s()):
-                return await self._checkpoints.settle()
+                return await self._checkpoints.wait_committed()
         except TimeoutError:
             return False
 
@@ -248,7 +248,7 @@ class Loop:
             self._rollouts.mark_trained()
             self.state = self.state.trained(metrics)
             with _timed(metrics, "time/generate_s"):
-                await self._rollouts.settle()
+                await self._rollouts.prepare_update()
             is_needed = self._rollouts.wants_weights() or self._must_evaluate()
             # Engines that are offloaded lose their weights, and the update restores them.
             has_left = self._config.offload_rollout or self._config.offload_train
@@ -263,7 +263,7 @@ class Loop:
             metrics["driver/num_tasks"] = float(len(asyncio.all_tasks()))
         metrics |= await self._stages.measure(self.state.step, metrics)
         self.state = replace(self.state, pending=metrics)
-        return await self._settle()
+        return await self._complete_step()
 
     @property
     def _engine_version(self) -> int:
@@ -274,7 +274,7 @@ class Loop:
         await self._stages.sync(self._engine_version)
         self._sent = self._engine_version
 
-    async def _settle(self) -> Mapping[str, float]:
+    async def _complete_step(self) -> Mapping[str, float]:
         """Evaluate if due, write the metrics line of the step, save if due."""
         if self.state.pending is None:
             return {}
@@ -288,7 +288,7 @@ class Loop:
                 metrics |= evaluation
         if metrics:
             await self._metrics.put(self.state.step, metrics)
-        self.state = self.state.settled()
+        self.state = self.state.recorded()
         is_due = self._must_save() or self._checkpoints.is_owed
         if is_due and not self._checkpoints.is_paused:
             await self._save(wait=False)
@@ -317,7 +317,7 @@ class Loop:
             self._checkpoints.put_off(self.state.step)
             return
         self.state = self.state.holding(*self._rollouts.pending())
-        if self.state != self._saved or (wait and not await self._checkpoints.settle()):
+        if self.state != self._saved or (wait and not await self._checkpoints.wait_committed()):
             self.state = replace(self.state, journal=await self._journal.begin(self.state.step))
             with span("save"):
                 await self._stages.save(self.state, wait=wait)

@@ -213,9 +213,9 @@ class RunFile:
                 self._refuse_all(error)
                 return
             except BaseException as error:
-                self._settle(done, error)
+                self._resolve(done, error)
             else:
-                self._settle(done, None)
+                self._resolve(done, None)
 
     def _attempt(self, act: Callable[[], object]) -> None:
         for pause_s in (*RETRY_AFTER_S, None):
@@ -229,7 +229,7 @@ class RunFile:
                     raise
                 time.sleep(pause_s)
 
-    def _settle(self, done: Future[bool], error: BaseException | None) -> None:
+    def _resolve(self, done: Future[bool], error: BaseException | None) -> None:
         with self._lock:
             self._waiting.popleft()
             had_failed = done.done()  # ``_put_off`` has reported it to the caller

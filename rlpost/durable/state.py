@@ -49,7 +49,7 @@ class RunState:
         """The same state with another cursor and backlog."""
         return replace(self, cursor=dict(cursor), backlog=backlog)
 
-    def settled(self) -> RunState:
+    def recorded(self) -> RunState:
         """The same state with its metrics line written."""
         return replace(self, pending=None)
 

@@ -61,6 +61,7 @@ class AnswerRoutes:
         Raises:
             RolloutError: there are no routes, or those of another number of tokens.
         """
+        # Positions count from the first token of the prompt; those in ``routes`` from ``start``.
         start = len(self._column)
         if num_read <= start:
             return
@@ -82,11 +83,11 @@ class AnswerRoutes:
                 f"{start} to {num_read}"
             )
         spans = answer.version_spans
-        recomputed = num_read - spans[-1][1] if len(spans) > 1 else 0
-        unknown = [range(start, recomputed), *self._inserted]
-        self._append(
-            _without(routes, [range(each.start - start, each.stop - start) for each in unknown])
-        )
+        # With several versions, the last one has read all tokens before its own once more.
+        recomputed_end = num_read - spans[-1][1] if len(spans) > 1 else 0
+        unknown = [range(start, recomputed_end), *self._inserted]
+        in_routes = [range(each.start - start, each.stop - start) for each in unknown]
+        self._append(_with_unknown(routes, in_routes))
         self._inserted = [
             range(num_read, each.stop) for each in self._inserted if each.stop > num_read
         ]
@@ -136,8 +137,8 @@ def routes_of(
     return RouteColumn(array)
 
 
-def _without(routes: RouteColumn, unknown: list[range]) -> RouteColumn:
-    """Mark the routes of some tokens as unknown."""
+def _with_unknown(routes: RouteColumn, unknown: list[range]) -> RouteColumn:
+    """Return the column with the routes of these positions marked as unknown."""
     array = routes.array
     for each in unknown:
         first, end = max(0, each.start), max(0, each.stop)

@@ -150,7 +150,7 @@ class Collector:
         """Record that the last batch is trained."""
         self._buffer.mark_trained()
 
-    async def settle(self) -> None:
+    async def prepare_update(self) -> None:
         """Bring generation to a point where the weights may change. Raises as ``batch`` does."""
         if self._choices.ahead and self._buffer.is_open:
             await self._until_batch()
@@ -402,7 +402,7 @@ class Replay:
         """See ``Collector``."""
         self._buffer.mark_trained()
 
-    async def settle(self) -> None:
+    async def prepare_update(self) -> None:
         """Do nothing: no group is running."""
 
     def mark_synced(self, version: int) -> None:

@@ -103,7 +103,7 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
             chunks.append(_chunk(transformer, description, spec, stage))
         if config.grpo.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
-        _settle(chunks[-1], transformer.params_dtype)
+        _convert(chunks[-1], transformer.params_dtype)
         mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
@@ -131,7 +131,7 @@ def _restrict_engine(attention: Choice) -> Iterator[None]:
         os.environ[variable] = str(int(backend in _allowed_backends))
 
 
-def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
+def _convert(chunk: GPTModel, dtype: torch.dtype) -> None:
     """Convert every parameter to ``dtype`` and move it to the device.
 
     Megatron creates the router's weight in host memory and moves it in the first forward pass
@@ -140,11 +140,11 @@ def _settle(chunk: GPTModel, dtype: torch.dtype) -> None:
     """
     for module in chunk.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            settled = parameter.data.to(device=device.current(), dtype=dtype)
-            if settled.device == parameter.device:
-                parameter.data = settled
+            converted = parameter.data.to(device=device.current(), dtype=dtype)
+            if converted.device == parameter.device:
+                parameter.data = converted
                 continue
-            moved = torch.nn.Parameter(settled, requires_grad=parameter.requires_grad)
+            moved = torch.nn.Parameter(converted, requires_grad=parameter.requires_grad)
             vars(moved).update(vars(parameter))  # Megatron's sharding and reduction attributes
             setattr(module, name, moved)
 

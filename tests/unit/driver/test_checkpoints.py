@@ -60,7 +60,7 @@ async def test_a_background_save_is_visible_only_when_complete(tmp_path):
     await asyncio.sleep(0.05)
     assert committed == [] and newest_committed(tmp_path).path is None
     disk.go_on.set()
-    assert await made.settle()
+    assert await made.wait_committed()
     assert committed == [4]
     path, state = made.newest()
     assert state.step == 4 and (path / "tensors").exists()
@@ -86,11 +86,11 @@ async def test_a_save_that_is_due_while_another_is_written_is_deferred_and_not_w
         assert not await made.start(RunState(step=2), second.write, second.finish)
     assert second.folder is None and "step 2 is deferred" in caplog.text
     first.go_on.set()
-    assert not await made.settle(), "step 1 is there, step 2 was due"
+    assert not await made.wait_committed(), "step 1 is there, step 2 was due"
     assert committed == [1] and made.is_owed
     second.go_on.set()
     assert await made.start(RunState(step=3), second.write, second.finish)
-    assert await made.settle() and committed == [1, 3] and not made.is_owed
+    assert await made.wait_committed() and committed == [1, 3] and not made.is_owed
 
 
 async def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_path):
@@ -98,11 +98,11 @@ async def test_hanging_storage_is_waited_for_until_the_deadline_and_named(tmp_pa
     never = Disk()
     await made.start(RunState(step=1), never.write, never.finish)
     async with asyncio.timeout(20):
-        assert not await made.settle()
+        assert not await made.wait_committed()
         with pytest.raises(CheckpointError, match=r"still being written after 0 s .*hangs"):
             await made.commit(RunState(step=2), never.write)
     never.go_on.set()
-    assert not await made.settle() and committed == [1], "it was slow, and is kept"
+    assert not await made.wait_committed() and committed == [1], "it was slow, and is kept"
 
     folders = []
 
@@ -161,7 +161,7 @@ async def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
     disk.go_on.set()
     if in_background:
         await made.start(RunState(step=2), disk.write, disk.finish)
-        assert await made.settle()
+        assert await made.wait_committed()
     else:
         await made.commit(RunState(step=2), fill)
     assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [checkpoint_name(2)], (
@@ -178,17 +178,17 @@ async def test_a_failure_in_the_background_keeps_the_previous_commit_and_is_logg
     for disk in (good, bad, again):
         disk.go_on.set()
     await made.start(RunState(step=1), good.write, good.finish)
-    assert await made.settle()
+    assert await made.wait_committed()
     await made.start(RunState(step=2), bad.write, bad.finish)
-    assert not await made.settle() and made.is_owed
+    assert not await made.wait_committed() and made.is_owed
     assert (
         made.newest()[1].step == 1
         and "committing step 2 failed" in caplog.text
         and "disk full" in caplog.text
     )
     await made.start(RunState(step=3), again.write, again.finish)
-    assert await made.settle() and committed == [1, 3]
-    assert await made.settle(), "nothing is left to settle"
+    assert await made.wait_committed() and committed == [1, 3]
+    assert await made.wait_committed(), "nothing is left to wait for"
 
 
 async def test_a_save_that_is_waited_for_raises(tmp_path):
@@ -229,18 +229,18 @@ async def test_a_save_that_fails_is_owed_and_leaves_no_files(tmp_path, monkeypat
             patch.setattr("rlpost.durable.commit." + broken, refuse)
         if fails_in == "finish":
             await made.start(RunState(step=2), write, finish)
-            assert not await made.settle()
+            assert not await made.wait_committed()
         else:
             with pytest.raises(OSError, match="No space"):
                 await made.commit(RunState(step=2), write)
-    assert made.is_owed and not await made.settle()
+    assert made.is_owed and not await made.wait_committed()
     left = {path for path in tmp_path.rglob("*") if path.is_file()}
     if fails_in == "commit":  # fsync fails here for the deletion too, which the next save does
         left = {path for path in left if ".deleting-" not in str(path)}
     assert left == before
     assert made.newest()[1].step == 1
     await made.commit(RunState(step=2), fill)
-    assert not made.is_owed and await made.settle()
+    assert not made.is_owed and await made.wait_committed()
     assert made.last.step == 2 and made.last.blocking_s == made.last.total_s
 
 
@@ -399,7 +399,7 @@ async def test_a_newer_attempt_claims_the_folder_and_fences_the_older_one(tmp_pa
     with pytest.raises(
         Fenced, match=r"belongs to attempt 1 of runs/a .*this is attempt 0 of runs/a"
     ):
-        await old.settle()
+        await old.wait_committed()
     with pytest.raises(Fenced):
         await old.commit(RunState(step=3), fill)
     await new.commit(RunState(step=2), fill)

@@ -154,7 +154,7 @@ class FakeStages:
     def put_off(self, step):
         pass
 
-    async def settle(self):
+    async def wait_committed(self):
         return self.background_succeeds
 
 
@@ -488,7 +488,7 @@ def test_a_stop_during_the_save_of_the_last_step_leaves_with_what_that_save_has_
             reason = {"reason": "test", "time": time.time(), "deadline": deadline}
             self.stop.write_text(json.dumps(reason))
 
-        async def settle(self):
+        async def wait_committed(self):
             if commits == "hangs":
                 await asyncio.sleep(20)
                 raise AssertionError("the deadline is over")
@@ -530,7 +530,7 @@ def test_a_state_survives_a_round_trip():
         step=3, cursor={"epoch": 1, "offset": 2, "num_prompts": 10}, pending={"a": 0.1}
     )
     assert RunState.from_json(state.to_json()) == state
-    assert replace(state, pending=None) == state.settled()
+    assert replace(state, pending=None) == state.recorded()
 
 
 ASYNC = ["one_step_off", "fully_async"]

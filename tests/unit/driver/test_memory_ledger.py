@@ -178,7 +178,7 @@ class Run:
         self.step += 1
         await self.stages.sync(0)
         await self.stages.save(RunState(step=self.step), wait=False)
-        await self.stages.checkpoints.settle()
+        await self.stages.checkpoints.wait_committed()
 
     async def whole(self, cycles=2, checkpoint=None):
         await self.start(checkpoint)

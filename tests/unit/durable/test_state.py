@@ -70,7 +70,7 @@ def test_a_state_of_an_older_version_has_no_backlog():
 def test_every_trained_step_is_a_policy_version_and_awaits_its_metrics_line():
     state = RunState(step=3).trained({"train/loss": 0.5})
     assert (state.step, state.policy_version, state.pending) == (4, 4, {"train/loss": 0.5})
-    assert state.settled().pending is None
+    assert state.recorded().pending is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"stepp": 3}', '{"step": 3, "backlog": {}}'])

@@ -246,7 +246,7 @@ async def test_surplus_groups_are_trained_in_the_next_step_without_a_new_generat
     async with collecting(engine, Rules(2, 8, 9)) as (collector, buffer):
         assert len(await collector.batch()) == 2
         collector.mark_trained()
-        await collector.settle()
+        await collector.prepare_update()
         collector.mark_synced(1)
         held, sent = buffer.num_finished, engine.log.count("generate")
         assert held >= 2
