@@ -228,11 +228,11 @@ async def test_thousands_of_waiting_requests_are_cancelled_quickly():
     first = asyncio.create_task(request(places, log, release))
     waiting = [asyncio.create_task(request(places, log, release)) for _ in range(20_000)]
     await asyncio.sleep(0)
-    started = time.perf_counter()
+    started = time.thread_time()
     for task in reversed(waiting[1:]):
         task.cancel()
     await asyncio.gather(*waiting[1:], return_exceptions=True)
-    assert time.perf_counter() - started < 2.0
+    assert time.thread_time() - started < 2.0
     release.set()
     await asyncio.gather(first, waiting[0])
     assert len(log) == 2
