@@ -41,6 +41,7 @@ class Rank(ABC):
     """The model of this rank, one chunk per virtual pipeline stage; set by ``build``."""
     critic: Critic | None = None
     """Set by ``build``; None without ``--advantage-estimator ppo``."""
+    stop_points: StopPoints
     saves: RunningSave
     """Set by ``build``."""
 
