@@ -234,7 +234,7 @@ def nemo_advantages(*, leave_one_out: bool, normalize: bool) -> list[float]:
 
 def own_advantages(estimator: str, *, normalize_std: bool) -> list[float]:
     group = AnswerGroup(REWARDS, [RunColumn([(1, 3)])] * len(REWARDS), [3] * len(REWARDS))
-    (found,) = estimate(estimator, [group], normalize_std=normalize_std)
+    (found,) = estimate(estimator, [group], normalize_std=normalize_std, gamma=1.0)
     return list(found)
 
 
@@ -250,7 +250,9 @@ def test_advantages_of_nemo_rl_are_those_of_the_estimator_in_its_row(
     theirs, estimator, normalize_std
 ):
     expected = nemo_advantages(**theirs)
-    assert own_advantages(estimator, normalize_std=normalize_std) == pytest.approx(expected)
+    assert own_advantages(estimator, normalize_std=normalize_std, gamma=1.0) == pytest.approx(
+        expected
+    )
 
 
 def test_no_estimator_has_the_advantages_of_nemo_rls_default():
