@@ -37,12 +37,12 @@ class RemoteName:
     """The name of a method, or of a part and its method: ``old_policy.skip``."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self._path = path  # any other attribute is a name of the worker's
 
     def __getattr__(self, name: str) -> RemoteName:
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteName(f"{self.path}.{name}")
+        return RemoteName(f"{self._path}.{name}")
 
 
 class RemoteNames(type):
@@ -95,9 +95,10 @@ def remote(method: Any, *arguments: object, **keywords: object) -> RemoteCall[An
     """
     if not isinstance(method, RemoteName):
         raise TypeError(f"{method!r} is not the method of a worker")
+    path = method._path
     if stored := [name for name, value in keywords.items() if isinstance(value, Stored)]:
-        raise TypeError(f"{method.path}: pass {', '.join(stored)} as a positional argument")
-    return RemoteCall(method.path, arguments, keywords)
+        raise TypeError(f"{path}: pass {', '.join(stored)} as a positional argument")
+    return RemoteCall(path, arguments, keywords)
 
 
 @overload

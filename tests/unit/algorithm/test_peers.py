@@ -250,9 +250,7 @@ def test_advantages_of_nemo_rl_are_those_of_the_estimator_in_its_row(
     theirs, estimator, normalize_std
 ):
     expected = nemo_advantages(**theirs)
-    assert own_advantages(estimator, normalize_std=normalize_std, gamma=1.0) == pytest.approx(
-        expected
-    )
+    assert own_advantages(estimator, normalize_std=normalize_std) == pytest.approx(expected)
 
 
 def test_no_estimator_has_the_advantages_of_nemo_rls_default():
