@@ -69,7 +69,7 @@ class CriticTraining:
         for batches_of_step in batches.stored:
             calls = [remote(Actor.compute_values, received(one)) for one in batches_of_step]
             send = partial(self._actors.each_stored, calls)
-            values.append(await self._calls.make("compute_values", send, may_leave=True))
+            values.append(await self._calls.make(calls[0].path, send, may_leave=True))
         return values
 
     async def _estimates(
@@ -116,7 +116,7 @@ class CriticTraining:
             ]
             send = partial(self._actors.each, calls)
             # After the first step the critic matches no checkpoint, so a stop must not interrupt.
-            results = await self._calls.make("train_critic", send, may_leave=number == 0)
+            results = await self._calls.make(calls[0].path, send, may_leave=number == 0)
             metrics = results[0].metrics
         return metrics
 

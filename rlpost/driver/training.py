@@ -174,7 +174,7 @@ class Training:
             # A critic has changed by now, so a stop must not interrupt any step, even the first.
             is_first_change = number == 0 and self._critic is None
             send = partial(self._actors.each, calls)
-            results = await self._calls.make("train_step", send, may_leave=is_first_change)
+            results = await self._calls.make(calls[0].path, send, may_leave=is_first_change)
             metrics |= results[0].metrics
             metrics |= self._pace(steps[number], results)
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
