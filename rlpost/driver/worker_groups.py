@@ -131,18 +131,17 @@ class Workers(Generic[Target]):
 
     async def each(self, calls: Sequence[RemoteCall[Target, Result]]) -> list[Result]:
         """Call one method of every worker, with individual arguments and common keywords."""
-        first = calls[0]
-        if any(call.path != first.path or call.keywords != first.keywords for call in calls):
-            raise TypeError(f"{first.path}: workers get different methods or keywords")
+        path, keywords = _common(calls)
         arguments = [call.arguments for call in calls]
-        return await self.workers.call_each(first.path, arguments, **first.keywords)
+        return await self.workers.call_each(path, arguments, **keywords)
 
     async def each_stored(
         self, calls: Sequence[RemoteCall[Target, Result]]
     ) -> list[Stored[Result] | None]:
         """Like ``each``, but leave results in the object store; None for an empty result."""
+        path, _ = _common(calls)
         arguments = [_positional(call) for call in calls]
-        return await self.workers.call_each_stored(calls[0].path, arguments)
+        return await self.workers.call_each_stored(path, arguments)
 
     async def aside(self, call: RemoteCall[Target, Result]) -> list[Result]:
         """Call every worker, also while it computes."""
@@ -155,6 +154,14 @@ class Workers(Generic[Target]):
         """Like ``aside``, with None for each worker that fails or does not answer in time."""
         arguments = _positional(call)
         return await self.workers.answers_aside(call.path, *arguments, within_s=within_s)
+
+
+def _common(calls: Sequence[RemoteCall[Any, Any]]) -> tuple[str, Mapping[str, object]]:
+    """Return the path and keywords of all calls. Raises TypeError if they differ."""
+    first = calls[0]
+    if any(call.path != first.path or call.keywords != first.keywords for call in calls):
+        raise TypeError(f"{first.path}: workers get different methods or keywords")
+    return first.path, first.keywords
 
 
 def _positional(call: RemoteCall[Any, Any]) -> Sequence[object]:

@@ -56,12 +56,13 @@ async def test_a_keyword_is_not_lost(send: str) -> None:
         )
 
 
-async def test_workers_get_calls_of_one_method_alone() -> None:
+@pytest.mark.parametrize("send", ["each", "each_stored"])
+async def test_workers_get_calls_of_one_method_alone(send: str) -> None:
     """They wait for each other in collectives."""
     workers: Any = None
     calls: Any = [remote(Actor.export, "a"), remote(Actor.export_critic, "a")]
     with pytest.raises(TypeError, match="export: workers get different methods"):
-        await Workers(workers).each(calls)
+        await getattr(Workers(workers), send)(calls)
 
 
 def test_no_other_module_calls_a_worker_by_name() -> None:
