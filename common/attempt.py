@@ -26,6 +26,10 @@ from typing import Mapping
 
 DRIVER_RESTARTS = 3
 """Default maximum number of restarts of a crashed driver in an attempt."""
+BRINGUP_DEADLINE_S = 600
+"""Default time in seconds until all nodes have joined and all engines answer."""
+SIGNAL_LEAD_S = 120
+"""Default time in seconds between the signal to save and the end of the job."""
 STOP_FILE = "STOP"
 SECRET_FILE = "secret"
 SECRET_VARIABLE = "RAY_AUTH_TOKEN_PATH"

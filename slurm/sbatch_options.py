@@ -79,9 +79,9 @@ _OF_THE_RUN = ("dependency", "kill-on-invalid-dep", "nodelist", "nodefile", "bat
 class Job(NamedTuple):
     """What a job states itself, where that depends on its settings."""
 
-    is_exclusive: bool = True
-    gpu_request: str = "gres"
-    requeue: str = "requeue"
+    is_exclusive: bool
+    gpu_request: str
+    requeue: str
 
 
 _STATED = "the job states --{} itself"
@@ -140,9 +140,10 @@ _KNOWN = (
 def word_problem(word: str, job: Job) -> str:
     """What is wrong with an option that is passed through; empty if nothing.
 
-    >>> word_problem("--licenses=site:8", Job())
+    >>> job = Job(is_exclusive=True, gpu_request="gres", requeue="requeue")
+    >>> word_problem("--licenses=site:8", job)
     ''
-    >>> word_problem("--part=gpu", Job())
+    >>> word_problem("--part=gpu", job)
     "sbatch: '--part=gpu'; the job states --partition itself; use --partition"
     """
     match = _WORD.fullmatch(word)

@@ -35,9 +35,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One job: ``nodes`` machines, one agent on each, one driver.
+
+    Fields without a default have the names and meanings of settings, which have the defaults.
 
     Attributes:
         spare_nodes: extra nodes to allocate; the agents use the healthy ones.
@@ -80,35 +82,35 @@ class JobSpec:
         SpecError: names the field, its value and the allowed values.
     """
 
-    job_name: str = "rlpost"
-    nodes: int = 1
-    spare_nodes: int = 0
-    num_gpus_per_node: int = 8
-    gpu_request: GpuRequest = "gres"
-    gpu_type: str | None = None
-    time: str = "04:00:00"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    constraint: str | None = None
-    segment: int | None = None
-    exclusive: bool = True
-    exclude: tuple[str, ...] = ()
-    sbatch: tuple[str, ...] = ()
-    requeue: RequeuePolicy = "requeue"
-    max_preemptions: int = 100
-    max_failures: int = 3
-    max_stalled_attempts: int = 3
-    container: Container | None = None
-    environment: tuple[tuple[str, str], ...] = ()
-    setup_commands: tuple[str, ...] = ()
+    job_name: str
+    nodes: int
+    spare_nodes: int
+    num_gpus_per_node: int
+    gpu_request: GpuRequest
+    gpu_type: str | None
+    time: str
+    partition: str | None
+    account: str | None
+    qos: str | None
+    reservation: str | None
+    constraint: str | None
+    segment: int | None
+    exclusive: bool
+    exclude: tuple[str, ...]
+    sbatch: tuple[str, ...]
+    requeue: RequeuePolicy
+    max_preemptions: int
+    max_failures: int
+    max_stalled_attempts: int
+    container: Container | None
+    environment: tuple[tuple[str, str], ...]
+    setup_commands: tuple[str, ...]
     teardown_s: int = 60
-    signal_lead_s: int = 120
+    signal_lead_s: int
     driver_args: tuple[str, ...] = ()
     agent_args: tuple[str, ...] = ()
     home: str | None = None
-    python: str | None = None
+    python: str | None
     host_python: str | None = None
     run_folder: str | None = None
     reads: tuple[str, ...] = ()

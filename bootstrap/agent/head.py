@@ -333,7 +333,6 @@ class HeadAgent:
             num_cpus=len(os.sched_getaffinity(0)),
             num_gpus=options.num_gpus,
             object_store_memory=options.object_store_memory,
-            has_dashboard=options.ray_dashboard,
             dashboard_host=options.ray_dashboard_host,
         )
         assert self._ray is not None

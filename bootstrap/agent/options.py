@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.attempt import DRIVER_RESTARTS
+from common.attempt import BRINGUP_DEADLINE_S, DRIVER_RESTARTS, SIGNAL_LEAD_S
 from common.log_format import FORMATS, VARIABLE
 
 
@@ -19,14 +19,13 @@ class Options:
     num_gpus: int
     driver: tuple[str, ...] = ()
     socket_ifname: str | None = None
-    bringup_deadline_s: float = 600.0
+    bringup_deadline_s: float = BRINGUP_DEADLINE_S
     stop_grace_s: float = 600.0
-    signal_lead_s: float = 120.0
+    signal_lead_s: float = SIGNAL_LEAD_S
     loss_grace_s: float = 10.0
     driver_restarts: int = DRIVER_RESTARTS
     object_store_memory: int | None = None
-    ray_dashboard: bool = False
-    ray_dashboard_host: str = "127.0.0.1"
+    ray_dashboard_host: str | None = None
     spare_nodes: int = 0
     num_nodes: int | None = None
     spare_wait_s: float = 10.0
@@ -58,7 +57,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     add("--loss-grace-s", float, "time for the driver to end after a node is lost")
     add("--driver-restarts", int, "times that a driver that crashed is started again")
     add("--object-store-memory", int, "bytes of Ray's object store on each node")
-    add("--ray-dashboard-host", str, "address that the dashboard listens on (default: loopback)")
+    add("--ray-dashboard-host", str, "run Ray's dashboard on the head, at this address")
     add("--spare-nodes", int, "nodes beyond those that the run needs")
     add(
         "--num-nodes",
@@ -68,9 +67,6 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     add("--spare-wait-s", float, "time to wait for late nodes when enough have joined")
     add("--bandwidth-gbps", float, "minimum all-reduce bandwidth in GB/s; measured if given")
-    parser.add_argument(
-        "--ray-dashboard", action="store_true", help="run Ray's dashboard on the head"
-    )
     parser.add_argument(
         "--needed-path",
         type=Path,

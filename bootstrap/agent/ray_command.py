@@ -42,8 +42,8 @@ class RayNode:
     num_cpus: int
     num_gpus: int
     object_store_memory: int | None = None
-    has_dashboard: bool = False
-    dashboard_host: str = "127.0.0.1"
+    dashboard_host: str | None = None
+    """Address of Ray's dashboard on the head; None without one."""
 
     @property
     def is_head(self) -> bool:
@@ -78,9 +78,10 @@ def start_argv(node: RayNode) -> list[str]:
     argv = ["start"]
     if node.is_head:
         argv += ["--head", f"--port={node.ports.gcs}"]
-        argv += [f"--include-dashboard={str(node.has_dashboard).lower()}"]
+        has_dashboard = node.dashboard_host is not None
+        argv += [f"--include-dashboard={str(has_dashboard).lower()}"]
         argv += [
-            f"--dashboard-host={node.dashboard_host}",
+            f"--dashboard-host={node.dashboard_host or '127.0.0.1'}",
             f"--dashboard-port={node.ports.base + 2}",
         ]
         argv += ["--no-monitor"]

@@ -219,7 +219,7 @@ def estimate(
     *,
     normalize_std: bool,
     normalize_advantages: bool = False,
-    gamma: float = 1.0,
+    gamma: float,
     raw: bool = False,
 ) -> list[tuple[Advantage, ...]]:
     """Compute the advantages of all answers of a rollout, by group.

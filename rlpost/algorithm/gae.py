@@ -39,8 +39,8 @@ class Discounts:
     bootstrapping.
     """
 
-    gamma: float = 1.0
-    lambd: float = 1.0
+    gamma: float
+    lambd: float
 
 
 @dataclass(frozen=True, slots=True)

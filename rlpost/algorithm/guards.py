@@ -23,9 +23,9 @@ MAX_NORMS = 50
 class Bounds:
     """Thresholds of the guards, with the names of [grpo]; 0 disables a guard."""
 
-    guard_initial_kl: float = 1e-3
-    guard_rollout_logprob_diff: float = 0.1
-    guard_grad_norm_factor: float = 10.0
+    guard_initial_kl: float
+    guard_rollout_logprob_diff: float
+    guard_grad_norm_factor: float
 
 
 def check_finite(metrics: Mapping[str, float], where: str = "") -> None:

@@ -34,12 +34,12 @@ class Shaping:
     """
 
     max_response_len: int
-    max_context_len: int | None = None
-    overlong_buffer_len: int | None = None
-    overlong_penalty: float = 1.0
-    truncated_answers: str = "train"
-    repetitive_answers: str = "train"
-    punished_reward: float = 0.0
+    max_context_len: int | None
+    overlong_buffer_len: int | None
+    overlong_penalty: float
+    truncated_answers: str
+    repetitive_answers: str
+    punished_reward: float
 
     @property
     def is_off(self) -> bool:

@@ -114,7 +114,7 @@ def _job_spec(
     for path in dict.fromkeys((*targets, *needed_paths)):
         agent_args += ["--needed-path", path]
     if cluster.ray_dashboard:
-        agent_args += ["--ray-dashboard", "--ray-dashboard-host", cluster.ray_dashboard_host]
+        agent_args += ["--ray-dashboard-host", cluster.ray_dashboard_host]
     values = {name: getattr(cluster, name) for name in SAME_NAME}
     values |= {"nodes": config.num_nodes, "environment": tuple(cluster.environment.items())}
     values |= {"container": container, "agent_args": tuple(agent_args), "driver_args": driver_args}

@@ -39,7 +39,7 @@ from typing import TypeVar
 from common.bounded import await_unless, cancel_all
 from rlpost.driver.hang_report import ANSWER_S, HangReport, Overdue
 from rlpost.driver.preemption import EXIT_S, POLL_S, StopRequest
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.errors import Fenced, HalfTrained, Interrupted, Preempted, RlpostError
 from rlpost.observe.progress.overdue import (
     CallHistory,
@@ -121,7 +121,7 @@ class LeaveOnStop:
         finally:
             await cancel_all([work])
         if is_leaving:  # the call ended first; the stop point must not end the next one
-            await self._ranks.release(None)
+            await self._ranks.aside(remote(Actor.stop_points.release, None))
         return result
 
     async def _raise_when_nearly_over(self, call: Call) -> None:
@@ -137,8 +137,9 @@ class LeaveOnStop:
         )
         try:
             async with asyncio.timeout(within_s):
-                held = await self._ranks.hold()
-                await self._ranks.release(common_stop_point(held))
+                held = await self._ranks.aside(remote(Actor.stop_points.hold))
+                release = remote(Actor.stop_points.release, common_stop_point(held))
+                await self._ranks.aside(release)
         except TimeoutError:
             raise HalfTrained(
                 f"a stop was requested, and actors did not answer within {within_s:.0f} s when asked to stop between "
@@ -194,7 +195,7 @@ class EndWhenHanging:
                 return
             if not is_valid(due, self._clock()):
                 before = None  # this process was suspended, and so may the ranks have been
-            now = await self._ranks.positions(ANSWER_S)
+            now = await self._ranks.answers(remote(Actor.position), within_s=ANSWER_S)
             if self._is_stopping():
                 return
             elapsed = self._clock() - began

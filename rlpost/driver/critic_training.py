@@ -19,7 +19,14 @@ from rlpost.columns import FloatColumn
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.driver.batches import DealtStep, by_position, in_order
 from rlpost.driver.calls import Calls
-from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredValues
+from rlpost.driver.worker_groups import (
+    Actor,
+    ActorGroup,
+    StoredBatches,
+    StoredValues,
+    received,
+    remote,
+)
 from rlpost.types import SampleGroup
 
 
@@ -58,12 +65,12 @@ class CriticTraining:
 
     async def _values(self, batches: CriticBatches) -> list[StoredValues]:
         """Compute the values of every step of the rollout; they stay in the object store."""
-        return [
-            await self._calls.make(
-                "compute_values", partial(self._actors.compute_values, own), may_leave=True
-            )
-            for own in batches.stored
-        ]
+        values: list[StoredValues] = []
+        for batches_of_step in batches.stored:
+            calls = [remote(Actor.compute_values, received(one)) for one in batches_of_step]
+            send = partial(self._actors.each_stored, calls)
+            values.append(await self._calls.make(calls[0].path, send, may_leave=True))
+        return values
 
     async def _estimates(
         self,
@@ -103,9 +110,13 @@ class CriticTraining:
         each = zip(batches.steps, batches.stored, values, strict=True)
         for number, (step, own, old) in enumerate(each):
             returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
-            call = partial(self._actors.train_critic, own, old, returns)
+            calls = [
+                remote(Actor.train_critic, received(batch), received(before), received(targets))
+                for batch, before, targets in zip(own, old, returns, strict=True)
+            ]
+            send = partial(self._actors.each, calls)
             # After the first step the critic matches no checkpoint, so a stop must not interrupt.
-            results = await self._calls.make("train_critic", call, may_leave=number == 0)
+            results = await self._calls.make(calls[0].path, send, may_leave=number == 0)
             metrics = results[0].metrics
         return metrics
 

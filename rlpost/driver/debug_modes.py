@@ -18,6 +18,7 @@ from rlpost.config.tree import Config
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.run_stages import RunStages
 from rlpost.driver.stages import ClusterStages
+from rlpost.driver.worker_groups import Actor, remote
 from rlpost.durable.state import RunState
 from rlpost.engines.engine_client import EngineClient
 from rlpost.observe.evaluation_answers import EVALUATION, write_answers
@@ -116,4 +117,4 @@ class TrainOnly(RunStages):
 
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names."""
-        return await self.ranks.weights_hash()
+        return await self.ranks.first(remote(Actor.weights_hash))

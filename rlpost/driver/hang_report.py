@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from common.units import first_names
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import Hang
 from rlpost.observe.progress.odd_rank import OddRanks, compare, describe
@@ -50,16 +50,17 @@ class HangReport:
     async def write(self, overdue: Overdue, rule: OverdueRule, ranks: ActorGroup) -> Hang:
         """Write stacks and records of collectives; return the error."""
         positions = overdue.positions
-        finding, names = compare(positions), [self._name(name) for name in ranks.names]
+        finding, names = compare(positions), [self._name(name) for name in ranks.workers.names]
         for name, position in zip(names, positions, strict=True):
             logger.error("%s hangs: %s: %s", overdue.call, name, describe(position))
         path = self._folder / HANG_FILE
         await self._write(path, stacks_text(overdue.call, names, positions, finding))
-        for record in await ranks.write_flight_records(self._folder, ANSWER_S):
+        write = remote(Actor.write_flight_record, str(self._folder))
+        for record in await ranks.answers(write, within_s=ANSWER_S):
             if record is not None:
                 logger.error("record of collectives: %s", record)
         blamed = [names[rank] for rank in finding.ranks]
-        hosts = sorted({self._host(ranks.names[rank]) for rank in finding.ranks})
+        hosts = sorted({self._host(ranks.workers.names[rank]) for rank in finding.ranks})
         details = {
             "call": overdue.call,
             "role": "trainer",

@@ -23,7 +23,7 @@ from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.distillation import needs_policy_logprobs
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.weight_coordinator import WeightCoordinator
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.places import Use
 from rlpost.errors import RlpostError
@@ -73,7 +73,7 @@ class Observation:
         """Set the actors, engines and weight coordinator to monitor."""
         self._actors, self._fleet, self._weights = actors, fleet, weights
         if actors is not None:
-            self._peak_flops = await actors.peak_flops()
+            self._peak_flops = await actors.first(remote(Actor.peak_flops))
 
     async def around(self, groups: Sequence[SampleGroup], training: Awaitable[T]) -> T:
         """Await the training of the next step, profiled if the step is selected.
@@ -82,12 +82,13 @@ class Observation:
         """
         step, steps = self.step + 1, self._settings.profiled
         if self._actors is not None and step in steps and not self._is_profiling:
-            beginning = self._actors.begin_profile(
-                self._settings.profile_ranks,
+            begin = remote(
+                Actor.profiling.begin,
+                list(self._settings.profile_ranks),
                 operators=self._settings.profile,
                 memory=self._settings.record_memory_history,
             )
-            await self._answer(beginning)
+            await self._answer(self._actors.all(begin))
             self._is_profiling, self._first = True, step
         trained = await training
         self._done = self._flops.of(groups)
@@ -98,9 +99,10 @@ class Observation:
     async def _end_profile(self, last: int) -> None:
         self._is_profiling = False
         assert self._actors is not None
-        writing = self._actors.end_profile(self._traces, f"{self._first}-{last}")
-        for path in await self._answer(writing, within_s=PROFILE_S) or ():
-            logger.info("profile: %s", path)
+        end = remote(Actor.profiling.end, str(self._traces), f"{self._first}-{last}")
+        for paths in await self._answer(self._actors.all(end), within_s=PROFILE_S) or ():
+            for path in paths:
+                logger.info("profile: %s", path)
 
     async def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return throughput, times of the newest sync and checkpoint, and memory after ``step``."""
@@ -156,7 +158,7 @@ class Observation:
 
         queries = [own()]
         if self._actors is not None:
-            queries.append(self._actors.memory_use())
+            queries.append(self._actors.aside(remote(Actor.memory_use)))
         if self._fleet is not None:
             queries.append(self._fleet.memory_use())
         queries += [group.memory_use() for group in self.groups]
@@ -186,7 +188,8 @@ class Observation:
         begins, self._begins = self._begins, {}
         begin = min(begins.values())
         processes = [ProcessSpans("driver", SPANS.since(begin))]
-        for group in (self._actors, self._fleet, *self.groups):
+        ranks = None if self._actors is None else self._actors.workers
+        for group in (ranks, self._fleet, *self.groups):
             if group is not None:
                 processes += await self._answer(group.spans(begin)) or []
         path = self._traces / f"steps-{min(begins)}-{max(begins)}.json"

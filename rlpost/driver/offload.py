@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engines import Fleet
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.errors import MemoryHeld
 
 WEIGHTS, GRADS, OPTIMIZER = "weights", "grads", "optimizer"  # rlpost.trainer.memory
@@ -62,7 +62,7 @@ class Offload:
         if self._engines_leave:
             await self._fleet.release_memory(*CACHE)
         if self._trainer_leaves:
-            await self._actors.offload_memory(GRADS, OPTIMIZER)
+            await self._actors.all(remote(Actor.memory.offload, GRADS, OPTIMIZER))
         await self._onload_trainer(WEIGHTS)
         if self._engines_leave:
             await self._fleet.restore_memory("weights")
@@ -75,7 +75,7 @@ class Offload:
         if not self._trainer_leaves:
             return
         try:
-            await self._actors.restore_memory(*parts)
+            await self._actors.all(remote(Actor.memory.restore, *parts))
         except MemoryHeld as error:
             name = self._fleet.engine_on_gpu_of(error.rank)
             if name is None:
@@ -93,8 +93,8 @@ class Offload:
         took part in a failed update must have answered or ended before: they read the buckets.
         """
         if self._trainer_leaves:
-            await self._actors.release_shared_buckets()
-            await self._actors.offload_memory(*ALL)
+            await self._actors.all(remote(Actor.sharing.release))
+            await self._actors.all(remote(Actor.memory.offload, *ALL))
 
     async def generate(self) -> None:
         """Offload the trainer, onload the engines; they stay paused."""

@@ -28,7 +28,7 @@ from rlpost.driver.observation import Observation
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.startup import Startup
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, Fenced
@@ -137,7 +137,7 @@ class RunStages(Stages):
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
         self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
-        start, kept = await self.ranks.versions()
+        start, kept = await self.ranks.first(remote(Actor.versions))
         self.versions = policy_versions(self.config, start=start, kept=kept)
 
     async def save_ranks(
@@ -155,13 +155,15 @@ class RunStages(Stages):
 
         async def write(folder: Path) -> None:
             self.stop.saves.begin()
-            await self.ranks.save(folder, state.step, in_background=in_background)
+            step = state.step
+            save = remote(Actor.save, str(folder), step, in_background=in_background)
+            await self.ranks.all(save)
 
         async with at_rest:
             try:
                 if in_background:
                     begun = await self.checkpoints.start(
-                        state, write, partial(wait_until_written, self.ranks.save_is_done)
+                        state, write, partial(wait_until_written, self._save_is_done)
                     )
                 else:
                     begun = await self.checkpoints.commit(state, write)
@@ -192,11 +194,14 @@ class RunStages(Stages):
         self.closing.push_async_callback(targets.close)
         await targets.begin()
 
+    async def _save_is_done(self) -> list[bool]:
+        return await self.ranks.aside(remote(Actor.save_is_done))
+
     async def _export(self, folder: str) -> None:
         """Write policy and, in a subfolder, critic."""
-        await self.ranks.export(folder)
+        await self.ranks.all(remote(Actor.export, folder))
         if self.config.use_critic:
-            await self.ranks.export_critic(f"{folder}/critic")
+            await self.ranks.all(remote(Actor.export_critic, f"{folder}/critic"))
 
     async def measure(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return metrics of throughput, weight sync, checkpoints and memory."""

@@ -36,6 +36,7 @@ from rlpost.driver.standby import Standby
 from rlpost.driver.trainer_ranks import TrainerRanks
 from rlpost.driver.trainer_recovery import TrainerRecovery
 from rlpost.driver.weight_coordinator import WeightCoordinator
+from rlpost.driver.worker_groups import Actor, remote
 from rlpost.driver.workers import offer_of
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.journal import Journal
@@ -199,7 +200,7 @@ class ClusterStages(RunStages):
     async def _start_engines(self, num_ranks: int) -> None:
         gpus = [""] * num_ranks
         if self.config.cluster.colocate:
-            gpus = await self._actors.visible_gpus()
+            gpus = await self._actors.all(remote(Actor.visible_gpu))
             await self._offload.offload_trainer()
         await self._fleet.start(gpus)
 
@@ -358,6 +359,6 @@ class ClusterStages(RunStages):
 
         async def weights_hash() -> str:
             async with self._offload.save(is_last=True):
-                return await self._actors.weights_hash()
+                return await self._actors.first(remote(Actor.weights_hash))
 
         return await self.recovery.over("weights_hash", weights_hash)

@@ -26,7 +26,7 @@ from rlpost.driver.placement import Placement, Ports, Slot, order_by_gpu, place,
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.role_environment import trainer_environment
 from rlpost.driver.training import Training
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.driver.workers import StandbyWorker, WorkerGroup, connect
 from rlpost.durable.daemon_threads import start_in_daemon
 from rlpost.errors import RlpostError, TrainerDied, WorkerDied
@@ -147,9 +147,9 @@ class Startup:
         """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights."""
         data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
         if checkpoint is None:
-            await actors.import_weights()
+            await actors.all(remote(Actor.import_weights))
         else:
-            await actors.load(checkpoint)
+            await actors.all(remote(Actor.load, str(checkpoint)))
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         return Training(
             self._config,
@@ -169,10 +169,11 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     Ray allocates the first free GPUs of a node (resource_instance_set.cc, TryAllocate) to
     whichever worker's request arrives next, and does not promise the order of requests.
     """
-    positions = await ranks.gpu_positions()
-    await ranks.reorder(order_by_gpu(slots, positions))
-    await ranks.setup(slots[0].ip, port)
-    return await ranks.data_parallel_ranks()
+    positions = await ranks.all(remote(Actor.gpu_position))
+    await ranks.workers.reorder(order_by_gpu(slots, positions))
+    world, address = len(ranks), slots[0].ip
+    await ranks.each([remote(Actor.setup, rank, world, address, port) for rank in range(world)])
+    return await ranks.all(remote(Actor.data_parallel_rank))
 
 
 def make_actor(config: Config) -> object:

@@ -16,7 +16,7 @@ from rlpost.driver.standby import Standby
 from rlpost.driver.startup import Startup
 from rlpost.driver.training import Training
 from rlpost.driver.weight_coordinator import WeightCoordinator
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 
 
 class TrainerRanks:
@@ -63,9 +63,9 @@ class TrainerRanks:
 
     async def note_gpus(self) -> None:
         """Remember the GPUs of ranks that have started."""
-        gpus = await self._group.visible_gpus()
+        gpus = await self._group.all(remote(Actor.visible_gpu))
         self._offload.ranks_see(gpus)
-        have_gpus = await self._group.have_gpus()
+        have_gpus = await self._group.all(remote(Actor.has_gpu))
         self._gpus = [gpu if has else "" for gpu, has in zip(gpus, have_gpus, strict=True)]
 
     def stand_by(self, placement: Placement) -> None:

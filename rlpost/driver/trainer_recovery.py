@@ -44,7 +44,7 @@ from rlpost.driver.placement import Placement
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.trainer_ranks import TrainerRanks
 from rlpost.driver.training import Training
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.state import RunState
 from rlpost.durable.trained_batches import TrainedBatches
@@ -184,7 +184,7 @@ class TrainerRecovery:
                 if self._early.exception() is not None:
                     return
                 self._early = None
-            dead = self._nodes.ranks or await self._group.dead(ANSWER_S)
+            dead = self._nodes.ranks or await self._group.workers.dead(ANSWER_S)
             if dead:
                 self._early = asyncio.create_task(self.recover(self._death_of(dead), "generate"))
 
@@ -261,7 +261,7 @@ class TrainerRecovery:
         assert self._batches is not None, "resume comes first"
         await self._checkpoints.abandon("a rank of the trainer died")
         # Their end is awaited by ``until_ended``, except on a lost node.
-        await self._group.kill()
+        await self._group.workers.kill()
         placement = await self._nodes.new_slots(death, self._placement)
         checkpoint, state = await in_daemon(self._checkpoints.of_attempt)
         steps = range(state.step, self._step)
@@ -282,7 +282,7 @@ class TrainerRecovery:
     async def _start(self, checkpoint: Path | None, placement: Placement) -> Training:
         await self._ranks.prepare()
         self._group.replace(await self._ranks.create(placement))
-        left = await self._group.until_ended(self._processes, within_s=END_S)
+        left = await self._group.workers.until_ended(self._processes, within_s=END_S)
         if left:
             raise RlpostError(
                 f"killed ranks did not end within {END_S:.0f} s: {', '.join(left)}; a process in "
@@ -294,7 +294,7 @@ class TrainerRecovery:
         return training
 
     async def _note_ranks(self) -> None:
-        self._processes = await self._group.processes()
+        self._processes = await self._group.workers.processes()
         await self._ranks.note_gpus()
 
     async def _within_deadline(self, starting: Awaitable[Training]) -> Training:
@@ -306,10 +306,10 @@ class TrainerRecovery:
         except TimeoutError:
             if not limit.expired():
                 raise
-            answers = await self._group.positions(ANSWER_S)
+            answers = await self._group.answers(remote(Actor.position), within_s=ANSWER_S)
             silent = [
                 name
-                for name, answer in zip(self._group.names, answers, strict=True)
+                for name, answer in zip(self._group.workers.names, answers, strict=True)
                 if answer is None
             ]
             missing = f"without an answer: {', '.join(silent)}" if silent else "every rank answers"
@@ -327,7 +327,7 @@ class TrainerRecovery:
         is_broken = isinstance(error, WorkerFailed) and lost_peer_or_device(str(error))
         end = time.monotonic() + (NAMED_S if is_broken else 0.0)
         while True:
-            dead = await self._group.dead(ANSWER_S)
+            dead = await self._group.workers.dead(ANSWER_S)
             if dead:
                 return self._death_of(dead, f"; first error: {error}")
             if time.monotonic() >= end:
@@ -336,7 +336,7 @@ class TrainerRecovery:
         return Death((), str(error)) if is_broken else None
 
     def _death_of(self, dead: Sequence[int], more: str = "") -> Death:
-        names = ", ".join(self._group.names[rank] for rank in dead)
+        names = ", ".join(self._group.workers.names[rank] for rank in dead)
         return Death(tuple(dead), f"{names} died{more}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,13 +41,22 @@ from rlpost.driver.batches import (
 from rlpost.driver.calls import Calls
 from rlpost.driver.critic_training import CriticBatches, CriticTraining
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
-from rlpost.driver.worker_groups import ActorGroup, StoredBatches, StoredLogprobs
+from rlpost.driver.worker_groups import (
+    Actor,
+    ActorGroup,
+    RankLogprobs,
+    RemoteCall,
+    StoredBatches,
+    StoredLogprobs,
+    received,
+    remote,
+)
 from rlpost.driver.workers import Stored
 from rlpost.observe.progress.stragglers import Stragglers
 from rlpost.rollout.evaluate import summarise
 from rlpost.rollout.filters import reward_post_process
 from rlpost.rollout.policy_versions import PolicyVersions
-from rlpost.types import SampleGroup, StepResult, TrainBatch
+from rlpost.types import SampleGroup, StepPlace, StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +160,7 @@ class Training:
                 distillation.base_advantages, groups, grpo, settings, penalties
             )
         if not trains_policy:
-            await self._actors.skip_rollout(rollout)
+            await self._actors.all(remote(Actor.old_policy.skip, rollout))
             return metrics
         if trains_distilled and estimated is not None:
             estimated = await asyncio.to_thread(
@@ -161,10 +170,11 @@ class Training:
             advantages = await self._sent_advantages(steps, estimated)
         for number, arguments in enumerate(zip(batches, old, advantages, strict=True)):
             place = versions.place(rollout, number + 1, len(steps))
-            call = partial(self._actors.train_step, *arguments, place)
+            calls = train_calls(*arguments, place)
             # A critic has changed by now, so a stop must not interrupt any step, even the first.
             is_first_change = number == 0 and self._critic is None
-            results = await self._calls.make("train_step", call, may_leave=is_first_change)
+            send = partial(self._actors.each, calls)
+            results = await self._calls.make(calls[0].path, send, may_leave=is_first_change)
             metrics |= results[0].metrics
             metrics |= self._pace(steps[number], results)
             self._warn(self._guards.after_step(metrics, is_first=number == 0))
@@ -206,18 +216,17 @@ class Training:
     async def _logprobs(self, batches: StoredBatches, old_version: int) -> StoredLogprobs:
         """Compute log-probs under the policy, or under ``old_version`` with --keep-old-actor."""
         if self._config.grpo.keep_old_actor:
-            return await self._pass(self._actors.compute_old_logprobs, batches, old_version)
-        return await self._pass(self._actors.compute_logprobs, batches)
+            old = Actor.compute_old_logprobs
+            return await self._pass([remote(old, received(one), old_version) for one in batches])
+        return await self._pass([remote(Actor.compute_logprobs, received(one)) for one in batches])
 
-    async def _pass(
-        self,
-        compute: Callable[..., Awaitable[StoredLogprobs]],
-        batches: StoredBatches,
-        *more: int,
-    ) -> StoredLogprobs:
-        """Make a forward pass before the first optimizer step; a stop request may end it."""
-        call = partial(compute, batches, *more)
-        return await self._calls.make(compute.__name__, call, may_leave=True)
+    async def _pass(self, calls: Sequence[RemoteCall[Actor, RankLogprobs]]) -> StoredLogprobs:
+        """Make a forward pass before the first optimizer step; a stop request may end it.
+
+        Its results stay in the object store.
+        """
+        send = partial(self._actors.each_stored, calls)
+        return await self._calls.make(calls[0].path, send, may_leave=True)
 
     def _pace(self, step: DealtStep, results: Sequence[StepResult]) -> dict[str, float]:
         """Return the straggler scores of a step; propose hosts that stay slow for exclusion."""
@@ -256,7 +265,10 @@ class Training:
         old: Sequence[StoredLogprobs],
     ) -> list[Sequence[DoubleColumn]]:
         """Return kl_coef x KL of each response token, by group and sample."""
-        ref = [await self._pass(self._actors.compute_ref_logprobs, own) for own in batches]
+        ref = [
+            await self._pass([remote(Actor.compute_ref_logprobs, received(one)) for one in own])
+            for own in batches
+        ]
         of_position: dict[int, DoubleColumn] = {}
         for step, ours, theirs in zip(steps, old, ref, strict=True):
             of_ranks = []
@@ -285,6 +297,16 @@ class Training:
             await self._actors.send(list(map(of_rank, step.positions)), self._data_ranks)
             for step in steps
         ]
+
+
+def train_calls(
+    batches: StoredBatches, old: StoredLogprobs, advantages: SentAdvantages, place: StepPlace
+) -> list[RemoteCall[Actor, StepResult]]:
+    """Return the call of an optimizer step of each rank; all but ``place`` have one per rank."""
+    return [
+        remote(Actor.train_step, received(batch), received(logprobs), received(own), place)
+        for batch, logprobs, own in zip(batches, old, advantages, strict=True)
+    ]
 
 
 def guard_bounds(grpo: GrpoConfig) -> Bounds:

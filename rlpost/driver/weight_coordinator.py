@@ -19,7 +19,7 @@ from rlpost.config.tree import Config
 from rlpost.driver.engines.engines import Fleet
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
-from rlpost.driver.worker_groups import ActorGroup, BroadcastPlace
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import (
     AdapterMover,
@@ -58,11 +58,11 @@ class VersionMover:
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """See ``Mover``. Raises SyncError when the ranks do not have that version."""
-        await self._actors.use_weights(version)
+        await self._actors.all(remote(Actor.old_policy.swap_in, version))
         try:
             await self._mover.move(receivers, version)
         finally:
-            await self._actors.use_own_weights()
+            await self._actors.all(remote(Actor.old_policy.swap_out))
 
 
 class WeightCoordinator:
@@ -116,7 +116,7 @@ class WeightCoordinator:
         self._update = WeightUpdate(
             self._connected, api_key=self._fleet.api_key, timeout_s=timeout_s
         )
-        buckets = await self._actors.bucket_plan()
+        buckets = await self._actors.first(remote(Actor.bucket_plan))
         self.num_bytes = sum(map(num_bytes, buckets))
         self._mover: Mover
         if not self._fleet.addresses:
@@ -166,7 +166,7 @@ class WeightCoordinator:
 
     async def _leave(self) -> None:
         if self._group_name:
-            await self._actors.disconnect_broadcast()
+            await self._actors.all(remote(Actor.broadcast.disconnect))
             await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
 
     async def _form_groups(self, mover: BroadcastMover) -> None:
@@ -175,20 +175,20 @@ class WeightCoordinator:
         The source waits for all of them until its deadline, so no engine may be dead.
         """
         await self._update.check_health()
-        stages = await self._actors.sync_stages()
+        stages = await self._actors.all(remote(Actor.sync_stage))
         sources = {stage: rank for rank, stage in enumerate(stages) if stage is not None}
         hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]
         addresses = list(zip(hosts, self._ports.sync_groups, strict=True))
         ranks = num_engine_ranks(self._update.receivers)
-        own: list[BroadcastPlace] = [
+        own: list[tuple[str, int, int, str]] = [
             ("", 0, ranks, "")
             if stage is None
             else (*addresses[stage], ranks, stage_group(self._group_name, stage))
             for stage in stages
         ]
-        self._backend = await self._actors.broadcast_backend()
+        self._backend = await self._actors.first(remote(Actor.broadcast_backend))
         await asyncio.gather(
-            self._actors.connect_broadcast(own),
+            self._actors.each([remote(Actor.broadcast.connect, *place) for place in own]),
             mover.connect(self._update.receivers, addresses, backend=self._backend),
         )
 
@@ -204,7 +204,7 @@ class WeightCoordinator:
     async def _send(self, index: int) -> None:
         self._stop.check()
         try:
-            await self._actors.send_bucket(index)
+            await self._actors.all(remote(Actor.send_bucket, index))
         except asyncio.CancelledError:
             # An engine failed; the trainer would block in the broadcast until its deadline.
             self._is_abandoned = True
@@ -217,13 +217,13 @@ class WeightCoordinator:
     async def _release_trainer(self) -> None:
         """Abort the broadcast that the trainer is blocked in."""
         try:
-            await self._actors.abort_broadcast()
+            await self._actors.aside(remote(Actor.broadcast.abort))
         except RlpostError as error:
             logger.warning("the broadcast of the trainer could not be aborted: %s", error)
 
     async def _share(self, index: int) -> list[str]:
         self._stop.check()
-        return await self._actors.share_bucket(index)
+        return await self._actors.all(remote(Actor.share_bucket, index))
 
     async def _write(self, version: int) -> str:
         """Write the weights, or the adapters alone, of this version to a folder; return it."""

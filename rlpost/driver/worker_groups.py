@@ -1,26 +1,27 @@
-"""Typed groups of Ray workers: trainer ranks, engine processes, copies of weights on hosts.
+"""Typed calls to groups of Ray workers: trainer ranks, and the processes of an engine.
 
-Input: a ``WorkerGroup``. Output: one typed method per remote method, with one result per worker
-unless the docstring says otherwise. Only this module names remote methods by string; a test checks
-each name and its number of arguments against the remote class.
+Input: a ``WorkerGroup``, and calls that name a method by the method itself, with its arguments:
+``remote(Actor.load, folder)``. A type checker compares the arguments with the method's. Output: one
+result per worker, of the method's type, unless the docstring says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from common.process_end import ProcessId
-from rlpost.algorithm.advantage import Advantage
 from rlpost.columns import FloatColumn
 from rlpost.driver.workers import Stored, WorkerGroup
-from rlpost.observe.progress.position import Position
 from rlpost.observe.spans import ProcessSpans
-from rlpost.trainer.stop_points import StopPoint
-from rlpost.types import Bucket, StepPlace, StepResult, TrainBatch
+from rlpost.types import TrainBatch
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Target = TypeVar("Target")
+Result = TypeVar("Result")
+Receiver = TypeVar("Receiver", contravariant=True)
+Answer = TypeVar("Answer", covariant=True)
 
 RankLogprobs = list[list[FloatColumn]]
 """Log-probs of one rank's batch, by micro-batch and sample."""
@@ -30,95 +31,154 @@ StoredLogprobs = Sequence[Stored[RankLogprobs] | None]
 """The log-probs computed by each rank; None on all pipeline stages but the last."""
 StoredValues = StoredLogprobs
 """The values computed by each rank's critic; None on all pipeline stages but the last."""
-BroadcastPlace = tuple[str, int, int, str]
-"""Master address and port, number of engine ranks, name of the group."""
 
 
-class ActorGroup:
-    """The ranks that train, in order; each runs a ``rlpost.trainer.actor.Actor``.
+class RemoteName:
+    """The name of a method, or of a part and its method: ``old_policy.skip``."""
 
-    ``save_is_done``, ``memory_use``, ``positions``,
-    ``write_flight_records``, ``hold``, ``release`` and ``abort_broadcast`` run concurrently with
-    other calls; all others run in order.
+    def __init__(self, path: str) -> None:
+        self._path = path  # any other attribute is a name of the worker's
+
+    def __getattr__(self, name: str) -> RemoteName:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return RemoteName(f"{self._path}.{name}")
+
+
+class RemoteNames(type):
+    """The type of a class of which the driver knows the names alone."""
+
+    def __getattr__(cls, name: str) -> RemoteName:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return RemoteName(name)
+
+
+if TYPE_CHECKING:
+    from rlpost.engines.engine import Engine as Engine
+    from rlpost.trainer.actor import Actor as Actor
+else:  # the driver loads neither torch nor Megatron
+
+    class Actor(metaclass=RemoteNames):
+        """Names of ``rlpost.trainer.actor.Actor``."""
+
+    class Engine(metaclass=RemoteNames):
+        """Names of ``rlpost.engines.engine.Engine``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCall(Generic[Receiver, Answer]):
+    """A call of one worker: the path of the method in its object, and the arguments.
+
+    Arguments may be ``Stored``; keywords are equal for all workers, for ``all`` and ``each`` alone.
+    """
+
+    path: str
+    arguments: Sequence[object]
+    keywords: Mapping[str, object]
+
+
+@overload
+def remote(
+    method: Callable[Concatenate[Target, P], Result], *arguments: P.args, **keywords: P.kwargs
+) -> RemoteCall[Target, Result]: ...
+@overload
+def remote(
+    method: Callable[P, Result], *arguments: P.args, **keywords: P.kwargs
+) -> RemoteCall[Any, Result]: ...
+def remote(method: Any, *arguments: object, **keywords: object) -> RemoteCall[Any, Any]:
+    """Return a call of a method, a property (``Actor.has_gpu``) or a part's method.
+
+    Raises:
+        TypeError: ``method`` is no name of ``Actor`` or ``Engine``; or a keyword is ``Stored``,
+            which Ray resolves among positional arguments alone.
+    """
+    if not isinstance(method, RemoteName):
+        raise TypeError(f"{method!r} is not the method of a worker")
+    path = method._path
+    if stored := [name for name, value in keywords.items() if isinstance(value, Stored)]:
+        raise TypeError(f"{path}: pass {', '.join(stored)} as a positional argument")
+    return RemoteCall(path, arguments, keywords)
+
+
+@overload
+def received(stored: Stored[T]) -> T: ...
+@overload
+def received(stored: Stored[T] | None) -> T | None: ...
+def received(stored: Stored[T] | None) -> T | None:
+    """Return a stored value as an argument: it has the type of what the worker receives."""
+    return cast("T | None", stored)
+
+
+class Workers(Generic[Target]):
+    """Workers that hold a ``Target`` each, in order.
+
+    ``aside`` and ``answers`` run concurrently with other calls; all others run in order.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
 
+    async def all(self, call: RemoteCall[Target, Result]) -> list[Result]:
+        """Make the same call of every worker."""
+        if call.keywords:
+            return await self.each([call] * len(self.workers))
+        return await self.workers.call(call.path, *call.arguments)
+
+    async def first(self, call: RemoteCall[Target, Result]) -> Result:
+        """Make the same call of every worker; return the result of the first."""
+        return (await self.all(call))[0]
+
+    async def each(self, calls: Sequence[RemoteCall[Target, Result]]) -> list[Result]:
+        """Call one method of every worker, with individual arguments and common keywords."""
+        path, keywords = _common(calls)
+        arguments = [call.arguments for call in calls]
+        return await self.workers.call_each(path, arguments, **keywords)
+
+    async def each_stored(
+        self, calls: Sequence[RemoteCall[Target, Result]]
+    ) -> list[Stored[Result] | None]:
+        """Like ``each``, but leave results in the object store; None for an empty result."""
+        path, _ = _common(calls)
+        arguments = [_positional(call) for call in calls]
+        return await self.workers.call_each_stored(path, arguments)
+
+    async def aside(self, call: RemoteCall[Target, Result]) -> list[Result]:
+        """Call every worker, also while it computes."""
+        arguments = _positional(call)
+        return await self.workers.call_aside(call.path, *arguments)
+
+    async def answers(
+        self, call: RemoteCall[Target, Result], *, within_s: float
+    ) -> list[Result | None]:
+        """Like ``aside``, with None for each worker that fails or does not answer in time."""
+        arguments = _positional(call)
+        return await self.workers.answers_aside(call.path, *arguments, within_s=within_s)
+
+
+def _common(calls: Sequence[RemoteCall[Any, Any]]) -> tuple[str, Mapping[str, object]]:
+    """Return the path and keywords of all calls. Raises TypeError if they differ."""
+    first = calls[0]
+    if any(call.path != first.path or call.keywords != first.keywords for call in calls):
+        raise TypeError(f"{first.path}: workers get different methods or keywords")
+    return first.path, first.keywords
+
+
+def _positional(call: RemoteCall[Any, Any]) -> Sequence[object]:
+    if call.keywords:
+        raise TypeError(f"{call.path}: keywords are for ``all`` and ``each``")
+    return call.arguments
+
+
+class ActorGroup(Workers[Actor]):
+    """The ranks that train, in order."""
+
     def __len__(self) -> int:
         return len(self.workers)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The name of each rank with the address of its node."""
-        return self.workers.names
 
     def replace(self, fresh: ActorGroup) -> None:
         """Use the workers of ``fresh`` from now on: calls through this group reach them."""
         self.workers = fresh.workers
-
-    async def reorder(self, order: Sequence[int]) -> None:
-        """Make worker ``order[i]`` rank ``i``; see ``WorkerGroup.reorder``."""
-        await self.workers.reorder(order)
-
-    # -- processes ---------------------------------------------------------------------------------
-
-    async def dead(self, within_s: float) -> list[int]:
-        """Return the ranks whose process has ended."""
-        return await self.workers.dead(within_s)
-
-    async def processes(self) -> list[tuple[str, ProcessId]]:
-        """Return Ray's id of the node and the process of each rank."""
-        return await self.workers.processes()
-
-    async def kill(self) -> None:
-        """Kill the processes of all ranks."""
-        await self.workers.kill()
-
-    async def until_ended(
-        self, earlier: Sequence[tuple[str, ProcessId]], *, within_s: float
-    ) -> list[str]:
-        """Wait for the end of earlier processes on the nodes of these ranks; return those left."""
-        return await self.workers.until_ended(earlier, within_s=within_s)
-
-    # -- start -------------------------------------------------------------------------------------
-
-    async def gpu_positions(self) -> list[int | None]:
-        """Return the position of each rank's GPU on its node."""
-        return await self.workers.call("gpu_position")
-
-    async def visible_gpus(self) -> list[str]:
-        """Return the GPU of each rank, for an engine that shares it."""
-        return await self.workers.call("visible_gpu")
-
-    async def have_gpus(self) -> list[bool]:
-        """Return whether each rank computes on a GPU."""
-        return await self.workers.call("has_gpu")
-
-    async def setup(self, master_addr: str, master_port: int) -> None:
-        """Initialize the process groups and build model and optimizer on all ranks."""
-        world = len(self)
-        await self.workers.call_each(
-            "setup", [(rank, world, master_addr, master_port) for rank in range(world)]
-        )
-
-    async def data_parallel_ranks(self) -> list[int]:
-        """Return the data-parallel rank of each rank."""
-        return await self.workers.call("data_parallel_rank")
-
-    async def import_weights(self) -> None:
-        """Fill the model with the weights that training starts from."""
-        await self.workers.call("import_weights")
-
-    async def load(self, folder: Path) -> None:
-        """Restore a checkpoint."""
-        await self.workers.call("load", str(folder))
-
-    async def versions(self) -> tuple[int, int | None]:
-        """Return the version of the loaded policy, and an older one that ranks have as well."""
-        return (await self.workers.call("versions"))[0]
-
-    # -- train -------------------------------------------------------------------------------------
 
     async def send(self, values: Sequence[T], data_ranks: Sequence[int]) -> list[Stored[T]]:
         """Store one value per data-parallel rank; return that of each rank, by ``data_ranks``."""
@@ -138,226 +198,53 @@ class ActorGroup:
                 return [column for micro_batch in by_micro_batch for column in micro_batch]
         return None
 
-    async def _compute(self, method: str, batches: StoredBatches, *more: int) -> StoredLogprobs:
-        """Make a forward pass; its results stay in the object store."""
-        arguments = [(batch, *more) for batch in batches]
-        return await self.workers.call_each_stored(method, arguments)
-
-    async def compute_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Compute log-probs of response tokens under the current weights."""
-        return await self._compute("compute_logprobs", batches)
-
-    async def compute_old_logprobs(self, batches: StoredBatches, version: int) -> StoredLogprobs:
-        """Like ``compute_logprobs``, under the policy's weights of ``version``."""
-        return await self._compute("compute_old_logprobs", batches, version)
-
-    async def compute_ref_logprobs(self, batches: StoredBatches) -> StoredLogprobs:
-        """Like ``compute_logprobs``, under the reference weights."""
-        return await self._compute("compute_ref_logprobs", batches)
-
-    async def compute_values(self, batches: StoredBatches) -> StoredValues:
-        """Compute the critic's value before each response token."""
-        return await self._compute("compute_values", batches)
-
-    async def train_step(
-        self,
-        batches: StoredBatches,
-        old_logprobs: StoredLogprobs,
-        advantages: Sequence[Stored[Sequence[Advantage]] | None],
-        place: StepPlace,
-    ) -> list[StepResult]:
-        """Run one optimizer step; all arguments but ``place`` have one entry per rank."""
-        places = [place] * len(batches)
-        arguments = list(zip(batches, old_logprobs, advantages, places, strict=True))
-        return await self.workers.call_each("train_step", arguments)
-
-    async def train_critic(
-        self,
-        batches: StoredBatches,
-        values: StoredValues,
-        returns: Sequence[Stored[tuple[FloatColumn, ...]]],
-    ) -> list[StepResult]:
-        """Run one optimizer step of the critic; all arguments have one entry per rank."""
-        arguments = list(zip(batches, values, returns, strict=True))
-        return await self.workers.call_each("train_critic", arguments)
-
-    async def skip_rollout(self, rollout: int) -> None:
-        """Record that a rollout has not changed the policy's weights."""
-        await self.workers.call("old_policy.skip", rollout)
-
-    async def hold(self) -> list[StopPoint]:
-        """Stop every rank at the next stop point that it reaches; return these points."""
-        return await self.workers.call_aside("stop_points.hold")
-
-    async def release(self, stop_at: StopPoint | None) -> None:
-        """Let held ranks continue: to ``stop_at``, where each raises Interrupted, or to the end."""
-        await self.workers.call_aside("stop_points.release", stop_at)
-
-    # -- save --------------------------------------------------------------------------------------
-
-    async def save(self, folder: Path, step: int, *, in_background: bool) -> None:
-        """Let each rank write its part of a checkpoint."""
-        arguments = [(str(folder), step)] * len(self)
-        await self.workers.call_each("save", arguments, in_background=in_background)
-
-    async def save_is_done(self) -> list[bool]:
-        """Return whether each rank has written all of the last save."""
-        return await self.workers.call_aside("save_is_done")
-
-    async def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder."""
-        await self.workers.call("export", folder)
-
     async def write_engine_folder(self, folder: str, version: int) -> int | None:
         """Write the files that engines read; return the bytes of adapters, else None."""
-        written: list[int | None] = await self.workers.call("write_engine_folder", folder, version)
+        written = await self.all(remote(Actor.write_engine_folder, folder, version))
         return next((size for size in written if size is not None), None)
 
-    async def export_critic(self, folder: str) -> None:
-        """Write the critic as a Hugging Face folder."""
-        await self.workers.call("export_critic", folder)
 
-    async def weights_hash(self) -> str:
-        """Return a hash of the full weights, independent of the parallel layout."""
-        return (await self.workers.call("weights_hash"))[0]
-
-    # -- memory of shared GPUs ---------------------------------------------------------------------
-
-    async def restore_memory(self, *parts: str) -> None:
-        """Bring parts (``rlpost.trainer.memory``) back to the device."""
-        await self.workers.call("memory.restore", *parts)
-
-    async def offload_memory(self, *parts: str) -> None:
-        """Move parts to host memory."""
-        await self.workers.call("memory.offload", *parts)
-
-    async def release_shared_buckets(self) -> None:
-        """Free the memory of buckets that engines have read."""
-        await self.workers.call("sharing.release")
-
-    # -- weights to the engines --------------------------------------------------------------------
-
-    async def bucket_plan(self) -> Sequence[Bucket]:
-        """Names, shapes and dtypes of the buckets, equal on every rank."""
-        return (await self.workers.call("buckets.plan"))[0]
-
-    async def sync_stages(self) -> list[int | None]:
-        """The pipeline stage whose weights each rank sends; None for ranks that send none."""
-        return await self.workers.call("sync_stage")
-
-    async def broadcast_backend(self) -> str:
-        """``nccl`` or ``gloo``."""
-        return (await self.workers.call("broadcast.backend"))[0]
-
-    async def connect_broadcast(self, places: Sequence[BroadcastPlace]) -> None:
-        """Form the groups with the engines; ``places[rank]``."""
-        await self.workers.call_each("broadcast.connect", places)
-
-    async def disconnect_broadcast(self) -> None:
-        """Leave the process groups of the broadcast."""
-        await self.workers.call("broadcast.disconnect")
-
-    async def send_bucket(self, index: int) -> None:
-        """Broadcast a bucket."""
-        await self.workers.call("send_bucket", index)
-
-    async def abort_broadcast(self) -> None:
-        """Abort the current broadcast on all ranks."""
-        await self.workers.call_aside("broadcast.abort")
-
-    async def use_weights(self, version: int) -> None:
-        """Give the model the weights of ``version`` until ``use_own_weights``.
-
-        Raises SyncError when the ranks do not have that version.
-        """
-        await self.workers.call("old_policy.swap_in", version)
-
-    async def use_own_weights(self) -> None:
-        """Give the model its own weights back."""
-        await self.workers.call("old_policy.swap_out")
-
-    async def share_bucket(self, index: int) -> list[str]:
-        """Share a bucket with engines on the same GPUs; return a memory handle per rank."""
-        return await self.workers.call("share_bucket", index)
-
-    # -- observation -------------------------------------------------------------------------------
-
-    async def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of the first rank's device; None if unknown."""
-        return (await self.workers.call("peak_flops"))[0]
-
-    async def memory_use(self) -> list[dict[str, float]]:
-        """Return the memory use of each rank, by metric name."""
-        return await self.workers.call_aside("memory_use")
-
-    async def positions(self, within_s: float) -> list[Position | None]:
-        """Return where each rank is, even while it computes; None for ranks that do not answer."""
-        return await self.workers.answers_aside("position", within_s=within_s)
-
-    async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:
-        """Let each rank write torch's record of its newest collectives; return the paths."""
-        return await self.workers.answers_aside(
-            "write_flight_record", str(folder), within_s=within_s
-        )
-
-    async def begin_profile(self, ranks: Sequence[int], *, operators: bool, memory: bool) -> None:
-        """Start profiling operators or memory allocations on these ranks."""
-        arguments = [(list(ranks),)] * len(self)
-        await self.workers.call_each(
-            "profiling.begin", arguments, operators=operators, memory=memory
-        )
-
-    async def end_profile(self, folder: Path, steps: str) -> list[str]:
-        """Stop profiling and write the profiles; return their paths."""
-        written: list[list[str]] = await self.workers.call("profiling.end", str(folder), steps)
-        return [path for of_rank in written for path in of_rank]
-
-    async def spans(self, since: float) -> list[ProcessSpans]:
-        """Return the spans of each rank after ``since`` on this process's clock."""
-        return await self.workers.spans(since)
-
-
-class EngineWorkers:
-    """The processes of one engine, one per node; each runs a ``rlpost.engines.engine.Engine``."""
-
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+class EngineWorkers(Workers[Engine]):
+    """The processes of one engine, one per node."""
 
     async def start(
         self, places: Sequence[tuple[str, int]], *, deadline_s: float, gpus_per_node: int | None
     ) -> None:
         """Start the server; ``places`` has host and port for each node."""
-        await self._workers.call_each(
-            "start", places, deadline_s=deadline_s, gpus_per_node=gpus_per_node
+        await self.each(
+            [
+                remote(Engine.start, *place, deadline_s=deadline_s, gpus_per_node=gpus_per_node)
+                for place in places
+            ]
         )
 
     async def stop(self) -> None:
         """End the server and everything that it started."""
-        await self._workers.call("stop")
+        await self.all(remote(Engine.stop))
 
     async def abandon(self, left: Sequence[int], *, within_s: float) -> None:
         """End the engine; ``left``: its parts whose nodes are not lost."""
-        await self._workers.abandon("stop", left, within_s=within_s)
+        await self.workers.abandon(remote(Engine.stop).path, left, within_s=within_s)
 
     async def check_alive(self) -> None:
         """Raise EngineDied, with the end of the log, when a process has ended."""
-        await self._workers.call_aside("check_alive")
+        await self.aside(remote(Engine.check_alive))
 
     async def running(self, within_s: float) -> list[tuple[str, dict[str, object]] | None]:
         """Return URL and settings of the server on each node, also while one starts.
 
         None for a server that has ended, and for a worker that does not answer in time.
         """
-        return await self._workers.answers_aside("running", within_s=within_s)
+        return await self.answers(remote(Engine.running), within_s=within_s)
 
     async def kill(self) -> None:
         """Kill the workers; their servers end with them. Returns before they have ended."""
-        await self._workers.kill()
+        await self.workers.kill()
 
     async def memory_use(self) -> list[dict[str, float]]:
         """Return the memory use of each node's part, by metric name."""
-        return await self._workers.call_aside("memory_use")
+        return await self.aside(remote(Engine.memory_use))
 
     async def spans(self, since: float) -> list[ProcessSpans]:
         """Return the spans of each worker after ``since`` on this process's clock."""
-        return await self._workers.spans(since)
+        return await self.workers.spans(since)

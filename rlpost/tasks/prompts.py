@@ -53,7 +53,7 @@ class PromptFields:
     and label: ``--eval-`` for evaluation.
     """
 
-    input_key: str = "input"
+    input_key: str
     label_key: str | None = None
     metadata_key: str | None = None
     tool_key: str | None = None
@@ -136,7 +136,7 @@ class PromptSet:
         sources: str | Path | Sequence[str | Path],
         *,
         tokenize: Tokenize,
-        fields: PromptFields = PromptFields(),
+        fields: PromptFields,
         max_prompt_len: int | None = None,
         skip_bad: bool = False,
         vocab_size: int | None = None,

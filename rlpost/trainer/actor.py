@@ -54,13 +54,19 @@ from rlpost.trainer.saves import Saves
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.trainer_side import Broadcast, Buckets, Sharing
-from rlpost.types import StepPlace, StepResult, TrainBatch
+from rlpost.types import Bucket, StepPlace, StepResult, TrainBatch
 
 
 class Actor(Rank):
     """One rank of the trainer."""
 
     saves: Saves
+    # Parts that the driver calls; set by ``build``, like ``saves``.
+    memory: DeviceMemory
+    old_policy: OldPolicy
+    sharing: Sharing
+    broadcast: Broadcast
+    profiling: Profiling
 
     def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
         """Read the architecture of the policy; see ``Rank``."""
@@ -128,6 +134,16 @@ class Actor(Rank):
         )
         self.saves = Saves(config, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
+
+    @property
+    def bucket_plan(self) -> Sequence[Bucket]:
+        """Names, shapes and dtypes of the buckets of weights; equal on every rank."""
+        return self.buckets.plan
+
+    @property
+    def broadcast_backend(self) -> str:
+        """``nccl`` or ``gloo``."""
+        return self.broadcast.backend
 
     @property
     def sync_stage(self) -> int | None:

@@ -1,7 +1,4 @@
-"""The base of ranks of every role: settings, process groups, device, saves and progress.
-
-A rank may train a critic: alone in a group of critics (``critic_rank``), or beside the policy
-(``actor``).
+"""The base of a rank: settings, process groups, device, progress, and the critic of PPO.
 
 Invariant: ``memory_use``, ``position`` and ``write_flight_record`` are safe to call from a second
 thread, also while a collective hangs.
@@ -41,14 +38,12 @@ class Rank(ABC):
     """The model of this rank, one chunk per virtual pipeline stage; set by ``build``."""
     critic: Critic | None = None
     """Set by ``build``; None without ``--advantage-estimator ppo``."""
+    stop_points: StopPoints
     saves: RunningSave
     """Set by ``build``."""
 
     def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
-        """Read the architecture.
-
-        ``config`` has the layout of this rank's group. ``description`` is read from
-        ``hf_checkpoint`` unless given.
+        """Read the architecture: ``description`` is read from ``hf_checkpoint`` unless given.
 
         Raises:
             WeightError: the architecture is not supported.

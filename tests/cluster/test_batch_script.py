@@ -17,11 +17,11 @@ import pytest
 
 from common.ledger import Ledger
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
 from slurm.states import JobState
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import wait_until
+from tests.settings import a_job
 
 STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
 AGAIN_S = 3  # longer than Slurm takes to requeue a job that has ended
@@ -74,7 +74,7 @@ def submit(request: pytest.FixtureRequest) -> Callable[..., Run]:
             "time": "10",
         }
         output = f"{folder}/slurm-%j.out"
-        spec = JobSpec(
+        spec = a_job(
             **{"nodes": 2, "driver_args": (behaviour,), "output": output, **places, **values}
         )
         return Run(
@@ -315,7 +315,7 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_requeue(lab: Lab) -> N
     (home / ".venv/bin").mkdir(parents=True)
     (home / ".venv/bin/python").symlink_to(sys.executable)
     shares = {"exclusive": False, "num_gpus_per_node": 1, "time": "10"}
-    script = render_sbatch(JobSpec(job_name="sweep", driver_args=("requeue-once",), **shares))
+    script = render_sbatch(a_job(job_name="sweep", driver_args=("requeue-once",), **shares))
     (home / "sweep.sbatch").write_text(script)
     words = ["sbatch", "--parsable", "--array=0-1", "sweep.sbatch"]
     array = lab.run("ctl", words, cwd=home).stdout.strip()
@@ -338,7 +338,7 @@ def test_plain_sbatch_in_the_projects_folder_finds_code_interpreter_and_run_fold
     (home / ".venv/bin").mkdir(parents=True)
     (home / ".venv/bin/python").symlink_to(sys.executable)
     script = render_sbatch(
-        JobSpec(job_name="tiny", time="10", driver_args=("recipe.toml",), max_failures=0)
+        a_job(job_name="tiny", time="10", driver_args=("recipe.toml",), max_failures=0)
     )
     (home / "tiny.sbatch").write_text(script)
     submitted = lab.run(

@@ -25,6 +25,7 @@ from slurm.states import JobState
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import search_path
+from tests.settings import a_job
 
 REPOSITORY = Path(__file__).parents[2]
 FAKES = REPOSITORY / "tests/fakes"
@@ -54,7 +55,7 @@ class Site:
     def spec(self, container: Container, behaviour: str) -> JobSpec:
         """A job of two nodes whose agents see their data, read-only, and nothing else."""
         inside = self.lab.shared / "inside"
-        return JobSpec(
+        return a_job(
             nodes=2,
             time="10",
             driver_args=(behaviour,),
@@ -197,7 +198,7 @@ def test_enroot_imports_an_image_of_a_registry_once_for_all_nodes_and_attempts(s
 
 def batch_file(site: Site, folder: Path, *probes: str) -> Path:
     """Write a script like those of ``jobs/``, which finds its folder and the container itself."""
-    spec = JobSpec(
+    spec = a_job(
         job_name="auto",
         nodes=2,
         time="10",

@@ -18,11 +18,11 @@ import pytest
 from common.ledger import Ledger
 from slurm.container import Container
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
 from slurm.states import JobInfo, JobState
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import search_path
+from tests.settings import a_job
 
 FAKES = Path(__file__).parents[1] / "fakes"
 REGISTRY = "registry.site.org/rl/train"
@@ -95,7 +95,7 @@ def ended(lab: Lab) -> Iterator[Mapping[str, Ended]]:
             "driver_args": ("done",),
         }
         places = {"home": str(home), "run_folder": str(folder), "output": f"{folder}/slurm-%j.out"}
-        script = render_sbatch(JobSpec(**{**common, **places, **values}))
+        script = render_sbatch(a_job(**{**common, **places, **values}))
         # where there is no pyxis, srun is Slurm's own
         variables = {"no-pyxis": {}, "no-enroot": without_enroot}.get(name, environment)
         jobs[name] = sbatch(lab, f"{name}.sbatch", script, env=variables)

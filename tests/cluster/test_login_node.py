@@ -34,8 +34,8 @@ def test_host_lists_expand_as_slurm_expands_them(lab: Lab, text: str) -> None:
 
 SUBMIT = """\
 import sys; from pathlib import Path
-from slurm.executor import submit; from common.run_folder import RunFolder; from slurm.spec import JobSpec
-spec = JobSpec(nodes=2, time="10", driver_args=(sys.argv[2],))
+from slurm.executor import submit; from common.run_folder import RunFolder; from tests.settings import a_job
+spec = a_job(nodes=2, time="10", driver_args=(sys.argv[2],))
 print(submit(spec, RunFolder(Path(sys.argv[1])), home=Path(sys.argv[3]), where="slurm"))
 """
 FOLLOW = """\

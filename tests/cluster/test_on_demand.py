@@ -15,13 +15,13 @@ import pytest
 from common.ledger import Ledger
 from slurm.client import explain_rejection
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
 from slurm.states import JobState
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_accounting import AccountingLab, why_no_accounting
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.test_batch_script import BLOCKER, STUB_HOME, Run, submit
+from tests.settings import a_job
 
 __all__ = ["submit"]
 pytestmark = pytest.mark.on_demand
@@ -47,7 +47,7 @@ def accounting(slurm_available: None) -> Iterator[AccountingLab]:
 def rejection(lab: Lab, name: str, **values: object) -> str:
     """What sbatch says of a job, with the remedy of rlpost."""
     script = lab.shared / f"{name}.sbatch"
-    script.write_text(render_sbatch(JobSpec(nodes=2, job_name=name, **values)))
+    script.write_text(render_sbatch(a_job(nodes=2, job_name=name, **values)))
     done = lab.run("ctl", ["sbatch", str(script)], check=False)
     assert done.returncode != 0
     return explain_rejection(done.stderr, "")
@@ -151,7 +151,7 @@ def test_two_users_share_nodes_and_cannot_read_each_other(slurm_available: None)
             folder = lab.shared / user
             folder.mkdir(mode=0o700)
             os.chown(folder, uid, gid)
-            spec = JobSpec(
+            spec = a_job(
                 nodes=2,
                 num_gpus_per_node=4,
                 exclusive=False,

@@ -16,12 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from slurm.render import render_conversion
-from slurm.spec import JobSpec
 from slurm.states import JobState
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import search_path
 from tests.gpu.models import make_gpu_model
+from tests.settings import a_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_two_nodes_convert_a_model_which_appears_when_it_is_complete(lab):
 
 def test_a_conversion_that_fails_leaves_no_folder(lab):
     source, save = lab.shared / "nowhere", lab.shared / "other"
-    spec = JobSpec(
+    spec = a_job(
         job_name="convert",
         nodes=1,
         num_gpus_per_node=1,

@@ -13,10 +13,10 @@ from rlpost.extensions.agents.sandbox.jobs import SERVER
 from rlpost.extensions.agents.sandbox.registry import Registry
 from slurm.arrays import SandboxSpec
 from slurm.render import render_sandbox
-from slurm.spec import JobSpec
 from tests.cluster.jobs import sbatch, until
 from tests.cluster.lab import Lab
 from tests.contract.test_sandbox import WHY_NOT
+from tests.settings import a_job
 
 PROJECT = Path(__file__).parents[2]
 DRIVER = """
@@ -58,7 +58,7 @@ def test_an_episode_on_a_killed_node_is_retried_on_the_other_and_servers_end_wit
 ) -> None:
     run = lab.shared / "sandbox-run"
     Registry(run).create()
-    job = JobSpec(
+    job = a_job(
         job_name="sandboxes",
         gpu_request="none",
         exclusive=False,

@@ -18,10 +18,10 @@ import pytest
 
 from common.ledger import Ledger
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
 from slurm.states import JobInfo, JobState
 from tests.cluster.jobs import job_info, sbatch, until
 from tests.cluster.lab import Lab
+from tests.settings import a_job
 
 STUB_HOME = Path(__file__).parents[1] / "fakes/cluster_home"
 HOSTILE = "a'; touch x $(touch y)"
@@ -110,7 +110,7 @@ def runs(lab: Lab) -> Iterator[dict[str, Run]]:
     for name, values in SCENARIOS.items():
         folder = lab.shared / name
         folder.mkdir()
-        spec = JobSpec(
+        spec = a_job(
             **{
                 "num_gpus_per_node": 1,
                 "exclusive": False,

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from slurm.render import directives
-from slurm.spec import JobSpec
 from tests.cluster import slurm_roots
 from tests.cluster.attempts import Attempt
 from tests.cluster.jobs import sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import LabError
+from tests.settings import a_job
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_slurm_accepts_the_segments_of_a_job(racks: Lab) -> None:
     """
     site = ("--comment=it's 8 # licences", "--nice=7")
     head = directives(
-        JobSpec(nodes=2, segment=2, time="5", sbatch=site, output=f"{racks.shared}/log")
+        a_job(nodes=2, segment=2, time="5", sbatch=site, output=f"{racks.shared}/log")
     )
     job = sbatch(racks, "segment.sbatch", f"{head}echo $SLURM_JOB_NODELIST >nodes\n")
     nodes = racks.shared / "nodes"

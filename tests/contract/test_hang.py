@@ -19,6 +19,7 @@ from rlpost.driver.calls import Calls, EndWhenHanging
 from rlpost.driver.hang_report import HANG_FILE, HangReport
 from rlpost.driver.placement import Slot
 from rlpost.driver.preemption import StopRequest
+from rlpost.driver.training import train_calls
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.driver.workers import WorkerGroup
 from rlpost.errors import Hang
@@ -125,8 +126,9 @@ async def hang(node: Any, folder: Path) -> tuple[Hang, float]:
     calls = Calls(group, StopRequest(folder / "STOP"), hangs)
 
     async def train_step(how: str) -> None:
-        arguments = [None] * WORLD, [how] * WORLD, [None] * WORLD, PLACE
-        await calls.make("train_step", partial(group.train_step, *arguments), may_leave=True)
+        arguments: Any = ([None] * WORLD, [how] * WORLD, [None] * WORLD, PLACE)
+        send = partial(group.each, train_calls(*arguments))
+        await calls.make("train_step", send, may_leave=True)
 
     await workers.call_each("setup", [(rank, WORLD, port) for rank in range(WORLD)])
     await workers.call("exchange")

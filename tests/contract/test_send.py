@@ -18,8 +18,15 @@ from rlpost.config.tree import Config
 from rlpost.driver.calls import Calls
 from rlpost.driver.placement import Slot
 from rlpost.driver.preemption import StopRequest
-from rlpost.driver.training import Training
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.training import Training, train_calls
+from rlpost.driver.worker_groups import (
+    Actor,
+    ActorGroup,
+    RemoteCall,
+    StoredBatches,
+    received,
+    remote,
+)
 from rlpost.driver.workers import WorkerGroup
 from rlpost.errors import Interrupted
 from rlpost.rollout.policy_versions import PolicyVersions
@@ -184,6 +191,11 @@ async def settled(nodes: Sequence[dict[str, Any]], expected: list[tuple[int, int
     assert stored_objects(nodes) == expected
 
 
+def forward(compute: Any, batches: StoredBatches) -> list[RemoteCall[Any, Any]]:
+    """The calls of a forward pass."""
+    return [remote(compute, received(batch)) for batch in batches]
+
+
 @pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
 def test_a_batch_is_pickled_once_for_any_number_of_ranks(
     workers: WorkerGroup, pickled: Counter[str], num_ranks: int
@@ -192,8 +204,8 @@ def test_a_batch_is_pickled_once_for_any_number_of_ranks(
         actors, batch = ActorGroup(workers), a_batch()
         stored = await actors.send([batch], [0] * num_ranks)
         if num_ranks == len(workers):
-            await actors.compute_logprobs(stored)
-            await actors.compute_ref_logprobs(stored)
+            await actors.each_stored(forward(Actor.compute_logprobs, stored))
+            await actors.each_stored(forward(Actor.compute_ref_logprobs, stored))
 
     asyncio.run(run())
     assert pickled == {"IntColumn": 1, "FloatColumn": 1, "bytes": 4 * (LENGTH + 2) + 4 * LENGTH}
@@ -218,8 +230,8 @@ def test_the_ranks_of_a_node_read_the_same_memory_in_every_pass(
         await settled(nodes, [(0, 0)] * NUM_NODES)
         actors = ActorGroup(workers)
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
-        old = await actors.compute_logprobs(stored)
-        await actors.train_step(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0))
+        old = await actors.each_stored(forward(Actor.compute_logprobs, stored))
+        await actors.each(train_calls(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0)))
         counts = [count for count, _ in stored_objects(nodes)]
         assert counts == [1, 1 + RANKS_OF_NODE], (
             "the batch on each node, log-probs only on the second"
@@ -244,9 +256,9 @@ def test_log_probs_do_not_pass_through_the_driver(
         stored = await actors.send([a_batch()], [0] * NUM_RANKS)
         pickled.clear()
         monkeypatch.setattr(FloatColumn, "view", None)  # unpickling a column would call it
-        old = await actors.compute_logprobs(stored)
+        old = await actors.each_stored(forward(Actor.compute_logprobs, stored))
         assert [own is None for own in old] == [True] * RANKS_OF_NODE + [False] * RANKS_OF_NODE
-        await actors.train_step(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0))
+        await actors.each(train_calls(stored, old, [None] * NUM_RANKS, StepPlace(1, 1, 1, 0)))
         monkeypatch.undo()
         assert not pickled
         assert old[-1] is not None

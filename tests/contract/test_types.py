@@ -14,6 +14,20 @@ def test_types_are_consistent():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_calls_of_ranks_have_the_types_of_their_methods():
+    """Ranks are called by the method, so a wrong argument is an error before any job starts."""
+    path = ROOT / "tests/contract/wrong_calls.py"
+    command = [sys.executable, "-m", "mypy", "--explicit-package-bases", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    expected = [
+        number
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "  # WRONG: " in line
+    ]
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert {int(line.split(":")[1]) for line in errors} == set(expected), done.stdout + done.stderr
+
+
 def test_benchmarks_call_functions_with_arguments_that_exist():
     """No test runs most of them. Other errors of types are theirs: they pass tuples as columns."""
     command = [sys.executable, "-m", "mypy", "--explicit-package-bases", "benchmarks"]

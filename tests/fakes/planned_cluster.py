@@ -415,7 +415,7 @@ class RankProcesses:
     def _data_parallel_rank(self, rank: int) -> int:
         return rank
 
-    def _buckets_plan(self, rank: int) -> list[Bucket]:
+    def _bucket_plan(self, rank: int) -> list[Bucket]:
         return BUCKETS
 
     def _sync_stage(self, rank: int) -> int | None:

@@ -23,17 +23,17 @@ from slurm.render import (
     render_sandbox,
     render_sbatch,
 )
-from slurm.spec import JobSpec
+from tests.settings import a_job
 
 RUNS = {
-    "standalone.sbatch": JobSpec(
+    "standalone.sbatch": a_job(
         job_name="tiny",
         nodes=2,
         gpu_request="none",
         driver_args=("jobs/recipes/tiny.toml",),
         agent_args=("--requirements", "$RLPOST_ASSETS/tiny"),
     ),
-    "submitted.sbatch": JobSpec(
+    "submitted.sbatch": a_job(
         job_name="glm45_355b",
         nodes=8,
         gpu_request="gpus-per-node",
@@ -48,7 +48,7 @@ RUNS = {
         run_folder="/shared/runs/glm",
         output="/shared/runs/glm/slurm-%j.out",
     ),
-    "pyxis.sbatch": JobSpec(
+    "pyxis.sbatch": a_job(
         job_name="rl",
         nodes=4,
         spare_nodes=1,
@@ -75,7 +75,7 @@ RUNS = {
         run_folder="/shared/runs/rl",
         output="/shared/runs/rl/slurm-%j.out",
     ),
-    "enroot.sbatch": JobSpec(
+    "enroot.sbatch": a_job(
         job_name="rl",
         exclusive=False,
         gpu_request="none",
@@ -85,7 +85,7 @@ RUNS = {
         ),
         driver_args=("jobs/recipes/tiny.toml",),
     ),
-    "auto.sbatch": JobSpec(
+    "auto.sbatch": a_job(
         job_name="rl",
         nodes=4,
         container=Container(
@@ -96,7 +96,7 @@ RUNS = {
         requeue="chain",
         driver_args=("jobs/recipes/qwen3_4b.toml", "--cluster", "site"),
     ),
-    "hostile.sbatch": JobSpec(
+    "hostile.sbatch": a_job(
         job_name="hostile",
         num_gpus_per_node=1,
         driver_args=("a'; touch x", "$(touch x)", "`touch x`", "# x", ""),
@@ -111,7 +111,7 @@ RUNS = {
 
 FLEETS = {
     "fleet.sbatch": FleetSpec(
-        JobSpec(
+        a_job(
             job_name="glm45_355b-fleet",
             gpu_request="gpus-per-node",
             num_gpus_per_node=4,
@@ -129,7 +129,7 @@ FLEETS = {
         after="4711",
     ),
     "fleet-pyxis.sbatch": FleetSpec(
-        JobSpec(
+        a_job(
             job_name="rl-fleet",
             container=Container("pyxis", "/images/train.sqsh", ("/models",)),
             environment=(("NCCL_IB_HCA", "=mlx5_0,mlx5_1"),),
@@ -143,7 +143,7 @@ FLEETS = {
         num_engines=2,
     ),
     "fleet-hostile.sbatch": FleetSpec(
-        JobSpec(
+        a_job(
             job_name="hostile",
             num_gpus_per_node=1,
             agent_args=("$(touch x)",),
@@ -155,7 +155,7 @@ FLEETS = {
         num_engines=1,
     ),
     "fleet-auto.sbatch": FleetSpec(
-        JobSpec(
+        a_job(
             job_name="auto-fleet",
             container=Container("auto", "/images/train.sqsh", ()),
             home="/shared/runs/rl/code",
@@ -167,7 +167,7 @@ FLEETS = {
     ),
 }
 
-SERVERS_JOB = JobSpec(
+SERVERS_JOB = a_job(
     job_name="coder-sandboxes",
     gpu_request="none",
     exclusive=False,
@@ -204,7 +204,7 @@ SERVERS = {
         HOSTILE, 1, places=1, module="pkg.sandbox_server", image="/a'; $(touch x); #"
     ),
 }
-ONCE = JobSpec(
+ONCE = a_job(
     job_name="convert",
     nodes=2,
     driver_args=("--model", "glm45_355b", "--hf-checkpoint", "$RLPOST_IMAGE_CACHE/GLM"),
@@ -271,7 +271,7 @@ def test_both_uses_of_the_script_have_the_same_structure() -> None:
     """Only paths, and the help for a user, differ between given paths and those found at run time."""
     common = {"job_name": "tiny", "driver_args": ("recipe.toml",)}
     found, given = (
-        [line for line in render_sbatch(JobSpec(**common, **paths)).splitlines() if line[:1] != "#"]
+        [line for line in render_sbatch(a_job(**common, **paths)).splitlines() if line[:1] != "#"]
         for paths in ({}, {"home": "/h", "python": "/p", "run_folder": "/r"})
     )
     assert given[0] == "home=/h" and found[1:5] == given[1:5]

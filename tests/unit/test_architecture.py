@@ -233,7 +233,12 @@ def test_public_functions_are_typed_and_documented():
 
 def undocumented(path):
     body = [node for node in tree(path).body if not getattr(node, "name", "_").startswith("_")]
-    missing = [f"{node.name}: docstring" for node in body if not ast.get_docstring(node)]
+    missing = [
+        f"{node.name}: docstring"
+        for node in body
+        if not ast.get_docstring(node)
+        and "overload" not in map(ast.unparse, node.decorator_list)  # the implementation has it
+    ]
     for node in body:
         if not isinstance(node, ast.ClassDef):
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs

@@ -183,11 +183,6 @@ def _old_policy_problems(config: Config) -> list[str]:
             "--keep-old-actor true and --use-rollout-logprobs true both say what the policy is compared with; use one "
             "of them",
         ),
-        (
-            config.lora.lora_rank is not None,
-            f"--keep-old-actor true with {spelled(config, 'lora_rank')}: only whole weights are kept; use "
-            "--use-rollout-logprobs true, or --lora-rank none",
-        ),
     ]
     return [problem for is_broken, problem in rules if is_broken]
 
@@ -221,11 +216,6 @@ def critic_problems(config: Config) -> list[str]:
         (
             is_ppo and grpo.is_supervised,
             f"{estimator} trains a critic, and --loss-type sft_loss has no rewards; use --advantage-estimator grpo",
-        ),
-        (
-            is_ppo and grpo.custom_advantage_function_path is not None,
-            f"{spelled(config, 'custom_advantage_function_path')} gets no values of a critic; use "
-            "--advantage-estimator grpo with it, or --custom-advantage-function-path none",
         ),
         (
             is_ppo and config.optimizer.min_lr > critic_lr,

@@ -111,11 +111,6 @@ def _update_interval_problems(config: Config) -> list[str]:
             f"{rollout.steps_per_epoch} steps; use an interval that divides them, or --num-rollout",
         ),
         (
-            config.lora.lora_rank is not None,
-            f"{every} with {spelled(config, 'lora_rank')}: only whole weights are kept between updates; use "
-            "--update-weights-interval 1, or --lora-rank none",
-        ),
-        (
             config.grpo.is_supervised,
             f"{every} has no effect with --loss-type sft_loss, which has no engines; omit it",
         ),

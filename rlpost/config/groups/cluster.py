@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.attempt import DRIVER_RESTARTS
+from common.attempt import BRINGUP_DEADLINE_S, DRIVER_RESTARTS, SIGNAL_LEAD_S
 from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber, Variables
 
 
@@ -129,13 +129,13 @@ class ClusterConfig(Group):
     gpu_type: str | None = None
     """Type of the GPUs in that request (--gres=gpu:TYPE:N), as `sinfo --format=%G` lists it: h100,
     or a MIG profile such as 1g.10gb. Default: any type."""
-    signal_lead_s: Positive = 120
+    signal_lead_s: Positive = SIGNAL_LEAD_S
     """Seconds before the time limit at which Slurm signals the job; the job signals itself where
     Slurm does not. Also the assumed grace period of a preemption where the job cannot query
     Slurm."""
     socket_ifname: str | None = None
     """Network interface for Ray, Gloo and NCCL. Default: detected."""
-    bringup_deadline_s: Positive = 600
+    bringup_deadline_s: Positive = BRINGUP_DEADLINE_S
     """Startup timeout in seconds: every node must join and every engine answer by then, else the
     attempt fails and names the missing ones."""
     distributed_timeout_minutes: Positive = 10

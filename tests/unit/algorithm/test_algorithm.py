@@ -117,7 +117,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_tokens(pai
     groups = [group for group in (pairs[:cut], pairs[cut:]) if group]
     rewards = [[reward for reward, _ in group] for group in groups]
     masks = [[RunColumn([(1, length), (0, 2)]) for _, length in group] for group in groups]
-    options = dict(normalize_std=True, normalize_advantages=True)
+    options = dict(normalize_std=True, normalize_advantages=True, gamma=1.0)
     groups = answer_groups(rewards, masks)
     whitened = itertools.chain(*estimate("grpo", groups, raw=True, **options))
     plain, lengths = zip(*pairs, strict=True)
@@ -131,7 +131,7 @@ def test_estimators_with_a_baseline_give_equal_rewards_no_advantage():
     masks = [[RunColumn([(1, length)]) for length in of_group] for of_group in ((3, 5), (4, 4))]
     groups = answer_groups([[1.0, 1.0], [0.0, 0.0]], masks)
     for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"):
-        assert estimate(name, groups, normalize_std=True) == [(0.0, 0.0), (0.0, 0.0)]
+        assert estimate(name, groups, normalize_std=True, gamma=1.0) == [(0.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("has_penalties", [False, True])
@@ -141,9 +141,8 @@ def test_reinforce_plus_plus_whitens_the_discounted_returns_of_trained_tokens(ga
     rewards, masks = [[1.0], [0.5, -2.0]], [[(1, 0, 0, 1, 1, 0)], [(1, 1), (0, 0, 1)]]
     penalties = [[(0.1, 0.0, 0.0, 0.2, 0.4, 0.0)], [(-0.3, 0.7), (0.0, 0.0, 0.9)]]
     columns = [[RunColumn.of(mask) for mask in group] for group in masks]
-    options = {"gamma": gamma} if gamma != 1.0 else {}
     groups = answer_groups(rewards, columns, penalties if has_penalties else None)
-    found = estimate("reinforce_plus_plus", groups, normalize_std=True, **options)
+    found = estimate("reinforce_plus_plus", groups, normalize_std=True, gamma=gamma)
     returns, advantages = [], []
     for of_group in zip(rewards, masks, penalties, found, strict=True):
         for reward, mask, charged, advantage in zip(*of_group, strict=True):
@@ -178,7 +177,7 @@ def test_rewards_masks_and_penalties_of_other_lengths_are_refused(
 ):
     """A sample without its counterpart is never dropped."""
     with pytest.raises(ValueError):
-        estimate(estimator, answer_groups(rewards, masks, penalties), normalize_std=True)
+        estimate(estimator, answer_groups(rewards, masks, penalties), normalize_std=True, gamma=1.0)
 
 
 def test_the_gradient_at_sequence_level_is_that_of_the_paper():

@@ -264,7 +264,8 @@ def test_turns_are_episodes_steps_in_the_order_of_play_for_a_critic_too() -> Non
     ]
     values = [[FloatColumn([0.1, 0.3]), FloatColumn([0.2])]]
     found = estimate_with_values(
-        *([SampleGroup(0, tuple(samples))], values, None, Discounts()), normalize_advantages=False
+        *([SampleGroup(0, tuple(samples))], values, None, Discounts(1.0, 1.0)),
+        normalize_advantages=False,
     )
     ((first, second),) = found.returns
     assert list(first) == pytest.approx([1.5, 1.0])

@@ -124,10 +124,14 @@ def test_a_rollout_is_estimated_by_answer_and_whitened_over_its_tokens():
 def test_values_that_are_the_returns_explain_all_of_their_variance():
     groups = [SampleGroup(0, (scored([1, 1], 1.0), scored([1, 1], 0.0, 1)))]
     right = [[FloatColumn([1.0, 1.0]), FloatColumn([0.0, 0.0])]]
-    found = estimate_with_values(groups, right, None, Discounts(), normalize_advantages=False)
+    found = estimate_with_values(
+        groups, right, None, Discounts(1.0, 1.0), normalize_advantages=False
+    )
     assert found.metrics["train/value_explained_var"] == 1.0
     none = [[FloatColumn([0.5, 0.5]), FloatColumn([0.5, 0.5])]]
-    found = estimate_with_values(groups, none, None, Discounts(), normalize_advantages=False)
+    found = estimate_with_values(
+        groups, none, None, Discounts(1.0, 1.0), normalize_advantages=False
+    )
     assert found.metrics["train/value_explained_var"] == 0.0
     assert found.metrics["train/return_mean"] == found.metrics["train/value_mean"] == 0.5
 

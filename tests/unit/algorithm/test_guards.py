@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from rlpost.algorithm.guards import Bounds, Guards, check_tokens
+from rlpost.algorithm.guards import Guards, check_tokens
+from rlpost.config.groups.grpo import GrpoConfig
+from rlpost.driver.training import guard_bounds
 from rlpost.errors import TrainingError
 from rlpost.types import TrainBatch, TrainSample
 
@@ -17,7 +19,7 @@ HEALTHY = {
 
 
 def guards(*, is_fresh=True, **bounds):
-    return Guards(Bounds(**bounds), is_fresh=is_fresh)
+    return Guards(guard_bounds(GrpoConfig(**bounds)), is_fresh=is_fresh)
 
 
 def test_a_healthy_run_has_no_warnings():

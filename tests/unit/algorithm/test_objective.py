@@ -183,7 +183,7 @@ def test_the_divergence_of_an_array_has_the_bits_of_pythons_own_arithmetic():
 def test_a_penalty_in_the_reward_is_summed_where_samples_are_compared():
     masks, penalties = [RunColumn.of((1, 1))] * 2, [(0.25, 0.25), (0.0, 0.0)]
     group = AnswerGroup([1.0, 0.0], masks, [2, 2], penalties)
-    centred = estimate("grpo", [group], normalize_std=False)
+    centred = estimate("grpo", [group], normalize_std=False, gamma=1.0)
     assert centred == [pytest.approx((0.25, -0.25))]
 
 

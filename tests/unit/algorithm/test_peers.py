@@ -234,7 +234,7 @@ def nemo_advantages(*, leave_one_out: bool, normalize: bool) -> list[float]:
 
 def own_advantages(estimator: str, *, normalize_std: bool) -> list[float]:
     group = AnswerGroup(REWARDS, [RunColumn([(1, 3)])] * len(REWARDS), [3] * len(REWARDS))
-    (found,) = estimate(estimator, [group], normalize_std=normalize_std)
+    (found,) = estimate(estimator, [group], normalize_std=normalize_std, gamma=1.0)
     return list(found)
 
 

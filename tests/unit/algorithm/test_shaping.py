@@ -15,7 +15,9 @@ from rlpost.columns import RunColumn
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.load import load
-from rlpost.driver.batches import rollout_advantages
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
+from rlpost.driver.batches import rollout_advantages, shaping_of
 from rlpost.types import Sample, SampleGroup, ScoredSample
 
 LOOP = "so it goes. " * 800
@@ -39,6 +41,16 @@ GROUP = SampleGroup(
 )
 
 
+def shaping_with(
+    max_response_len: int, *, max_context_len: int | None = None, **grpo: object
+) -> Shaping:
+    lengths = {
+        "rollout_max_response_len": max_response_len,
+        "rollout_max_context_len": max_context_len,
+    }
+    return shaping_of(with_values(Config(), **lengths, **grpo))
+
+
 def test_the_overlong_punishment_equals_the_equation_of_dapo() -> None:
     # DAPO, arXiv 2503.14476, equation 13, with L_max = 20480 and L_cache = 4096
     at = {16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 100: 0.0, 30000: -1.0}
@@ -47,11 +59,11 @@ def test_the_overlong_punishment_equals_the_equation_of_dapo() -> None:
 
 
 def test_without_shaping_groups_are_unchanged() -> None:
-    assert shaped([GROUP], Shaping(max_response_len=10)) == [GROUP]
+    assert shaped([GROUP], shaping_with(max_response_len=10)) == [GROUP]
 
 
 def test_long_answers_lose_reward_and_others_do_not() -> None:
-    shaping = Shaping(max_response_len=10, overlong_buffer_len=4, overlong_penalty=0.5)
+    shaping = shaping_with(max_response_len=10, overlong_buffer_len=4, overlong_penalty=0.5)
     assert shaped([GROUP], shaping)[0].rewards == pytest.approx((1.0, 0.75, 0.0, 1.0))
 
 
@@ -60,7 +72,7 @@ def test_lengths_count_from_where_generation_ends() -> None:
 
     A later sample of an answer has its own prompt: 2 tokens, then a history of 8 that leaves 6.
     """
-    shaping = Shaping(max_response_len=10, max_context_len=14, overlong_buffer_len=4)
+    shaping = shaping_with(max_response_len=10, max_context_len=14, overlong_buffer_len=4)
     lengths = (1, 3, 5)
     samples = [answer(index, length, 1.0, prompt=9) for index, length in enumerate(lengths)]
     parts = [answer(3, 2, 1.0, prompt=2), answer(3, 4, 1.0, prompt=8)]
@@ -72,11 +84,11 @@ def test_lengths_count_from_where_generation_ends() -> None:
 
 
 def test_truncated_answers_are_masked_but_count_in_the_baseline() -> None:
-    (group,) = shaped([GROUP], Shaping(max_response_len=10, truncated_answers="mask"))
+    (group,) = shaped([GROUP], shaping_with(max_response_len=10, truncated_answers="mask"))
     assert group.rewards == GROUP.rewards
     assert [mask.total() for mask in group.masks] == [4, 8, 0, 6]
     pair = SampleGroup(0, (answer(0, 4, 1.0), answer(1, 10, 0.0, finish="length")))
-    masked = shaped([pair], Shaping(max_response_len=10, truncated_answers="mask"))
+    masked = shaped([pair], shaping_with(max_response_len=10, truncated_answers="mask"))
     baselines = {"grpo": 1 / 2, "rloo": 0.0, "opo": 4 / 14}
     for estimator, baseline in baselines.items():
         grpo = GrpoConfig(advantage_estimator=estimator, disable_grpo_std_normalization=True)
@@ -102,14 +114,14 @@ def test_a_change_of_the_reward_counts_for_the_last_turn_and_punished_answers_ha
         assert sum(turn.reward for turn in changed.turns) == pytest.approx(changed.reward)
         return [turn.reward for turn in changed.turns]
 
-    overlong = Shaping(max_response_len=10, overlong_buffer_len=4)  # 8 tokens: half the buffer
+    overlong = shaping_with(max_response_len=10, overlong_buffer_len=4)  # 8 tokens: half the buffer
     assert rewards_of_turns(overlong) == pytest.approx([0.5, 0.75, -0.25])
     punished = replace(overlong, truncated_answers="punish", punished_reward=-1.0)
     assert rewards_of_turns(punished) == pytest.approx([0.0, 0.0, -1.5])
 
 
 def test_repetitive_answers_get_the_punished_reward() -> None:
-    shaping = Shaping(max_response_len=10, repetitive_answers="punish", punished_reward=-1.0)
+    shaping = shaping_with(max_response_len=10, repetitive_answers="punish", punished_reward=-1.0)
     (group,) = shaped([GROUP], shaping)
     assert group.rewards == (1.0, 1.0, 0.5, -1.0)
     assert [scored.sample.loss_mask for scored in group.samples] == [None] * 4
@@ -120,7 +132,7 @@ def test_the_baseline_of_opo_is_the_mean_weighted_by_length() -> None:
         tokens = np.repeat(rewards, lengths)
         masks = [[RunColumn([(1, length)]) for length in lengths]]
         groups = [AnswerGroup(rewards, *masks, lengths)]
-        (found,) = estimate("opo", groups, normalize_std=True)
+        (found,) = estimate("opo", groups, normalize_std=True, gamma=1.0)
         assert found == pytest.approx(np.array(rewards) - tokens.mean())
     assert opo_advantages([3.0], [0]) == (3.0,)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootstrap.agent.options import parse_options
+from bootstrap.agent.ray_command import RayNode, start_argv
+from bootstrap.links.ports import PortBlock
 from common.attempt import DRIVER_RESTARTS
 from rlpost.cli.entry import run_command
 from rlpost.cli.job import job_spec
@@ -105,3 +107,23 @@ def test_restarts_of_the_driver_are_limited_by_the_setting(tmp_path: Path) -> No
         settings = load([], {"cluster": {"max_driver_restarts": most}}, base=tmp_path).config
         options = parse_options([*given, *job_spec(settings).agent_args, "--", "driver"])
         assert options.driver_restarts == most
+
+
+def test_the_dashboard_of_ray_runs_at_the_address_of_the_settings_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    given = ["--attempt-dir", str(tmp_path), "--num-gpus", "8"]
+    ports = PortBlock(20000)
+    for cluster, words in (
+        ({}, ["--include-dashboard=false", "--dashboard-host=127.0.0.1"]),
+        ({"ray_dashboard_host": "::"}, ["--include-dashboard=false", "--dashboard-host=127.0.0.1"]),
+        ({"ray_dashboard": True}, ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]),
+        (
+            {"ray_dashboard": True, "ray_dashboard_host": "::"},
+            ["--include-dashboard=true", "--dashboard-host=::"],
+        ),
+    ):
+        settings = load([], {"cluster": cluster}, base=tmp_path).config
+        options = parse_options([*given, *job_spec(settings).agent_args, "--", "driver"])
+        node = RayNode("a", "a", ports, "/t", 2, 8, dashboard_host=options.ray_dashboard_host)
+        assert [word for word in start_argv(node) if word in words] == words

@@ -35,11 +35,12 @@ from rlpost.cli.entry import run_command
 from rlpost.cli.follow import follow
 from slurm.executor import submit
 from slurm.spec import JobSpec
+from tests.settings import a_job
 
 def command(words):
     home, root, waits = words
     run = create_run_folder(Path(root), "{}")
-    spec = JobSpec(gpu_request="none", driver_args=("slow-save",), python=sys.executable)
+    spec = a_job(gpu_request="none", driver_args=("slow-save",), python=sys.executable)
     job_id = submit(spec, run, home=Path(home), where="local")
     print("submitted", job_id, flush=True)
     return follow(run, job_id, started_it=True) if waits == "wait" else 0

@@ -10,6 +10,7 @@ import pytest
 
 from rlpost.driver.calls import Call, Calls, LeaveOnStop, repeat
 from rlpost.driver.preemption import EXIT_S, StopRequest
+from rlpost.driver.worker_groups import ActorGroup
 from rlpost.errors import Fenced, HalfTrained, Preempted, RlpostError
 from rlpost.trainer.stop_points import StopPoint, StopPoints
 
@@ -31,6 +32,10 @@ class Ranks:
             for rank in range(len(self.delays_s))
         ]
         return list(await asyncio.gather(*work))
+
+    async def call_aside(self, method, *arguments):
+        act = {"stop_points.hold": self.hold, "stop_points.release": self.release}[method]
+        return await act(*arguments)
 
     async def hold(self):
         found = [one.hold() for one in self.stop_points]
@@ -65,7 +70,7 @@ def stop(tmp_path):
 
 def make(ranks, stop, length, *, may_leave=True):
     call, send = Call("train_step", may_leave), partial(ranks.compute, length)
-    return asyncio.run(LeaveOnStop(ranks, stop).over(call, send))
+    return asyncio.run(LeaveOnStop(ActorGroup(ranks), stop).over(call, send))
 
 
 def test_without_a_stop_request_no_rank_gets_a_message(tmp_path, stop):
@@ -112,7 +117,8 @@ async def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
             (tmp_path / "STOP").write_text(json.dumps({"reason": "late", "deadline": end}))
             await asyncio.Event().wait()
 
-        async def hold(self):
+        async def call_aside(self, method):
+            assert method == "stop_points.hold"
             await asyncio.Event().wait()
 
     if not is_near:
@@ -120,7 +126,7 @@ async def test_a_stop_with_a_hanging_rank_ends_in_time_to_rely_on_the_journal(
     with pytest.raises(HalfTrained, match="which rank hangs"):
         async with asyncio.timeout(20):
             hung = Hung()
-            calls = Calls(hung, StopRequest(tmp_path / "STOP"))
+            calls = Calls(ActorGroup(hung), StopRequest(tmp_path / "STOP"))
             await calls.make("train_step", hung.compute, may_leave=True)
 
 
@@ -177,7 +183,7 @@ def test_the_wrappers_nest_in_the_documented_order(tmp_path, stop):
     """A stop ends a watched call: the watch sees Interrupted, the caller Preempted."""
     log.clear()
     ranks = Ranks([0.01, 0.01], tmp_path / "STOP", stop_after=2)
-    calls = Calls(ranks, stop, Hanging())
+    calls = Calls(ActorGroup(ranks), stop, Hanging())
     with pytest.raises(Preempted):
         asyncio.run(calls.make("train_step", partial(ranks.compute, 1000), may_leave=True))
     ranks.pool.shutdown()

@@ -13,7 +13,7 @@ from rlpost.driver import startup
 from rlpost.driver.engines import engines
 from rlpost.driver.placement import Offer, place, service_ports
 from rlpost.driver.preemption import StopRequest
-from rlpost.driver.worker_groups import ActorGroup
+from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 
 SETTINGS = {
     "colocate": True, "nodes": 2, "num_gpus_per_node": 2, "actor_num_gpus_per_node": 2,
@@ -80,7 +80,7 @@ async def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_pa
     begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
     await begin.trainer(group, placement, ports, Path("/checkpoint"))
     fleet = engines.Fleet(config, cluster, placement, ports)
-    visible = await group.visible_gpus()
+    visible = await group.all(remote(Actor.visible_gpu))
     for index in range(2):
         fleet._group(index, visible)
     assert [actors.ranks[rank] for rank in range(4)] == ranks

@@ -12,6 +12,7 @@ import pytest
 
 from rlpost.driver.calls import Call, EndWhenHanging
 from rlpost.driver.hang_report import HANG_FILE, HangReport
+from rlpost.driver.worker_groups import ActorGroup
 from rlpost.errors import Hang, RlpostError
 from rlpost.observe.progress.overdue import ENOUGH, OverdueRule
 from rlpost.observe.progress.position import Frame, GroupCount, Position
@@ -38,13 +39,13 @@ class FakeRanks:
         self._record = record
         self.examinations = 0
 
-    async def positions(self, within_s: float) -> list[Position | None]:
+    async def answers_aside(self, method: str, *arguments: str, within_s: float) -> list[Any]:
+        if method == "write_flight_record":
+            return [self._record, None, None]
+        assert method == "position"
         self.examinations += 1
         self._newest = next(self._pictures, self._newest)
         return list(self._newest)
-
-    async def write_flight_records(self, folder: Path, within_s: float) -> list[str | None]:
-        return [self._record, None, None]
 
 
 STUCK = [position(0, 42), position(1, 42), position(2, 41)]
@@ -55,8 +56,8 @@ CALL = Call("train_step", may_leave=False)
 
 def watch(folder: Path, ranks: FakeRanks, *, is_stopping: bool = False) -> EndWhenHanging:
     report = HangReport(folder, hosts={"10.0.0.1": "n01", "10.0.0.2": "n02"})
-    group: Any = ranks
-    return EndWhenHanging(group, RULE, report, is_stopping=lambda: is_stopping)
+    workers: Any = ranks
+    return EndWhenHanging(ActorGroup(workers), RULE, report, is_stopping=lambda: is_stopping)
 
 
 async def returned(value: Any = 7, after_s: float = 0.0) -> Any:
@@ -160,7 +161,9 @@ async def test_ranks_that_were_suspended_with_the_driver_are_not_reported(tmp_pa
 
     ranks: Any = FakeRanks(STUCK)
     report = HangReport(tmp_path, hosts={})
-    watching = EndWhenHanging(ranks, RULE, report, is_stopping=lambda: False, clock=Clock())
+    watching = EndWhenHanging(
+        ActorGroup(ranks), RULE, report, is_stopping=lambda: False, clock=Clock()
+    )
     await with_history(watching)
     async with asyncio.timeout(10):
         assert await watching.over(CALL, partial(returned, 8, after_s=0.1)) == 8

@@ -20,6 +20,7 @@ from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.engines import engines
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.stages import ClusterStages
+from rlpost.driver.worker_groups import Actor, remote
 from rlpost.durable.commit import checkpoint_name
 from rlpost.durable.state import RunState
 from rlpost.engines import engine_side_weights
@@ -80,8 +81,8 @@ class Training:
 
     async def train(self, groups, rollout, versions):
         if self._has_critic:
-            await self._actors.train_critic([], [], [])
-        await self._actors.train_step([], [], [], None)
+            await self._actors.all(remote(Actor.train_critic))
+        await self._actors.all(remote(Actor.train_step))
         return {}
 
 

@@ -71,6 +71,10 @@ class Ranks:
         return {"train/loss": int(self.weights[:4], 16) / 1e4, "train/grad_norm": 1.0}
 
     # group of ranks
+    @property
+    def workers(self):
+        return self
+
     async def dead(self, within_s):
         return self.dead_ranks
 
@@ -86,7 +90,8 @@ class Ranks:
     def replace(self, fresh):
         self.dead_ranks, self.weights = [], "new"
 
-    async def positions(self, within_s):
+    async def answers(self, call, *, within_s):
+        assert call.path == "position"
         return [object(), None]
 
     # startup of ranks

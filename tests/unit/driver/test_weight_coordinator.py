@@ -75,9 +75,9 @@ class Actors:
         self.stop_file, self.begun, self.ended = stop_file, [], []
         self.swaps: list[tuple[object, ...]] = []  # method, version, transfers that had ended
         self.answers = {
-            "buckets.plan": [BUCKETS],
+            "bucket_plan": [BUCKETS],
             "sync_stage": [0],
-            "broadcast.backend": [backend],
+            "broadcast_backend": [backend],
         }
 
     async def call(self, method, *arguments):

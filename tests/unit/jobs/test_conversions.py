@@ -18,7 +18,7 @@ from rlpost.config.checks.missing import missing_problems
 from rlpost.config.load import JOBS, files_of, load
 from slurm.container import Container
 from slurm.render import render_conversion, render_look
-from slurm.spec import JobSpec
+from tests.settings import a_job
 from tests.unit.jobs.assets import make_assets
 
 SCRIPTS = sorted(JOBS.glob("convert_*.sbatch"))
@@ -93,7 +93,7 @@ def test_a_job_without_its_sites_variables_names_them_and_is_not_requeued(tmp_pa
 
 def test_the_folder_is_renamed_when_everything_is_written(tmp_path):
     script = render_conversion(
-        JobSpec(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist")
+        a_job(nodes=2, num_gpus_per_node=4), str(tmp_path / "x y_torch_dist")
     )
     failed = run(script, tmp_path, CODE="3")
     assert failed.returncode == 1 and "not converted (exit 3)" in failed.stdout
@@ -115,7 +115,7 @@ def test_the_folder_is_renamed_when_everything_is_written(tmp_path):
     assert run(script, tmp_path).returncode == 0 and not (tmp_path / "words").exists()
 
 
-HOSTILE = JobSpec(
+HOSTILE = a_job(
     driver_args=("--hf-checkpoint", "a'; touch x", "$(touch x)", "$RLPOST_ASSETS; touch x"),
     environment=(("MARK", "$(touch x)"),),
 )

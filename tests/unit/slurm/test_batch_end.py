@@ -32,6 +32,7 @@ from slurm.render import render_conversion, render_sbatch
 from slurm.spec import JobSpec
 from slurm.submissions import unknown_submissions
 from slurm.supervise import count_endings
+from tests.settings import a_job
 from tests.unit.slurm.stand_ins import commands
 
 ROOT = Path(__file__).parents[3]
@@ -96,7 +97,7 @@ def run(
         text = text.replace("run/attempts", f"{at}/attempts")
         (commands / name).write_text(f"#!/bin/bash\ncd {folder}\n{text}\n")
         (commands / name).chmod(0o755)
-    spec = spec or JobSpec(
+    spec = spec or a_job(
         home=str(ROOT),
         python=sys.executable,
         run_folder=str(folder / "run"),
@@ -213,7 +214,7 @@ def test_a_start_that_cannot_be_noted_is_a_start(tmp_path: Path, signals: Signal
 def test_a_chain_has_the_account_and_place_of_its_first_job(tmp_path: Path) -> None:
     """Also if sbatch prints Latin-1, and if the ledger cannot be written."""
     (tmp_path / "run/ledger.jsonl").mkdir(parents=True)
-    spec = JobSpec(
+    spec = a_job(
         home=str(ROOT),
         python=sys.executable,
         run_folder=str(tmp_path / "run"),
@@ -238,7 +239,7 @@ def test_a_chain_has_the_account_and_place_of_its_first_job(tmp_path: Path) -> N
 def test_a_conversion_that_slurm_preempts_may_be_requeued_again(
     tmp_path: Path, terminated: str, final: list[str]
 ) -> None:
-    spec = JobSpec(home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"))
+    spec = a_job(home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"))
     script = render_conversion(spec, str(tmp_path / "weights"))
     (tmp_path / "run/attempts/latest").mkdir(parents=True)  # of the stand-in of srun
     code, called, log = run(
@@ -306,7 +307,7 @@ def test_the_end_of_a_job_is_final(tmp_path: Path, verdict: str, code: int) -> N
 
     The page of a failure is written even where the setup commands are what fails.
     """
-    spec = JobSpec(
+    spec = a_job(
         home=str(ROOT),
         python=sys.executable,
         run_folder=str(tmp_path / "run"),
@@ -339,7 +340,7 @@ def test_a_request_to_stop_from_before_the_handler_is_recognised_by_the_end_of_t
 
 def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path: Path) -> None:
     """The last task has the number of the array, which means all tasks in Slurm's commands."""
-    spec = JobSpec(job_name="sweep", driver_args=("recipe.toml",), python=sys.executable)
+    spec = a_job(job_name="sweep", driver_args=("recipe.toml",), python=sys.executable)
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "RLPOST_HOME": str(tmp_path)}
     for name in ("slurm", "common"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -354,7 +355,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path: Path) -> None:
 
 def test_an_array_is_not_told_to_resume(tmp_path: Path) -> None:
     """``--resume`` would mean one run; each task resumes the folder that it finds."""
-    spec = JobSpec(job_name="sweep", driver_args=("recipe.toml",), python=sys.executable)
+    spec = a_job(job_name="sweep", driver_args=("recipe.toml",), python=sys.executable)
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "RLPOST_HOME": str(tmp_path)}
     for name in ("slurm", "common"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -372,7 +373,7 @@ def test_an_array_of_one_run_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_chain_takes_no_number_from_a_banner(tmp_path: Path) -> None:
     """It finds the job by its file, and leaves itself out."""
-    spec = JobSpec(
+    spec = a_job(
         home=str(ROOT), python=sys.executable, run_folder=str(tmp_path / "run"), requeue="chain"
     )
     script = tmp_path / "run/job.sbatch"
@@ -398,7 +399,7 @@ def test_the_next_job_of_a_chain_is_looked_up_before_it_counts_as_refused(
     tmp_path: Path, shown: str, complaint: str, outcome: str
 ) -> None:
     """The ledger says which of three it is; where there is no job, its decision is corrected."""
-    spec = JobSpec(
+    spec = a_job(
         home=str(ROOT),
         python=sys.executable,
         run_folder=str(tmp_path / "run"),
@@ -441,7 +442,7 @@ def test_a_plain_batch_file_says_how_to_restart_where_slurm_forbids_it(
     tmp_path: Path, signals: Signals
 ) -> None:
     """Options of sbatch's command line would be lost in a new job."""
-    spec = JobSpec(job_name="one", driver_args=("recipe.toml",), python=sys.executable)
+    spec = a_job(job_name="one", driver_args=("recipe.toml",), python=sys.executable)
     for name in ("slurm", "common"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {"RLPOST_HOME": str(tmp_path)}
@@ -607,7 +608,7 @@ def test_a_container_of_a_run_is_removed_after_its_agents(tmp_path: Path) -> Non
 
 
 def test_a_batch_host_without_python_says_so_in_one_line(tmp_path: Path) -> None:
-    script = render_sbatch(JobSpec(home=str(ROOT), run_folder=str(tmp_path / "run")))
+    script = render_sbatch(a_job(home=str(ROOT), run_folder=str(tmp_path / "run")))
     done = subprocess.run(
         ["/bin/bash"], input=script, env={"PATH": str(tmp_path)}, capture_output=True, text=True
     )

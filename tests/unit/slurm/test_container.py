@@ -15,7 +15,8 @@ from slurm.container import Container
 from slurm.errors import SpecError, SubmitError
 from slurm.executor import submit
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec, completed
+from slurm.spec import completed
+from tests.settings import a_job
 from tests.unit.slurm.test_spec import HOSTILE, options
 
 IMAGE = "/images/a.sqsh"
@@ -48,8 +49,8 @@ def test_a_container_that_cannot_be_asked_for_is_refused(
 @pytest.mark.parametrize("field", ["home", "run_folder"])
 def test_a_folder_that_no_list_of_mounts_can_hold_is_refused(field: str) -> None:
     with pytest.raises(SpecError, match=f"^{field}: "):
-        JobSpec(container=Container("pyxis", IMAGE), **{field: "/a b"})
-    JobSpec(**{field: "/a b"})
+        a_job(container=Container("pyxis", IMAGE), **{field: "/a b"})
+    a_job(**{field: "/a b"})
 
 
 def place(backend: str) -> Place:
@@ -72,9 +73,7 @@ def test_mounts_are_one_list_for_pyxis_and_one_option_each_for_enroot() -> None:
 def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_systems(
     tmp_path: Path,
 ) -> None:
-    spec = completed(
-        JobSpec(container=Container("pyxis", IMAGE)), RunFolder(tmp_path), home=tmp_path
-    )
+    spec = completed(a_job(container=Container("pyxis", IMAGE)), RunFolder(tmp_path), home=tmp_path)
     assert spec.python == "python3"
     assert "exec python3 -m slurm.batch run " in render_sbatch(spec)
     with pytest.raises(SpecError, match=r"^python: "):
@@ -84,7 +83,7 @@ def test_in_a_container_the_interpreter_is_the_images_and_on_the_host_the_system
 def test_without_slurm_a_container_is_refused_rather_than_left_out(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
     with pytest.raises(SubmitError, match="pyxis"):
-        submit(JobSpec(container=Container("pyxis", IMAGE)), run, home=tmp_path, where="local")
+        submit(a_job(container=Container("pyxis", IMAGE)), run, home=tmp_path, where="local")
 
 
 @pytest.mark.parametrize(
@@ -111,12 +110,12 @@ def test_profile_values_that_slurm_or_the_shell_would_misread_are_refused(
     field: str, value: Any
 ) -> None:
     with pytest.raises(SpecError, match=f"^{field}: "):
-        JobSpec(**{field: value})
+        a_job(**{field: value})
 
 
 def test_the_jobs_of_a_chain_wait_for_their_own_run_alone(tmp_path: Path) -> None:
     """Singleton compares job names: equal for all jobs of a run, different between runs."""
-    spec = JobSpec(job_name="rl", requeue="chain")
+    spec = a_job(job_name="rl", requeue="chain")
     names = [
         completed(spec, RunFolder(tmp_path / run), home=tmp_path).job_name
         for run in ("a", "a", "b")

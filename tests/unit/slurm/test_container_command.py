@@ -20,7 +20,7 @@ from slurm.container_command import command_words, template_problem
 from slurm.errors import SpecError
 from slurm.job_step import Inside, step_argv
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
+from tests.settings import a_job
 
 ROOT = Path(__file__).parents[3]
 APPTAINER = "apptainer exec --nv --bind={source}:{target}:{mode} {image}"
@@ -135,7 +135,7 @@ def test_an_image_of_any_runtime_is_one_argument(image: str, is_valid: bool) -> 
             Container("command", image, command=APPTAINER)
         return
     container = Container("command", image, command=APPTAINER)
-    script = render_sbatch(JobSpec(container=container, home="/h", run_folder="/r", python="/p"))
+    script = render_sbatch(a_job(container=container, home="/h", run_folder="/r", python="/p"))
     words = shlex.split(script.partition("slurm.batch run")[2].replace("\\\n", ""))
     options = parse(words[: words.index("--")])
     assert options.image == image
@@ -162,7 +162,7 @@ def test_code_below_the_run_folder_is_mounted_with_it() -> None:
 def test_the_batch_file_hands_the_template_to_the_job_as_it_is(tmp_path: Path) -> None:
     template = "apptainer exec --env=A='b c' --bind={source}:{target} {image}"
     container = Container("command", "docker://r/a:1", ("/a",), command=template)
-    script = render_sbatch(JobSpec(container=container, home="/h", run_folder="/r", python="/p"))
+    script = render_sbatch(a_job(container=container, home="/h", run_folder="/r", python="/p"))
     words = shlex.split(script.partition("slurm.batch run")[2].replace("\\\n", ""))
     options = parse(words[: words.index("--")])
     assert options.container_command == template and options.image_cache == ""

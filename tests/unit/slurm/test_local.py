@@ -20,9 +20,9 @@ from slurm import local
 from slurm.errors import SubmitError
 from slurm.executor import submit
 from slurm.local import LOG, _on_signal, local_environment
-from slurm.spec import JobSpec
 from tests.cluster.lab_host import wait_until
 from tests.processes import living
+from tests.settings import a_job
 
 STUB_HOME = Path(__file__).parents[2] / "fakes/cluster_home"
 
@@ -44,7 +44,7 @@ def test_a_process_that_ends_before_it_reads_its_job_names_its_log(
     monkeypatch.setattr(
         local.pickle, "dumps", lambda spec: bytes(1 << 20)
     )  # more than a pipe holds
-    spec = JobSpec(num_gpus_per_node=1, home=str(home), python="/bin/true")
+    spec = a_job(num_gpus_per_node=1, home=str(home), python="/bin/true")
     with pytest.raises(SubmitError, match=f"ended before it read its job.*see .*/{LOG}"):
         local.start_detached(spec, tmp_path / "submitit")
 
@@ -53,7 +53,7 @@ def start(
     tmp_path: Path, home: Path, behaviour: str, **changes: Any
 ) -> tuple[RunFolder, psutil.Process]:
     run = create_run_folder(tmp_path / "run", "{}")
-    spec = JobSpec(
+    spec = a_job(
         num_gpus_per_node=2,
         gpu_request="none",
         driver_args=(behaviour,),
@@ -196,7 +196,7 @@ def test_a_local_run_is_asked_to_stop_before_its_time_limit(tmp_path: Path, home
 @pytest.mark.slow
 def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
-    spec = JobSpec(
+    spec = a_job(
         num_gpus_per_node=2, gpu_request="none", driver_args=("done",), python=sys.executable
     )
     handlers = {
@@ -217,7 +217,7 @@ def test_a_debugged_run_is_over_when_submit_returns(tmp_path, home) -> None:
 def test_several_nodes_need_slurm(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path / "run", "{}")
     with pytest.raises(SubmitError, match="nodes=2"):
-        submit(JobSpec(nodes=2), run, home=tmp_path, where="local")
+        submit(a_job(nodes=2), run, home=tmp_path, where="local")
 
 
 def test_the_agent_of_a_local_run_sees_no_scheduler() -> None:

@@ -13,7 +13,7 @@ import pytest
 from slurm.arrays import FleetSpec, job_and_task, task_name
 from slurm.errors import SpecError
 from slurm.render import render_fleet
-from slurm.spec import JobSpec
+from tests.settings import a_job
 
 ROOT = Path(__file__).parents[3]
 SQUEUE = """
@@ -26,7 +26,7 @@ case "$*" in *"--jobs=11_1 "*) echo $say;; *"--jobs=11 "*) printf '%s\\n' $say $
 def job(tmp_path):
     for name in ("logs", "stop"):
         (tmp_path / "run/fleet" / name).mkdir(parents=True)
-    return JobSpec(
+    return a_job(
         job_name="x",
         gpu_request="none",
         home=str(ROOT),

@@ -22,9 +22,11 @@ from slurm.errors import SpecError
 from slurm.render import render_conversion, render_fleet, render_look, render_sandbox, render_sbatch
 from slurm.sbatch_options import OF_SETTINGS, Job, word_problem
 from slurm.spec import JobSpec
+from tests.settings import a_job
 
 SITE = ("--licenses=site:8", "--comment=it's 8 # a", "--nice", "--wckey=rl")
-TASK = JobSpec(home="/h", python="/p", run_folder="/r", sbatch=SITE, output="/r/log")
+JOB = Job(is_exclusive=True, gpu_request="gres", requeue="requeue")
+TASK = a_job(home="/h", python="/p", run_folder="/r", sbatch=SITE, output="/r/log")
 TYPED = "--gres=gpu:h100:8"
 
 
@@ -130,12 +132,10 @@ def test_every_option_of_sbatch_is_passed_or_refused_with_its_reason() -> None:
     assert not set(refused) & set(PASSED)
     assert sorted({*refused, *PASSED}) == sorted({*OF_24_11, *SINCE_24_11})
     for name in PASSED:
-        assert word_problem(f"--{name}=1", Job()) == ""
-        assert (
-            f"#SBATCH --{name}" in render_sbatch(JobSpec(sbatch=(f"--{name}",))) or name == "gres"
-        )
+        assert word_problem(f"--{name}=1", JOB) == ""
+        assert f"#SBATCH --{name}" in render_sbatch(a_job(sbatch=(f"--{name}",))) or name == "gres"
     for name, reason in refused.items():
-        assert reason in word_problem(f"--{name}=1", Job()), name
+        assert reason in word_problem(f"--{name}=1", JOB), name
 
 
 def test_a_refusal_for_what_the_job_states_is_true() -> None:
@@ -149,7 +149,7 @@ def test_a_refusal_for_what_the_job_states_is_true() -> None:
     claimed = {
         name
         for name in (*OF_24_11, *SINCE_24_11)
-        if f"states --{name} itself" in word_problem(f"--{name}=1", Job())
+        if f"states --{name} itself" in word_problem(f"--{name}=1", JOB)
     }
     whole = {"account", "partition", "qos", "reservation", "constraint", "segment", "exclude"}
     assert claimed <= by_jobs | on_the_command_line | whole
@@ -175,12 +175,12 @@ def test_a_refusal_for_what_the_job_states_is_true() -> None:
 def test_a_request_for_gpus_collides_with_one_of_the_job_alone(
     word: str, has_gpus: bool, request_: str
 ) -> None:
-    problem = word_problem(word, Job(gpu_request=request_))
+    problem = word_problem(word, Job(is_exclusive=True, gpu_request=request_, requeue="requeue"))
     collides = has_gpus and request_ != "none"
     assert (f"the job states --{request_} itself" in problem) is collides
     assert bool(problem) is collides
     if not problem:
-        script = render_sbatch(JobSpec(gpu_request=request_, sbatch=(word,)))  # type: ignore[arg-type]
+        script = render_sbatch(a_job(gpu_request=request_, sbatch=(word,)))  # type: ignore[arg-type]
         assert word.partition("=")[2] in script
 
 
@@ -200,7 +200,7 @@ def test_a_request_for_gpus_collides_with_one_of_the_job_alone(
     ],
 )
 def test_a_type_and_further_resources_are_one_request(values: dict[str, Any], line: str) -> None:
-    script = render_sbatch(JobSpec(**values))
+    script = render_sbatch(a_job(**values))
     assert line in script and script.count("--gres") == line.count("--gres")
 
 
@@ -221,11 +221,11 @@ def test_a_type_and_further_resources_are_one_request(values: dict[str, Any], li
 )
 def test_a_setting_that_cannot_act_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        JobSpec(**values)
+        a_job(**values)
 
 
 def test_a_run_may_wait_for_another_job() -> None:
-    script = render_sbatch(JobSpec(sbatch=("--dependency=afterok:7",)))
+    script = render_sbatch(a_job(sbatch=("--dependency=afterok:7",)))
     assert script.count("--dependency") == 1 and "#SBATCH --dependency=afterok:7\n" in script
 
 
@@ -316,12 +316,12 @@ def test_every_job_states_them_one_line_each_before_its_own() -> None:
 )
 def test_a_word_that_is_refused_names_the_remedy(word: str, remedy: str) -> None:
     with pytest.raises(SpecError) as error:
-        JobSpec(sbatch=(word,))
+        a_job(sbatch=(word,))
     assert remedy in str(error.value)
 
 
 def test_a_part_of_a_node_may_have_a_bound_of_memory() -> None:
-    assert "#SBATCH --mem=9G\n" in render_sbatch(JobSpec(exclusive=False, sbatch=("--mem=9G",)))
+    assert "#SBATCH --mem=9G\n" in render_sbatch(a_job(exclusive=False, sbatch=("--mem=9G",)))
 
 
 def test_a_sandbox_server_states_its_own_memory(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from slurm.batch.options import OptionError, Options, parse, split_groups, words
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
+from tests.settings import a_job
 
 HOSTILE = "a'; touch x"
 
@@ -43,14 +43,14 @@ def test_no_value_can_begin_a_new_line(field: str, text: str) -> None:
     """A line break or control character in any value is refused, and the field is named."""
     value: Any = ("ok", text) if field.endswith("_args") else text
     with pytest.raises(SpecError, match=f"^{field}: "):
-        JobSpec(**{field: value})
+        a_job(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["job_name", "partition", "account"])
 @pytest.mark.parametrize("text", ["", "--wrap=x", "-p", HOSTILE, "a b", "a$b", "ä", "../x"])
 def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str) -> None:
     with pytest.raises(SpecError, match=f"^{field}: "):
-        JobSpec(**{field: text})
+        a_job(**{field: text})
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_names_that_slurm_reads_hold_safe_characters_only(field: str, text: str)
 )
 def test_a_refusal_names_the_field_and_what_it_takes(field: str, value: Any, part: str) -> None:
     with pytest.raises(SpecError, match=f"^{field}: ") as refusal:
-        JobSpec(**{field: value})
+        a_job(**{field: value})
     assert part in str(refusal.value)
 
 
@@ -91,13 +91,13 @@ def test_a_refusal_names_the_field_and_what_it_takes(field: str, value: Any, par
     ],
 )
 def test_a_time_limit_is_read_in_every_form_of_sbatch(text: str, seconds: int) -> None:
-    assert JobSpec(time=text).time_limit_s == seconds
+    assert a_job(time=text).time_limit_s == seconds
 
 
 def test_hostile_paths_and_arguments_stay_one_word() -> None:
     """The shell parses the script back into the values of the spec."""
     arguments = (HOSTILE, "$(touch x)", "`x`", '"', "", "#", "*")
-    spec = JobSpec(
+    spec = a_job(
         driver_args=arguments, agent_args=(HOSTILE,), home=f"/{HOSTILE}", output=f"/{HOSTILE}.out"
     )
     script = render_sbatch(spec)

@@ -25,6 +25,7 @@ from slurm.errors import SubmitError, UnknownJobError
 from slurm.executor import submit, submit_fleet
 from slurm.spec import JobSpec
 from slurm.submissions import unknown_submissions
+from tests.settings import a_job
 from tests.unit.slurm.stand_ins import commands
 
 FAILED = "sbatch: error: Batch job submission failed: "
@@ -76,7 +77,7 @@ def new_run(folder: Path) -> RunFolder:
 
 
 def spec_of(run: RunFolder) -> JobSpec:
-    return JobSpec(home=str(run.root), python=sys.executable, run_folder=str(run.root))
+    return a_job(home=str(run.root), python=sys.executable, run_folder=str(run.root))
 
 
 def is_free(run: RunFolder) -> bool:
@@ -167,7 +168,7 @@ def test_engines_without_an_answer_are_found_with_their_group(slurm: Path) -> No
     (slurm / "accepts").touch()
     (slurm / "silent").touch()
     (run.root / "fleet-judge").mkdir()
-    job = JobSpec(
+    job = a_job(
         home=str(run.root),
         run_folder=str(run.root),
         python=sys.executable,

@@ -9,7 +9,6 @@ import pytest
 
 from slurm.batch.slurm_job import is_task_of_array
 from slurm.render import render_sbatch
-from slurm.spec import JobSpec
 from slurm.variables import (
     OTHERS_OF_OURS,
     OURS,
@@ -18,6 +17,7 @@ from slurm.variables import (
     unknown_variables,
 )
 from tests.cluster.planted import planted
+from tests.settings import a_job
 
 ROOT = Path(__file__).parents[3]
 USER = {
@@ -36,7 +36,7 @@ def test_commands_get_where_and_for_whom_a_job_runs_and_nothing_else() -> None:
 
 def test_what_a_batch_file_states_has_no_variable_beside_it() -> None:
     """A variable of sbatch wins over the file."""
-    script = render_sbatch(JobSpec(nodes=2, partition="low"))
+    script = render_sbatch(a_job(nodes=2, partition="low"))
     chosen = {"SBATCH_PARTITION": "x", "SBATCH_QOS": "y"}
     assert submission_environment(USER | chosen, script) == USER | {"SBATCH_QOS": "y"}
 

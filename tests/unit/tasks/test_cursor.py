@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from rlpost.errors import DataError
 from rlpost.tasks.cursor import PromptCursor, epoch_order
-from rlpost.tasks.prompts import PromptSet
+from rlpost.tasks.prompts import PromptFields, PromptSet
 from tests.unit.tasks.sets import letters, numbered, write
 
 
 def make_set(folder: Path, size: int) -> PromptSet:
-    return PromptSet(numbered(folder / f"{size}.jsonl", size), tokenize=letters)
+    return PromptSet(
+        numbered(folder / f"{size}.jsonl", size), tokenize=letters, fields=PromptFields("input")
+    )
 
 
 @given(
@@ -130,7 +132,7 @@ def mixed(folder: Path, *sizes: int) -> PromptSet:
         numbered(folder / f"{name}.jsonl", size, name)
         for name, size in zip("abc", sizes, strict=False)
     ]
-    return PromptSet(files, tokenize=letters)
+    return PromptSet(files, tokenize=letters, fields=PromptFields("input"))
 
 
 def test_files_without_weights_are_read_one_after_the_other(tmp_path: Path) -> None:
@@ -205,7 +207,9 @@ def test_skipped_rows_leave_gaps_in_the_ids_and_are_counted(tmp_path: Path) -> N
     path = write(
         tmp_path / "p.jsonl", {"input": "ab"}, "no json", {"input": "far too long"}, {"input": "cd"}
     )
-    prompts = PromptSet(path, tokenize=letters, max_prompt_len=4, skip_bad=True)
+    prompts = PromptSet(
+        path, tokenize=letters, max_prompt_len=4, skip_bad=True, fields=PromptFields("input")
+    )
     cursor = PromptCursor(prompts)
     first = cursor.take(1)
     second = PromptCursor.from_state(prompts, cursor.state()).take(3)
@@ -228,7 +232,7 @@ def some_bad(folder: Path, bad: list[list[bool]]) -> PromptSet:
         )
         for name, rows in zip("abc", bad, strict=False)
     ]
-    return PromptSet(files, tokenize=letters, skip_bad=True)
+    return PromptSet(files, tokenize=letters, skip_bad=True, fields=PromptFields("input"))
 
 
 ROWS = st.lists(st.booleans(), min_size=1, max_size=6).filter(lambda rows: not all(rows))
@@ -262,7 +266,10 @@ def test_a_file_of_which_no_row_is_left_ends_a_weighted_run(tmp_path: Path) -> N
 
 def test_a_run_that_would_skip_all_rows_ends(tmp_path: Path) -> None:
     prompts = PromptSet(
-        numbered(tmp_path / "p.jsonl", 3, "long"), tokenize=letters, max_prompt_len=2
+        numbered(tmp_path / "p.jsonl", 3, "long"),
+        tokenize=letters,
+        max_prompt_len=2,
+        fields=PromptFields("input"),
     )
     with pytest.raises(DataError, match="--rollout-max-prompt-len"):
         PromptCursor(prompts).take(1)

@@ -63,7 +63,9 @@ def test_floats_of_32_bits_have_their_own_shortest_digits(tmp_path_factory, valu
         [{"input": "q", "label": value, "x": [value]} for value in values],
         schema=pyarrow.schema(fields),
     )
-    prompts = PromptSet(path, tokenize=letters, fields=PromptFields(label_key="label")).all()
+    prompts = PromptSet(
+        path, tokenize=letters, fields=PromptFields("input", label_key="label")
+    ).all()
     for prompt, value in zip(prompts, values, strict=True):
         assert struct.pack("f", float(prompt.label)) == struct.pack("f", value) or value == 0
         digits = re.sub(r"^-?0*\.?0*|\.|0+$", "", prompt.label)

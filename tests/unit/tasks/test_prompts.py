@@ -153,19 +153,23 @@ def test_a_bad_line_can_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ],
 )
 def test_a_slice_of_a_file_is_as_in_python(tmp_path: Path, ends: str, wanted: str) -> None:
-    prompts = PromptSet(f"{numbered(tmp_path / 'p.jsonl', 5)}@[{ends}]", tokenize=letters)
+    prompts = PromptSet(
+        f"{numbered(tmp_path / 'p.jsonl', 5)}@[{ends}]",
+        tokenize=letters,
+        fields=PromptFields("input"),
+    )
     assert "".join(prompt.text for prompt in prompts.all()) == wanted
 
 
 def test_an_invalid_or_empty_slice_is_refused(tmp_path: Path) -> None:
     path = numbered(tmp_path / "p.jsonl", 5)
     with pytest.raises(DataError, match=r"PATH@\[A:B\]"):
-        PromptSet(f"{path}@[x]", tokenize=letters)
+        PromptSet(f"{path}@[x]", tokenize=letters, fields=PromptFields("input"))
     with pytest.raises(DataError, match=r"no prompts in .*@\[7:9\], which has 5 rows"):
-        PromptSet(f"{path}@[7:9]", tokenize=letters)
+        PromptSet(f"{path}@[7:9]", tokenize=letters, fields=PromptFields("input"))
     write(path, *(path.read_text().splitlines()[:4]), "{")
     with pytest.raises(DataError, match="line 5"):
-        PromptSet(f"{path}@[3:]", tokenize=letters).all()
+        PromptSet(f"{path}@[3:]", tokenize=letters, fields=PromptFields("input")).all()
 
 
 def test_metadata_and_tools_have_their_own_keys(tmp_path: Path) -> None:
@@ -215,7 +219,11 @@ def test_openai_messages_are_supported(tmp_path: Path) -> None:
         seen.append(content)
         return letters(content)
 
-    PromptSet(write(tmp_path / "p.jsonl", {"input": messages}), tokenize=tokenize).all()
+    PromptSet(
+        write(tmp_path / "p.jsonl", {"input": messages}),
+        tokenize=tokenize,
+        fields=PromptFields("input"),
+    ).all()
     assert seen == [
         [
             {"role": "user", "content": "one two"},
@@ -225,7 +233,7 @@ def test_openai_messages_are_supported(tmp_path: Path) -> None:
     ]
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
     with pytest.raises(DataError, match="'role' and 'content'"):
-        check_prompt_file(write(tmp_path / "q.jsonl", {"input": picture}), PromptFields())
+        check_prompt_file(write(tmp_path / "q.jsonl", {"input": picture}), PromptFields("input"))
 
 
 def test_whole_surrogate_pairs_and_korean_are_text(tmp_path: Path) -> None:
@@ -319,12 +327,12 @@ def test_a_small_parquet_file_that_repeats_a_long_value_fills_neither_disk_nor_m
 MEASURE = """
 import json, os, resource, sys
 from rlpost.tasks.cursor import PromptCursor
-from rlpost.tasks.prompts import PromptSet
+from rlpost.tasks.prompts import PromptFields, PromptSet
 if sys.argv[1].endswith("parquet"):
     import pyarrow.parquet
 letters = lambda content, tools: (content, (1,))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-prompts = PromptSet(sys.argv[1], tokenize=letters)
+prompts = PromptSet(sys.argv[1], tokenize=letters, fields=PromptFields("input"))
 got = PromptCursor(prompts, shuffle=True, seed=1).take(200)
 assert all(prompt.text == "x" * len(prompt.text) for prompt in got)
 print(len(prompts), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
@@ -383,7 +391,7 @@ def test_a_full_disk_for_the_rows_of_parquet_is_named(
     with pytest.raises(
         DataError, match=rf"{path}: .* has not enough space for its rows as text; set TMPDIR"
     ):
-        PromptSet(path, tokenize=letters)
+        PromptSet(path, tokenize=letters, fields=PromptFields("input"))
 
 
 @pytest.mark.parametrize("metadata_key", [None, "extra"])
@@ -505,7 +513,7 @@ class TestAFileThatChanges:
 
     def test_changed_rows_are_not_skipped_as_bad_ones(self, tmp_path) -> None:
         path = numbered(tmp_path / "p.jsonl", 5)
-        prompts = PromptSet(path, tokenize=letters, skip_bad=True)
+        prompts = PromptSet(path, tokenize=letters, skip_bad=True, fields=PromptFields("input"))
         path.write_text("")
         with pytest.raises(DataError, match="the file changed while the run reads it"):
             prompts.prompt(0, 0)

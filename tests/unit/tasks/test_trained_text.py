@@ -54,7 +54,7 @@ def trained_texts(tokenize: SupervisedTokenizer, row: dict[str, Any], path: Path
     prompts = PromptSet(
         write(path, row),
         tokenize=tokenize,
-        fields=PromptFields(label_key=label_key, trains_label=True),
+        fields=PromptFields("input", label_key=label_key, trains_label=True),
         whole=tokenize.whole,
     )
     (prompt,) = prompts.all()
@@ -187,7 +187,7 @@ def test_prompt_and_response_are_bounded_together_and_counted(tokenizers, tmp_pa
     prompts = PromptSet(
         write(tmp_path / "p.jsonl", *rows),
         tokenize=tokenize,
-        fields=PromptFields(label_key="label", trains_label=True),
+        fields=PromptFields("input", label_key="label", trains_label=True),
         whole=tokenize.whole,
         max_len=length,
     )
@@ -201,7 +201,7 @@ def test_ids_of_responses_are_compared_with_the_models_vocabulary(tokenizers, tm
     prompts = PromptSet(
         write(tmp_path / "p.jsonl", {"input": "q", "label": "a</think>b"}),
         tokenize=tokenize,
-        fields=PromptFields(label_key="label", trains_label=True),
+        fields=PromptFields("input", label_key="label", trains_label=True),
         whole=tokenize.whole,
         vocab_size=largest,
     )
@@ -273,7 +273,9 @@ def test_a_row_is_shown_with_what_is_trained(tokenizers, tmp_path) -> None:
     tokenize = tokenizers["plain"]
     text, ids = tokenize(chat("q", "a", "r", "b" * 50))
     (prompt,) = PromptSet(
-        write(tmp_path / "p.jsonl", {"input": json.loads(text)}), tokenize=tokenize
+        write(tmp_path / "p.jsonl", {"input": json.loads(text)}),
+        tokenize=tokenize,
+        fields=PromptFields("input"),
     ).all()
     assert prompt.token_ids == ids
     shown = tokenize.marked(prompt, most=40)
