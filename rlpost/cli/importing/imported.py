@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from rlpost.cli.check_installed import pass_through_problems
 from rlpost.config.checks.no_effect import idle_settings
 from rlpost.config.flags import Values, fields, flag, groups
 from rlpost.config.load import load
 from rlpost.config.masking import mask
 from rlpost.config.peers.row import Answer, Settings
 from rlpost.config.show import toml_value
-from rlpost.config.tree import Config
-from rlpost.config.wording import value_text
+from rlpost.config.wording import value_of, value_text
 from rlpost.errors import ConfigError
 
 _WIDTH = 48
@@ -48,7 +48,7 @@ class Imported:
             return
         settings = {key: value for key, value in answer.settings.items() if value is not None}
         if answer.is_default:
-            settings = _other_than_ours(settings)
+            settings = self._other_than_ours(settings)
             if not settings:
                 return
         problem = _problem(settings) or self._conflict(settings)
@@ -71,6 +71,22 @@ class Imported:
             other = self.sources[f"{table_of(key)}.{key}"].key
             return f"{flag(key)} is {value_text(before)} by {other}, and can have one value"
         return None
+
+    def _other_than_ours(self, settings: Settings) -> Settings:
+        """Return the settings that change something beside those that the file gives."""
+        try:
+            ours = load([], self.settings).config
+            both = {table: dict(entries) for table, entries in self.settings.items()}
+            for table, entries in _nested(settings).items():
+                both.setdefault(table, {}).update(entries)
+            theirs = load([], both).config
+        except ConfigError:
+            return settings  # reported by the check of the whole recipe
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in fields() or value_of(theirs, key) != value_of(ours, key)
+        }
 
     def drop_idle(self) -> None:
         """Take out settings that have no effect beside the others; ``check`` would refuse them."""
@@ -150,23 +166,12 @@ def _nested(settings: Settings) -> Values:
 def _problem(settings: Settings) -> str | None:
     """Return why a value is refused here, or None."""
     try:
-        load([], _nested(settings))
+        config = load([], _nested(settings)).config
     except ConfigError as error:
         return str(error).splitlines()[0]
+    if {"megatron", "sglang"} & _nested(settings).keys():
+        return next(iter(pass_through_problems(config)), None)
     return None
-
-
-def _other_than_ours(settings: Settings) -> Settings:
-    """Return the settings that change something while all others have their defaults here."""
-    if _problem(settings):
-        return settings
-    config, ours = load([], _nested(settings)).config, Config()
-    return {
-        key: value
-        for key, value in settings.items()
-        if key not in fields()
-        or getattr(getattr(config, fields()[key]), key) != getattr(getattr(ours, fields()[key]), key)
-    }
 
 
 def imported(given: Iterable[Answer], absent: Iterable[Answer]) -> Imported:

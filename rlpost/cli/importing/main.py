@@ -50,8 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         print(recipe, end="")
     else:
         _write(target, recipe)
-        print(f"\nwritten: {near_path(str(target))}; next: rlpost check {near_path(str(target))}",
-              file=sys.stderr)
+        print(
+            f"\nwritten: {near_path(str(target))}; next: rlpost check {near_path(str(target))}",
+            file=sys.stderr,
+        )
     return 0
 
 

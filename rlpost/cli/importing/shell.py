@@ -8,9 +8,8 @@ the script runs (output of programs, variables of the caller, files) becomes a m
 from __future__ import annotations
 
 import fnmatch
-import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,24 +27,25 @@ from rlpost.cli.importing.shell_syntax import (
     parse,
     quote_end,
 )
+from rlpost.cli.importing.shell_words import (
+    Builder,
+    Value,
+    Word,
+    decide,
+    formatted,
+    printed,
+    trimmed,
+)
 from rlpost.cli.importing.text_file import read_text
 from rlpost.errors import ConfigError
 
 MOST_STEPS, MOST_LETTERS, MOST_FILES, MOST_CALLS = 100_000, 1_000_000, 20, 20
 _MARK = re.compile("\ue000(\\d+)\ue001")
+_ELEMENTS = re.compile(r"\$@|\$\{@[^}]*\}|\$\{\w+\[@\][^}]*\}")
+_OTHER_HARDWARE = ("torch_npu", "npu-smi", "rocm-smi")
+"""Probes for hardware that rlpost does not run on: they fail."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9@*#?$!-])(\[[^]]*\])?(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """An expanded word, and the line that has its text."""
-
-    text: str
-    line: int
-
-
-Value = str | list[Word]
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ class Shell:
         commands: the words of each command, in order.
         reasons: what a mark in a word stands for.
         problems: a line for each file that is sourced and cannot be read.
+        undecided: why the newest condition could not be decided.
     """
 
     path: Path
@@ -71,7 +72,7 @@ class Shell:
     steps: int = 0
     files: int = 0
     depth: int = 0
-    output: str = ""
+    undecided: str = ""
 
     def mark(self, reason: str) -> str:
         """Return a mark for a text that is not known, with the reason."""
@@ -109,16 +110,18 @@ class Shell:
 
     def _branch(self, node: Branch) -> bool | None:
         bodies: list[Block] = []
+        self.undecided = ""
         for decides, body in node.pairs:
             status = self.run(decides)
             if status is not None and status == node.is_inverted:
                 continue
             bodies.append(body)
             if status is not None:
-                return self._any_of(bodies, node.line)
-        if node.pairs and not bodies:
-            self.run(node.otherwise)
-            return False if not node.otherwise else True
+                result = self._any_of(bodies, node.line)
+                return False if node.kind == "!" else result
+        if not bodies:
+            # Nothing follows: "a && b" has failed, "a || b" and "if" without "else" have not.
+            return self.run(node.otherwise) if node.kind == "if" else node.kind != "&&"
         bodies.append(node.otherwise)
         return self._any_of(bodies, node.line)
 
@@ -139,9 +142,10 @@ class Shell:
                 self.variables[name] = next(value for value in values if value is not None)
             else:
                 choices = [self._shown(value) for value in values]
+                remedy = self.undecided or f"give {name}=VALUE behind the file"
                 self.variables[name] = self.mark(
-                    f"{name} depends on a condition of line {line} ({' or '.join(dict.fromkeys(choices))}); "
-                    f"give {name}=VALUE behind the file"
+                    f"{name} depends on a condition of line {line} "
+                    f"({' or '.join(dict.fromkeys(choices))}); {remedy}"
                 )
         return None
 
@@ -161,7 +165,9 @@ class Shell:
                 self._calculate(step, node.line)
                 self.steps += 1
                 if self.steps > MOST_STEPS:
-                    raise ConfigError(f"line {node.line}: more than {MOST_STEPS:,} rounds of a loop")
+                    raise ConfigError(
+                        f"line {node.line}: more than {MOST_STEPS:,} rounds of a loop"
+                    )
             return
         if node.name:
             for word in [one for token in node.words for one in self.expand(token)]:
@@ -173,7 +179,8 @@ class Shell:
 
     def _case(self, node: Case) -> None:
         subject = self.text(node.word.text, node.line)
-        if self.unknown(subject):
+        if reason := self.unknown(subject):
+            self.undecided = reason
             self._any_of([(), *(body for _, body in node.arms)], node.line)
             return
         for patterns, body in node.arms:
@@ -239,7 +246,10 @@ class Shell:
         texts = [word.text for word in words]
         name = texts[0]
         if name in ("[", "[[", "test"):
-            return self._test([text for text in texts[1:] if text not in ("]", "]]")])
+            inner = [text for text in texts[1:] if text not in ("]", "]]")]
+            reasons = [why for text in inner if (why := self.unknown(text))]
+            self.undecided = reasons[0] if reasons else self.undecided
+            return None if reasons else decide(inner)
         if name in ("true", ":"):
             return True
         if name == "false":
@@ -247,7 +257,7 @@ class Shell:
         if name in ("source", ".") and len(texts) > 1:
             self._source(texts[1], line)
         elif name == "printf" and texts[1:2] == ["-v"] and len(texts) > 3:
-            self.variables[texts[2]] = _formatted(texts[3], texts[4:])
+            self.variables[texts[2]] = formatted(texts[3], texts[4:])
         elif name in ("read", "mapfile", "readarray"):
             for text in texts[1:]:
                 if re.fullmatch(r"[A-Za-z_]\w*", text):
@@ -258,12 +268,18 @@ class Shell:
         elif name in self.functions:
             return self._call(name, words[1:], line)
         elif name == "eval":
-            self.problems.append(f"line {line}: eval is not read: {self.plain(' '.join(texts[1:]))[:60]}")
-        elif "-c" in texts and any(text in ("bash", "sh", "/bin/bash", "/bin/sh") for text in texts):
-            self._nested(texts[texts.index("-c") + 1 :][:1], line)
+            self.problems.append(
+                f"line {line}: eval is not read: {self.plain(' '.join(texts[1:]))[:60]}"
+            )
+        elif "-c" in texts and any(
+            text in ("bash", "sh", "/bin/bash", "/bin/sh") for text in texts
+        ):
+            self._nested("".join(texts[texts.index("-c") + 1 :][:1]), line)
+        elif any(probe in text for probe in _OTHER_HARDWARE for text in texts):
+            return False
         else:
             self.commands.append(words)
-            return None
+            return True if name in ("echo", "cd", "mkdir") else None
         return True
 
     def _call(self, name: str, arguments: list[Word], line: int) -> bool | None:
@@ -275,12 +291,11 @@ class Shell:
         finally:
             self.arguments.pop()
 
-    def _nested(self, texts: Sequence[str], line: int) -> None:
+    def _nested(self, text: str, line: int) -> None:
         if len(self.arguments) > MOST_CALLS:
             raise ConfigError(f"line {line}: more than {MOST_CALLS} nested shells")
         self.arguments.append([])
-        for text in texts:
-            self.run(parse(text))
+        self.run(parse(text))
         self.arguments.pop()
 
     def _source(self, text: str, line: int) -> None:
@@ -305,50 +320,19 @@ class Shell:
     def _assign(self, one: Assignment) -> None:
         if one.name in self.given:
             return
-        before = self.variables.get(one.name)
+        before = self.variables.get(one.name) if one.is_appended else None
         value: Value
-        if one.elements is not None:
-            value = [word for token in one.elements for word in self.expand(token)]
-            if one.is_appended and isinstance(before, list):
-                value = [*before, *value]
-            if sum(len(word.text) + 1 for word in value) > MOST_LETTERS:
-                raise ConfigError(f"line {one.line}: {one.name} has more than {MOST_LETTERS:,} letters")
+        if one.elements is None and not isinstance(before, list):
+            value = (before or "") + self.text(one.value, one.line)
         else:
-            text = self.text(one.value, one.line)
-            if one.is_appended and isinstance(before, list):
-                value = [*before, Word(text, one.line)]
-            else:
-                value = (before if one.is_appended and isinstance(before, str) else "") + text
+            words = [Word(self.text(one.value, one.line), one.line)]
+            if one.elements is not None:
+                words = [word for token in one.elements for word in self.expand(token)]
+            value = [*(before if isinstance(before, list) else []), *words]
+        size = len(value) if isinstance(value, str) else sum(len(word.text) for word in value)
+        if size > MOST_LETTERS:
+            raise ConfigError(f"line {one.line}: {one.name} has more than {MOST_LETTERS:,} letters")
         self.variables[one.name] = value
-
-    def _test(self, texts: list[str]) -> bool | None:
-        """Return what a test says, None if it is not known."""
-        for operator, combine in (("-o", "any"), ("||", "any"), ("-a", "all"), ("&&", "all")):
-            if operator in texts:
-                at = texts.index(operator)
-                pair = self._test(texts[:at]), self._test(texts[at + 1 :])
-                decided = combine == "any"
-                if decided in pair:
-                    return decided
-                return None if None in pair else not decided
-        if texts[:1] == ["!"]:
-            result = self._test(texts[1:])
-            return None if result is None else not result
-        if any(self.unknown(text) for text in texts):
-            return None
-        if len(texts) == 1:
-            return bool(texts[0])
-        if len(texts) == 2:
-            return {"-z": not texts[1], "-n": bool(texts[1])}.get(texts[0])
-        if len(texts) != 3:
-            return None
-        left, operator, right = texts
-        if operator in ("=", "==", "!="):
-            return fnmatch.fnmatchcase(left, right) == (operator != "!=")
-        try:
-            return _COMPARISONS[operator](int(left), int(right))
-        except (KeyError, ValueError):
-            return None
 
     def text(self, raw: str, line: int) -> str:
         """Return the text of a word that is not split, as on the right of an assignment."""
@@ -360,18 +344,20 @@ class Shell:
         if self.depth > 2 * MOST_CALLS:
             raise ConfigError(f"line {token.line}: a value refers to itself too deeply")
         try:
-            builder = _Builder(token.line, is_split)
+            builder = Builder(token.line, is_split)
             self._expand(token.text, builder, is_quoted=False)
             return builder.words()
         finally:
             self.depth -= 1
 
-    def _expand(self, raw: str, out: _Builder, *, is_quoted: bool) -> None:
+    def _expand(self, raw: str, out: Builder, *, is_quoted: bool) -> None:
         at, line = 0, out.line
         while at < len(raw):
             letter = raw[at]
             if letter == "\\":
-                out.add("" if raw[at + 1 : at + 2] == "\n" else raw[at + 1 : at + 2] if not is_quoted or raw[at + 1 : at + 2] in '"\\$`' else raw[at : at + 2])
+                following = raw[at + 1 : at + 2]
+                is_kept = is_quoted and following not in '"\\$`\n'
+                out.add("\\" + following if is_kept else following.replace("\n", ""))
                 at += 2
             elif letter == "'" and not is_quoted:
                 end = quote_end(raw, at, line)
@@ -379,7 +365,8 @@ class Shell:
                 at = end
             elif letter == '"' and not is_quoted:
                 end = quote_end(raw, at, line)
-                out.add("")
+                if not _ELEMENTS.fullmatch(raw[at + 1 : end - 1]):  # no elements are no word
+                    out.add("")
                 self._expand(raw[at + 1 : end - 1], out, is_quoted=True)
                 at = end
             elif letter == "`":
@@ -392,7 +379,7 @@ class Shell:
                 out.add(letter)
                 at += 1
 
-    def _dollar(self, raw: str, at: int, out: _Builder, *, is_quoted: bool) -> int:
+    def _dollar(self, raw: str, at: int, out: Builder, *, is_quoted: bool) -> int:
         line = out.line
         if raw.startswith("$((", at):
             end = closing(raw, at + 1, line)
@@ -421,8 +408,7 @@ class Shell:
     def _parameter(self, text: str, line: int) -> Value:
         """Return the value of ``${text}``."""
         if text.startswith("#") and len(text) > 1:
-            value = self.variables.get(text[1:].partition("[")[0], "")
-            return str(len(value))
+            return str(len(self.variables.get(text[1:].partition("[")[0], "")))
         match = _PARAMETER.fullmatch(text)
         if match is None:
             return self.mark(f"line {line}: ${{{text[:40]}}} is not read")
@@ -448,7 +434,9 @@ class Shell:
         return value if not rest else self._edited(value, rest, text, line)
 
     def _absent(self, name: str, line: int) -> str:
-        return self.mark(f"line {line}: {name} is not set in the script; give {name}=VALUE behind the file")
+        return self.mark(
+            f"line {line}: {name} is not set in the script; give {name}=VALUE behind the file"
+        )
 
     def _lookup(self, name: str, index: str, line: int) -> Value | None:
         if name in ("@", "*"):
@@ -475,11 +463,9 @@ class Shell:
         text = value if isinstance(value, str) else " ".join(word.text for word in value)
         if self.unknown(text):
             return text
-        if rest in (",,", "^^"):
-            return text.lower() if rest == ",," else text.upper()
         match = re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)
         if match is not None:
-            return _trimmed(text, match[1], self.text(match[2], line))
+            return trimmed(text, match[1], self.text(match[2], line))
         match = re.fullmatch(r"//?([^/]+)/?(.*)", rest, re.DOTALL)
         if match is not None and not set("*?[") & set(match[1]):
             count = -1 if rest.startswith("//") else 1
@@ -492,120 +478,21 @@ class Shell:
         if inner.depth > MOST_CALLS:
             raise ConfigError(f"line {line}: more than {MOST_CALLS} nested substitutions")
         inner.run(parse(text))
-        printed = [printed for words in inner.commands if (printed := _printed(words, inner)) is not None]
-        if len(printed) != len(inner.commands) or not printed:
-            return self.mark(f"line {line}: what `{self.plain(' '.join(text.split()))[:50]}` prints is not known")
-        return printed[-1]
-
-
-@dataclass(slots=True)
-class _Builder:
-    """Words under construction: unquoted values are split at blanks."""
-
-    line: int
-    is_split: bool
-    done: list[Word] = field(default_factory=list)
-    current: list[str] | None = None
-    current_line: int = 0
-
-    def add(self, text: str, line: int | None = None) -> None:
-        """Append to the current word; its line is that of its first part."""
-        if self.current is None:
-            self.current, self.current_line = [], self.line if line is None else line
-        self.current.append(text)
-
-    def end(self) -> None:
-        if self.current is not None:
-            self.done.append(Word("".join(self.current), self.current_line))
-            self.current = None
-
-    def value(self, value: Value, *, is_quoted: bool) -> None:
-        """Append the value of a variable: elements of an array, and unquoted blanks, end a word."""
-        words = value
-        if isinstance(words, str):
-            if is_quoted or not self.is_split:
-                self.add(words)
-                return
-            if words[:1].isspace():
-                self.end()
-            words = [Word(part, self.line) for part in words.split()]
-        for index, word in enumerate(words):
-            if index:
-                self.end()
-            self.add(word.text, word.line)
-
-    def words(self) -> list[Word]:
-        self.end()
-        return self.done
+        folder, output = str(self.path.parent), None
+        for words in inner.commands:
+            texts = [word.text for word in words]
+            if texts != ["pwd"] or output is None:  # pwd behind cd prints its folder
+                output = None if any(map(self.unknown, texts)) else printed(texts, folder)
+            if output is None:
+                break
+        if output is None:
+            shown = self.plain(" ".join(text.split()))[:50]
+            return self.mark(f"line {line}: what `{shown}` prints is not known")
+        return output
 
 
 def _texts(value: Value | None) -> object:
     return [word.text for word in value] if isinstance(value, list) else value
-
-
-def _printed(words: list[Word], shell: Shell) -> str | None:
-    """Return what echo, printf, pwd behind cd, and tools for names of folders print."""
-    texts = [word.text for word in words]
-    arguments = [text for text in texts[1:] if not text.startswith("-")]
-    if any(shell.unknown(text) for text in texts):
-        return None
-    if texts[0] == "echo":
-        return " ".join(text for text in texts[1:] if text not in ("-n", "-e"))
-    if texts[0] == "cd" and arguments:
-        shell.output = posixpath.normpath(posixpath.join(str(shell.path.parent), arguments[0])) if arguments[0].startswith(".") else arguments[0]
-        return shell.output
-    if texts[0] == "seq" and 1 <= len(arguments) <= 3:
-        return _sequence(texts[1:])
-    if texts[0] == "pwd" and shell.output:
-        return shell.output
-    if texts[0] == "dirname" and len(arguments) == 1:
-        return posixpath.dirname(arguments[0]) or "."
-    if texts[0] == "basename" and arguments:
-        return posixpath.basename(arguments[0]).removesuffix("".join(arguments[1:2]))
-    if texts[0] in ("realpath", "readlink") and len(arguments) == 1:
-        return posixpath.normpath(arguments[0])
-    if texts[0] == "printf" and arguments:
-        return _formatted(arguments[0], arguments[1:])
-    return None
-
-
-def _sequence(texts: Sequence[str]) -> str | None:
-    try:
-        numbers = [int(text) for text in texts]
-    except ValueError:
-        return None
-    first, step, last = {1: (1, 1, numbers[0]), 2: (numbers[0], 1, numbers[-1])}.get(
-        len(numbers), (numbers[0], numbers[len(numbers) // 2], numbers[-1])
-    )
-    if not step or abs(last - first) // abs(step) > MOST_STEPS:
-        return None
-    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))
-
-
-def _formatted(template: str, values: Sequence[str]) -> str:
-    left = list(values)
-    return re.sub(r"%[sd]", lambda _: left.pop(0) if left else "", template).replace("\\n", "\n")
-
-
-def _trimmed(text: str, operator: str, pattern: str) -> str:
-    """Return ``${text#pattern}`` and its siblings."""
-    lengths = range(len(text) + 1)
-    order = lengths if len(operator) == 1 else reversed(lengths)
-    for length in order:
-        part = text[:length] if operator[0] == "#" else text[len(text) - length :]
-        if fnmatch.fnmatchcase(part, pattern):
-            return text[length:] if operator[0] == "#" else text[: len(text) - length]
-    return text
-
-
-_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": lambda left, right: left == right,
-    "-ne": lambda left, right: left != right,
-    "-lt": lambda left, right: left < right,
-    "-le": lambda left, right: left <= right,
-    "-gt": lambda left, right: left > right,
-    "-ge": lambda left, right: left >= right,
-}
 
 
 def read_script(path: Path, variables: Mapping[str, str]) -> Shell:

@@ -51,15 +51,17 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """``if``, ``&&`` and ``||``: each pair has the commands that decide and those that follow.
-
-    ``is_inverted``: the commands follow where the deciding ones fail.
-    """
+    """``if``, ``&&``, ``||`` and ``!``: pairs of commands that decide and those that follow."""
 
     pairs: tuple[tuple[Block, Block], ...]
     otherwise: Block
     line: int
-    is_inverted: bool = False
+    kind: str = "if"
+
+    @property
+    def is_inverted(self) -> bool:
+        """Whether the commands follow where the deciding ones fail: ``||``."""
+        return self.kind == "||"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,10 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
         letter = text[at]
         if letter == close:
             return at + 1
-        if letter in "'\"`":
+        if letter == "#" and close == ")" and text[at - 1] in " \t\n(":
+            end = text.find("\n", at)  # a comment in an array or a substitution
+            at = len(text) if end < 0 else end
+        elif letter in "'\"`":
             at = quote_end(text, at, line, depth + 1)
         elif letter == "\\":
             at += 2
@@ -180,7 +185,11 @@ def _tokens(text: str) -> list[Token]:
 
 
 def _starts_command(tokens: list[Token]) -> bool:
-    return not tokens or not tokens[-1].is_word or tokens[-1].text in ("for", "if", "do", "then", "while")
+    return (
+        not tokens
+        or not tokens[-1].is_word
+        or tokens[-1].text in ("for", "if", "do", "then", "while")
+    )
 
 
 def _delimiter(text: str, at: int, documents: list[str]) -> int:
@@ -269,8 +278,7 @@ class _Parser:
             while (token := self.peek()) is not None and token.text == "\n":
                 self.take()
             right = self.one()
-            is_or = operator.text == "||"
-            left = (Branch(((left, right),), (), operator.line, is_inverted=is_or),)
+            left = (Branch(((left, right),), (), operator.line, operator.text),)
         return left
 
     def one(self) -> Block:
@@ -287,7 +295,7 @@ class _Parser:
             self.expect("}", line)
             return body
         if word == "!":
-            return (Branch(((self.one(), ()),), (), line),)
+            return (Branch(((self.one(), ()),), (), line, "!"),)
         if word == "if":
             return (self.branch(line),)
         if word == "for":
@@ -336,7 +344,8 @@ class _Parser:
         return Loop("" if header else first.text, tuple(words), header[2:-2], body, line)
 
     def case(self, line: int) -> Case:
-        word, arms = self.take(), []
+        word = self.take()
+        arms: list[tuple[tuple[Token, ...], Block]] = []
         while self.take().text != "in":
             pass
         while True:
@@ -372,9 +381,7 @@ class _Parser:
                     words.pop()
                 self.take()
             following = self.peek()
-            if following is None or (
-                not following.is_word and following.text not in _REDIRECTION
-            ):
+            if following is None or (not following.is_word and following.text not in _REDIRECTION):
                 break
             token = self.take()
         return Command(tuple(assignments), tuple(words), first.line)

@@ -6,11 +6,12 @@ parsed alone, so that one that is refused does not hide another.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 
-from rlpost.cli.importing.shell import Word
-from rlpost.cli.secret_file import KEY_FLAGS
+from rlpost.cli.importing.shell_words import Word
 from rlpost.cli.importing.yaml_file import scalar
+from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import flags
 from rlpost.config.load import load
 from rlpost.config.peers.row import Answer, Settings
@@ -75,8 +76,10 @@ def _grouped(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
 
 def _typed(table: str, key: str, value: object) -> object:
     """Return a value of the command line as TOML writes it: a number where it is the same setting."""
-    typed = [scalar(one) if isinstance(one, str) else one for one in value] if isinstance(value, list) else (
-        scalar(value) if isinstance(value, str) else value
+    typed = (
+        [scalar(one) if isinstance(one, str) else one for one in value]
+        if isinstance(value, list)
+        else (scalar(value) if isinstance(value, str) else value)
     )
     try:
         same = load([], {table: {key: typed}}).config == load([], {table: {key: value}}).config
@@ -85,7 +88,7 @@ def _typed(table: str, key: str, value: object) -> object:
     return typed if same and typed is not None else value
 
 
-def _answer(parser: flags.SettingsParser, words: list[str], blank: Answer) -> Answer:
+def _answer(parser: argparse.ArgumentParser, words: list[str], blank: Answer) -> Answer:
     try:
         namespace, tables = flags.parse(parser, words)
     except ConfigError as error:

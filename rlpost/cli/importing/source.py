@@ -7,13 +7,15 @@ stack.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.cli.importing import slime
-from rlpost.cli.importing.shell import Shell, Word, read_script
+from rlpost.cli.importing.shell import Shell, read_script
+from rlpost.cli.importing.shell_words import Word
 from rlpost.cli.importing.yaml_file import read_yaml, scalar
 from rlpost.config.peers import row
 from rlpost.config.peers.nemo_rl import NEMO_RL
@@ -55,7 +57,9 @@ def read(path: Path, words: Sequence[str]) -> Source:
     overrides, variables = _split(words)
     if path.suffix in (".yaml", ".yml"):
         if variables:
-            raise ConfigError(f"{next(iter(variables))}: a variable is of a script; a key has a dot")
+            raise ConfigError(
+                f"{next(iter(variables))}: a variable is of a script; a key has a dot"
+            )
         values = read_yaml(path)
         entries = {**values.entries, **overrides}
         stack = _stack_of(path, entries)
@@ -68,7 +72,9 @@ def read(path: Path, words: Sequence[str]) -> Source:
     where = f"line {command[0].line}"
     if name == "slime":
         if overrides:
-            raise ConfigError(f"{next(iter(overrides))}: slime has flags; give NAME=VALUE of a variable")
+            raise ConfigError(
+                f"{next(iter(overrides))}: slime has flags; give NAME=VALUE of a variable"
+            )
         given = tuple(slime.answers(command[1:], shell.unknown))
         return Source(name, where, given, tuple(slime.defaults(given)), tuple(problems))
     entries, odd = _entries(command[1:], shell)
@@ -143,9 +149,13 @@ def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], lis
     left = list(words)
     while left:
         word = left.pop(0)
+        if not word.text:
+            continue
         match = _OVERRIDE.fullmatch(word.text)
         if match is not None and match[1] == "~":
-            odd.append(Answer(word.text, "", word.line, why="a key that is removed is at its default"))
+            odd.append(
+                Answer(word.text, "", word.line, why="a key that is removed is at its default")
+            )
         elif match is not None and match[4]:
             why = shell.unknown(match[5])
             value = Unresolved(why) if why else scalar(match[5])
@@ -154,7 +164,9 @@ def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], lis
         elif word.text.startswith("--config"):
             odd.append(_config_word(word, left, shell))
         elif word.text.startswith("-") and match is None:
-            odd.append(Answer(shell.plain(word.text), "", word.line, why="no key of a configuration"))
+            odd.append(
+                Answer(shell.plain(word.text), "", word.line, why="no key of a configuration")
+            )
         else:
             why = shell.unknown(word.text) or "no KEY=VALUE"
             odd.append(Answer(shell.plain(word.text), "", word.line, why=why))
@@ -177,7 +189,7 @@ def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[dict[str, 
     """Return the values of the YAML file that NeMo-RL's ``--config`` names."""
     texts = [word.text for word in command]
     named = [text.partition("=")[2] for text in texts if text.startswith("--config=")]
-    named += [after for text, after in zip(texts, texts[1:], strict=False) if text == "--config"]
+    named += [after for text, after in itertools.pairwise(texts) if text == "--config"]
     if not named:
         return {}, []
     if why := shell.unknown(named[0]):

@@ -101,13 +101,17 @@ def _read(path: Path, values: Values) -> None:
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{shown}: no table of keys and values; give a YAML file of NeMo-RL or verl")
+            raise ConfigError(
+                f"{shown}: no table of keys and values; give a YAML file of NeMo-RL or verl"
+            )
         own: list[tuple[str, Entry]] = []
         _flatten(loader, node, "", own, 0)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
-        raise ConfigError(f"{shown}{where}: {getattr(error, 'problem', None) or 'no YAML'}") from None
+        raise ConfigError(
+            f"{shown}{where}: {getattr(error, 'problem', None) or 'no YAML'}"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{shown}: nested too deeply") from None
     finally:
@@ -120,7 +124,9 @@ def _read(path: Path, values: Values) -> None:
         if file.is_file():
             _read(file, values)
         else:
-            values.problems.append(f"defaults: {base}: no such file beside {shown}; its values are missing")
+            values.problems.append(
+                f"defaults: {base}: no such file beside {shown}; its values are missing"
+            )
     for key, entry in own:
         if key != "defaults":
             values.put(key, entry)
@@ -138,7 +144,11 @@ def _flatten(
     loader.flatten_mapping(node)
     for key_node, value in node.value:
         key = f"{prefix}{loader.construct_object(key_node)}"
-        if isinstance(value, yaml.MappingNode) and value.value and value.tag == "tag:yaml.org,2002:map":
+        if (
+            isinstance(value, yaml.MappingNode)
+            and value.value
+            and value.tag == "tag:yaml.org,2002:map"
+        ):
             _flatten(loader, value, f"{key}.", found, depth + 1)
             continue
         built = loader.construct_object(value, deep=True)

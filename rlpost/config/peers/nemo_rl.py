@@ -7,7 +7,8 @@ its recipes. Those of ``policy``: ``nemo_rl_policy``.
 from __future__ import annotations
 
 from rlpost.config.peers.common import FILTER, eval_sets, job_name, paths, text
-from rlpost.config.peers.nemo_rl_policy import POLICY
+from rlpost.config.peers.nemo_rl_megatron import MEGATRON_ROWS
+from rlpost.config.peers.nemo_rl_policy import POLICY_ROWS
 from rlpost.config.peers.row import (
     Convert,
     Given,
@@ -26,7 +27,10 @@ from rlpost.config.peers.row import (
 ESTIMATOR = "grpo.adv_estimator."
 PROMPTS, ANSWERS = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"
 ASYNC = "grpo.async_grpo."
-COLOCATED, RESOURCES = "policy.generation.colocated.enabled", "policy.generation.colocated.resources."
+COLOCATED, RESOURCES = (
+    "policy.generation.colocated.enabled",
+    "policy.generation.colocated.resources.",
+)
 _NO_LIMIT = 1_000_000
 """Steps that NeMo-RL's recipes write where epochs decide."""
 _REWARD = (
@@ -48,7 +52,9 @@ def _steps(it: Given) -> Settings:
 def _epochs(it: Given) -> Settings:
     steps = it.look("grpo.max_num_steps")
     if isinstance(steps, int) and steps < _NO_LIMIT:
-        raise NotHere("there a run ends at max_num_steps or before; here --num-rollout alone decides")
+        raise NotHere(
+            "there a run ends at max_num_steps or before; here --num-rollout alone decides"
+        )
     return {"num_epoch": it.count()}
 
 
@@ -58,7 +64,9 @@ def _estimator(it: Given) -> Settings:
         suffix = "_baseline" if has_baseline else ""
         return {"advantage_estimator": f"reinforce_plus_plus{suffix}"}
     if it.value != "grpo":
-        raise NotHere("use --advantage-estimator, or --custom-advantage-function-path (docs/actor.md)")
+        raise NotHere(
+            "use --advantage-estimator, or --custom-advantage-function-path (docs/actor.md)"
+        )
     divides, leaves_out = (
         same(it.look(ESTIMATOR + name), True)
         for name in ("normalize_rewards", "use_leave_one_out_baseline")
@@ -243,66 +251,126 @@ _GRPO = (
     row(ANSWERS, "n_samples_per_prompt", default=16),
     row("grpo.max_num_steps", "num_rollout", _steps, default=_NO_LIMIT),
     row("grpo.max_num_epochs", "num_epoch", _epochs, default=1),
-    row(ESTIMATOR + "name", "advantage_estimator disable_grpo_std_normalization", _estimator,
-        note="with normalize_rewards and use_leave_one_out_baseline", default="grpo"),
-    needless(ESTIMATOR + "normalize_rewards grpo.normalize_rewards", "see adv_estimator.name",
-             default=True),
-    needless(ESTIMATOR + "use_leave_one_out_baseline grpo.use_leave_one_out_baseline",
-             "see adv_estimator.name", default=True),
+    row(
+        ESTIMATOR + "name",
+        "advantage_estimator disable_grpo_std_normalization",
+        _estimator,
+        note="with normalize_rewards and use_leave_one_out_baseline",
+        default="grpo",
+    ),
+    needless(
+        ESTIMATOR + "normalize_rewards grpo.normalize_rewards",
+        "see adv_estimator.name",
+        default=True,
+    ),
+    needless(
+        ESTIMATOR + "use_leave_one_out_baseline grpo.use_leave_one_out_baseline",
+        "see adv_estimator.name",
+        default=True,
+    ),
     needless(ESTIMATOR + "minus_baseline", "of reinforce_plus_plus: see adv_estimator.name"),
     row("grpo.val_period", "eval_interval", _validation, note="steps in both", default=10),
-    row("grpo.val_at_start", "skip_eval_before_train", _first_validation, note="inverted",
-        default=False),
+    row(
+        "grpo.val_at_start",
+        "skip_eval_before_train",
+        _first_validation,
+        note="inverted",
+        default=False,
+    ),
     lacking("grpo.val_at_end", "use rlpost evaluate on the last checkpoint", False),
     lacking("grpo.val_start_at", "evaluation starts with the run", -1),
     lacking("grpo.max_val_samples", "select rows with PATH@[0:N] in --eval-prompt-data", None),
     row("grpo.val_num_generations_per_prompt", "n_samples_per_eval_prompt", default=1),
-    lacking("grpo.stop_at_validation_metric grpo.stop_at_validation_threshold",
-            "a run trains --num-rollout steps", None),
+    lacking(
+        "grpo.stop_at_validation_metric grpo.stop_at_validation_threshold",
+        "a run trains --num-rollout steps",
+        None,
+    ),
     row("grpo.seed", "rollout_seed"),
     row("grpo.use_dynamic_sampling", "dynamic_sampling_filter_path", _filter),
     needless("grpo.dynamic_sampling_max_gen_batches", "generation goes on until a batch is full"),
-    row("grpo.batch_multiplier", "over_sampling_batch_size", _oversampling,
-        note="times num_prompts_per_step"),
-    row("grpo.overlong_filtering", "truncated_answers", _truncated,
-        note="masked answers count in the denominator here"),
-    lacking("grpo.advantage_clip_low grpo.advantage_clip_high",
-            "use --custom-advantage-function-path", None),
+    row(
+        "grpo.batch_multiplier",
+        "over_sampling_batch_size",
+        _oversampling,
+        note="times num_prompts_per_step",
+    ),
+    row(
+        "grpo.overlong_filtering",
+        "truncated_answers",
+        _truncated,
+        note="masked answers count in the denominator here",
+    ),
+    lacking(
+        "grpo.advantage_clip_low grpo.advantage_clip_high",
+        "use --custom-advantage-function-path",
+        None,
+    ),
     needless("grpo.reward_shaping.enabled", "--overlong-buffer-len turns it on"),
-    row("grpo.reward_shaping.overlong_buffer_length", "overlong_buffer_len",
-        _shaping(lambda it: {"overlong_buffer_len": it.count()})),
-    row("grpo.reward_shaping.overlong_buffer_penalty", "overlong_penalty",
-        _shaping(lambda it: {"overlong_penalty": it.number()})),
+    row(
+        "grpo.reward_shaping.overlong_buffer_length",
+        "overlong_buffer_len",
+        _shaping(lambda it: {"overlong_buffer_len": it.count()}),
+    ),
+    row(
+        "grpo.reward_shaping.overlong_buffer_penalty",
+        "overlong_penalty",
+        _shaping(lambda it: {"overlong_penalty": it.number()}),
+    ),
     row("grpo.reward_shaping.max_response_length", "", _shaping(_shaped_length)),
     lacking("grpo.reward_shaping.*", "use --custom-rm-path, or --truncated-answers punish", None),
     lacking("grpo.reward_scaling.enabled", "scale in the reward function (docs/rewards.md)", False),
     needless("grpo.reward_scaling.*", "of reward_scaling"),
     lacking("grpo.max_rollout_turns", "write an environment (docs/agents.md)", 1),
     row(ASYNC + "enabled", "rollout_mode", _mode),
-    row(ASYNC + "max_trajectory_age_steps", "max_staleness",
-        _asynchronous(lambda it: {"max_staleness": it.count()}), note="weight versions"),
+    row(
+        ASYNC + "max_trajectory_age_steps",
+        "max_staleness",
+        _asynchronous(lambda it: {"max_staleness": it.count()}),
+        note="weight versions",
+    ),
     row(ASYNC + "in_flight_weight_updates", "", _asynchronous(_in_flight)),
     lacking(ASYNC + "recompute_kv_cache_after_weight_updates", "see docs/rollout.md", False),
+    needless("grpo.async_grpo", "off, as here", None),
+    lacking("async_rl.*", "use --rollout-mode fully_async with --max-staleness (docs/rollout.md)"),
     needless(ASYNC + "*", "failed requests are tried again (docs/engines.md)"),
-    lacking("grpo.seq_logprob_error_threshold grpo.invalid_tool_call_advantage "
-            "grpo.malformed_thinking_advantage", "use --use-tis, or --custom-advantage-function-path",
-            None),
+    lacking(
+        "grpo.seq_logprob_error_threshold grpo.invalid_tool_call_advantage "
+        "grpo.malformed_thinking_advantage",
+        "use --use-tis, or --custom-advantage-function-path",
+        None,
+    ),
     needless("grpo.val_batch_size", "all prompts of an evaluation are in flight"),
 )
 _LOSS = (
-    row("loss_fn.reference_policy_kl_penalty", "use_kl_loss kl_loss_coef use_unbiased_kl kl_coef", _kl,
-        default=0.01),
+    row(
+        "loss_fn.reference_policy_kl_penalty",
+        "use_kl_loss kl_loss_coef use_unbiased_kl kl_coef",
+        _kl,
+        default=0.01,
+    ),
     row("loss_fn.reference_policy_kl_type", "kl_loss_type", _kl_type, default="k3"),
     needless("loss_fn.use_kl_in_reward", "see reference_policy_kl_penalty"),
-    lacking("loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value",
-            "--kl-loss-type low_var_kl bounds its estimate by 10, k3 has no bound", None),
+    lacking(
+        "loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value",
+        "--kl-loss-type low_var_kl bounds its estimate by 10, k3 has no bound",
+        None,
+    ),
     row("loss_fn.ratio_clip_min", "eps_clip", default=0.2),
     row("loss_fn.ratio_clip_max", "eps_clip_high", default=0.2),
     row("loss_fn.ratio_clip_c", "eps_clip_c", _dual_clip),
-    lacking("loss_fn.use_on_policy_kl_approximation",
-            "--use-unbiased-kl weighs by policy / old policy (docs/migrating.md)", False),
-    row(IMPORTANCE, "use_tis tis_clip", _importance, note="without a bound --tis-clip 1000000",
-        default=False),
+    lacking(
+        "loss_fn.use_on_policy_kl_approximation",
+        "--use-unbiased-kl weighs by policy / old policy (docs/migrating.md)",
+        False,
+    ),
+    row(
+        IMPORTANCE,
+        "use_tis tis_clip",
+        _importance,
+        note="without a bound --tis-clip 1000000",
+        default=False,
+    ),
     row(TRUNCATED + "type", "tis_mode", _bound_kind, note="tis, icepop"),
     row(TRUNCATED + "ratio", "tis_clip", _bound("tis_clip")),
     row(TRUNCATED + "ratio_min", "tis_clip_low", _bound("tis_clip_low")),
@@ -310,8 +378,12 @@ _LOSS = (
     row("loss_fn.use_cispo", "policy_loss", _policy_loss("cispo")),
     row("loss_fn.token_level_loss", "calculate_per_token_loss", default=True),
     lacking("loss_fn.force_on_policy_ratio", "use --num-steps-per-rollout 1", False),
-    lacking("loss_fn.disable_ppo_ratio loss_fn.positive_example_nll_weight",
-            "use --loss-type custom_loss", False, 0.0),
+    lacking(
+        "loss_fn.disable_ppo_ratio loss_fn.positive_example_nll_weight",
+        "use --loss-type custom_loss",
+        False,
+        0.0,
+    ),
 )
 _DATA = (
     row("data.train.data_path", "prompt_data", lambda it: {"prompt_data": paths(it)}),
@@ -320,45 +392,84 @@ _DATA = (
     row("data.validation.data_path", "eval_prompt_data", eval_sets, note="with --eval-interval"),
     row("data.validation.input_key", "eval_input_key"),
     row("data.validation.output_key", "eval_label_key"),
-    lacking("data.train.dataset_name data.validation.dataset_name data.default.dataset_name",
-            "NeMo-RL loads the set by name; write it as JSON Lines and give --prompt-data or "
-            "--eval-prompt-data (docs/data.md)", None, "ResponseDataset"),
-    lacking("data.train.split_validation_size", "select rows with PATH@[A:B] (docs/data.md)", None, 0),
-    lacking("data.default.prompt_file data.train.prompt_file data.validation.prompt_file "
-            "data.default.system_prompt_file data.train.system_prompt_file "
-            "data.validation.system_prompt_file",
-            "write the text into the prompts, as messages with --apply-chat-template", None),
-    lacking("data.default.env_name data.train.env_name data.validation.env_name", _REWARD,
-            default="math"),
-    needless("data.default.processor data.train.processor data.validation.processor data.train.seed "
-             "data.train.subset data.train.split data.validation.subset data.validation.split "
-             "data.num_workers", "rlpost reads prompts in its own way"),
+    lacking(
+        "data.train.dataset_name data.validation.dataset_name data.default.dataset_name",
+        "NeMo-RL loads the set by name; write it as JSON Lines and give --prompt-data or "
+        "--eval-prompt-data (docs/data.md)",
+        None,
+        "ResponseDataset",
+    ),
+    lacking(
+        "data.train.split_validation_size", "select rows with PATH@[A:B] (docs/data.md)", None, 0
+    ),
+    lacking(
+        "data.default.prompt_file data.train.prompt_file data.validation.prompt_file "
+        "data.default.system_prompt_file data.train.system_prompt_file "
+        "data.validation.system_prompt_file",
+        "write the text into the prompts, as messages with --apply-chat-template",
+        None,
+    ),
+    lacking(
+        "data.default.env_name data.train.env_name data.validation.env_name",
+        _REWARD,
+        default="math",
+    ),
+    needless(
+        "data.default.processor data.train.processor data.validation.processor data.train.seed "
+        "data.train.subset data.train.split data.validation.subset data.validation.split "
+        "data.num_workers",
+        "rlpost reads prompts in its own way",
+    ),
     row("data.shuffle", "rollout_shuffle", default=True),
     row("data.max_input_seq_length", "rollout_max_prompt_len"),
-    lacking("data.use_multiple_dataloader", "several files: --prompt-data with --prompt-data-weights",
-            False),
-    lacking("data.train data.validation data.default", "give files with --prompt-data (docs/data.md)",
-            None),
+    lacking(
+        "data.use_multiple_dataloader",
+        "several files: --prompt-data with --prompt-data-weights",
+        False,
+    ),
+    lacking(
+        "data.train data.validation data.default",
+        "give files with --prompt-data (docs/data.md)",
+        None,
+    ),
     needless("env.*", "see data.default.env_name"),
     lacking("reward_penalties.*", "use --custom-rm-path (docs/rewards.md)", False, None),
-    lacking("on_policy_distillation on_policy_distillation.*",
-            "use --use-opd (docs/distillation.md)", None),
-    lacking("sft.* dpo.* rm.* ppo.* distillation.*",
-            "rows are those of GRPO; SFT is --loss-type sft_loss (docs/data.md)"),
+    lacking(
+        "on_policy_distillation on_policy_distillation.*",
+        "use --use-opd (docs/distillation.md)",
+        None,
+    ),
+    lacking(
+        "sft.* dpo.* rm.* ppo.* distillation.*",
+        "rows are those of GRPO; SFT is --loss-type sft_loss (docs/data.md)",
+    ),
 )
 _RUN = (
-    needless("checkpointing.enabled", "on, as here", True,
-             instead="a run always saves at its end and at a preemption"),
+    needless(
+        "checkpointing.enabled",
+        "on, as here",
+        True,
+        instead="a run always saves at its end and at a preemption",
+    ),
     row("checkpointing.checkpoint_dir", "save", _folder, note="without it RUN/checkpoints"),
     row("checkpointing.save_period", "save_interval", _saves, note="steps in both", default=10),
     lacking("checkpointing.keep_top_k", "the newest are kept, --keep-last and --keep-every", None),
     needless("checkpointing.metric_name checkpointing.higher_is_better", "of keep_top_k"),
     needless("checkpointing.checkpoint_must_save_by", "Slurm's own signal (docs/preemption.md)"),
-    row("checkpointing.save_optimizer", "no_save_optim", lambda it: {"no_save_optim": not it.value},
-        note="inverted"),
+    row(
+        "checkpointing.save_optimizer",
+        "no_save_optim",
+        lambda it: {"no_save_optim": not it.value},
+        note="inverted",
+    ),
     needless("checkpointing.*", "rlpost writes torch_dist checkpoints, and --save-hf exports"),
-    row("cluster.num_nodes", "actor_num_nodes", _nodes, note="those of engines not counted",
-        default=1),
+    row(
+        "cluster.num_nodes",
+        "actor_num_nodes",
+        _nodes,
+        note="those of engines not counted",
+        default=1,
+    ),
     row("cluster.gpus_per_node", "num_gpus_per_node actor_num_gpus_per_node", _gpus, default=1),
     row(COLOCATED, "colocate rollout_num_gpus", _colocated, default=True),
     needless(RESOURCES + "*", "see colocated.enabled", default=None),
@@ -368,11 +479,14 @@ _RUN = (
     row("logger.wandb.project", "wandb_project", _wandb(lambda it: {"wandb_project": text(it)})),
     row("logger.wandb.name", "job_name", job_name),
     row("logger.tensorboard_enabled", "use_tensorboard"),
-    lacking("logger.mlflow_enabled logger.swanlab_enabled", "use --use-wandb or --use-tensorboard",
-            False),
+    lacking(
+        "logger.mlflow_enabled logger.swanlab_enabled",
+        "use --use-wandb or --use-tensorboard",
+        False,
+    ),
     needless("logger.*", "metrics.jsonl and the run's page have all metrics (docs/seeing.md)"),
     lacking("data_plane.enabled", "batches go through Ray's object store", False),
     needless("data_plane.*", "of data_plane"),
 )
-NEMO_RL = Stack("NeMo-RL", (*_GRPO, *_LOSS, *_DATA, *_RUN, *POLICY))
+NEMO_RL = Stack("NeMo-RL", (*_GRPO, *_LOSS, *_DATA, *_RUN, *POLICY_ROWS, *MEGATRON_ROWS))
 """The rows of NeMo-RL."""

@@ -1,11 +1,18 @@
-"""Keys of NeMo-RL's policy: model, trainer, optimizer and generation. Pure data."""
+"""Keys of NeMo-RL's policy: model, batches, optimizer and generation. Pure data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.config.flags import fields
-from rlpost.config.peers.common import lora_targets, megatron_option, model, sglang_option
+from rlpost.config.peers.common import model, sglang_option
+from rlpost.config.peers.nemo_rl_keys import (
+    DTENSOR,
+    MEGATRON,
+    adapters,
+    as_is,
+    recompute,
+    steps_per_rollout,
+)
 from rlpost.config.peers.row import (
     Convert,
     Given,
@@ -13,23 +20,19 @@ from rlpost.config.peers.row import (
     NotHere,
     Row,
     Settings,
-    as_count,
     lacking,
     needless,
     row,
     same,
-    when,
 )
 
-MEGATRON, DTENSOR = "policy.megatron_cfg.", "policy.dtensor_cfg."
 GENERATION = "policy.generation."
+
+
 VLLM = GENERATION + "vllm_cfg."
-_OFF_MEGATRON = "megatron_cfg is off"
+
+
 _OFF_DTENSOR = "dtensor_cfg is off"
-
-
-def _megatron(convert: Convert) -> Convert:
-    return when(MEGATRON + "enabled", True, _OFF_MEGATRON, convert)
 
 
 def _dtensor(convert: Convert) -> Convert:
@@ -39,31 +42,6 @@ def _dtensor(convert: Convert) -> Convert:
         return convert(it)
 
     return checked
-
-
-def _value(setting: str) -> Convert:
-    return lambda it: {setting: it.value}
-
-
-def _steps_per_rollout(it: Given) -> int:
-    """Optimizer steps of a rollout: NeMo-RL's schedule counts rollouts, rlpost's optimizer steps."""
-    prompts, answers, batch = (
-        as_count(key, it.look(key))
-        for key in ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt",
-                    "policy.train_global_batch_size")
-    )
-    if batch < 1 or prompts * answers % batch:
-        raise NotHere("train_global_batch_size does not divide the answers of a step")
-    return prompts * answers // batch
-
-
-def _iterations(setting: str) -> Convert:
-    def convert(it: Given) -> Settings:
-        if it.value is None:
-            raise Needless("all steps of the run, as here")
-        return {setting: it.count() * _steps_per_rollout(it)}
-
-    return convert
 
 
 def _is_packed(it: Given) -> bool:
@@ -99,74 +77,6 @@ def _tokens(setting: str, switch: str) -> Convert:
     return convert
 
 
-def _recompute(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    if it.key.startswith(MEGATRON) and it.look(MEGATRON + "recompute_granularity") == "selective":
-        return {"recompute_granularity": "selective"}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _option(it: Given) -> Settings:
-    name = it.tail
-    if name in ("bf16", "fp16", "params_dtype", "sgd_momentum"):
-        raise Needless("the type of weights is --bf16, and the optimizer Adam or Muon")
-    if name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d") and not same(
-        it.look(MEGATRON + "optimizer.optimizer_cpu_offload"), True
-    ):
-        raise Needless("optimizer_cpu_offload is off")
-    return {name: it.value} if name in fields() else megatron_option(it)
-
-
-def _changing_decay(setting: str) -> Convert:
-    def convert(it: Given) -> Settings:
-        if it.look(MEGATRON + "scheduler.weight_decay_incr_style") in ("constant", None):
-            raise Needless("the weight decay is constant")
-        return {setting: it.value}
-
-    return convert
-
-
-def _mtp(it: Given) -> Settings:
-    if not it.look(MEGATRON + "mtp_num_layers"):
-        raise Needless("there are no layers for multi-token prediction")
-    return megatron_option(it)
-
-
-def _fp8(it: Given) -> Settings:
-    if not same(it.look(MEGATRON + "fp8_cfg.enabled"), True):
-        raise Needless("fp8_cfg is off")
-    return megatron_option(it)
-
-
-def _adapter(table: str, convert: Convert) -> Convert:
-    def checked(it: Given) -> Settings:
-        if not same(it.look(f"{table}enabled"), True):
-            raise Needless("adapters are off")
-        return convert(it)
-
-    return checked
-
-
-def _adapters(table: str) -> tuple[Row, ...]:
-    def off(it: Given) -> Settings:
-        raise Needless("see its key dim" if same(it.value, True) else "off, as here")
-
-    def targets(it: Given) -> Settings:
-        if it.value in ([], None):
-            raise Needless("all linear layers, as here")
-        return lora_targets(it)
-
-    return (
-        row(table + "enabled", "", off),
-        row(table + "dim", "lora_rank", _adapter(table, _value("lora_rank"))),
-        row(table + "alpha", "lora_alpha", _adapter(table, _value("lora_alpha"))),
-        row(table + "dropout", "lora_dropout", _adapter(table, _value("lora_dropout"))),
-        row(table + "target_modules", "lora_targets", _adapter(table, targets)),
-        needless(table + "*", "adapters have one form here (docs/lora.md)"),
-    )
-
-
 def _torch_optimizer(it: Given) -> Settings:
     names: Mapping[str, str] = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
     if it.tail == "betas" and isinstance(it.value, list) and len(it.value) == 2:
@@ -192,7 +102,7 @@ def _torch_schedule(it: Given) -> Settings:
     if not isinstance(rate, float) or not isinstance(given.get("total_iters"), int):
         raise NotHere("use --lr-warmup-iters and --lr-warmup-init")
     return {
-        "lr_warmup_iters": given["total_iters"] * _steps_per_rollout(it),
+        "lr_warmup_iters": given["total_iters"] * steps_per_rollout(it),
         "lr_warmup_init": rate * float(given.get("start_factor", 1 / 3)),
     }
 
@@ -257,120 +167,160 @@ def _chunk(it: Given) -> Settings:
     return {"log_probs_chunk_size": it.count()}
 
 
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-          "expert_model_parallel_size", "expert_tensor_parallel_size")
 _TRAINER: tuple[Row, ...] = (
     row("policy.model_name", "hf_checkpoint hub_models", model),
     row("policy.tokenizer.name", "", _of_model),
-    row("policy.tokenizer.chat_template_kwargs policy.tokenizer.chat_template_kwargs.*",
-        "apply_chat_template_kwargs", _template),
-    lacking("policy.tokenizer.chat_template", "change the tokenizer's file in --hf-checkpoint",
-            None, "default"),
+    row(
+        "policy.tokenizer.chat_template_kwargs policy.tokenizer.chat_template_kwargs.*",
+        "apply_chat_template_kwargs",
+        _template,
+    ),
+    lacking(
+        "policy.tokenizer.chat_template",
+        "change the tokenizer's file in --hf-checkpoint",
+        None,
+        "default",
+    ),
     needless("policy.tokenizer.*", "the tokenizer is transformers'"),
-    lacking("policy.hf_config_overrides policy.hf_config_overrides.*",
-            "the table [model] overrides config.json (docs/models.md)", None, {}),
+    lacking(
+        "policy.hf_config_overrides policy.hf_config_overrides.*",
+        "the table [model] overrides config.json (docs/models.md)",
+        None,
+        {},
+    ),
     row("policy.train_global_batch_size", "global_batch_size", note="answers in both", default=512),
-    row("policy.train_micro_batch_size", "micro_batch_size", _micro,
-        note="without sequence_packing and dynamic_batching", default=4),
-    row("policy.max_total_sequence_length", "rollout_max_context_len", note="prompt and response",
-        default=512),
-    needless("policy.precision", "bfloat16 on GPUs", "bfloat16", instead="use --bf16 true or false"),
+    row(
+        "policy.train_micro_batch_size",
+        "micro_batch_size",
+        _micro,
+        note="without sequence_packing and dynamic_batching",
+        default=4,
+    ),
+    row(
+        "policy.max_total_sequence_length",
+        "rollout_max_context_len",
+        note="prompt and response",
+        default=512,
+    ),
+    needless(
+        "policy.precision", "bfloat16 on GPUs", "bfloat16", instead="use --bf16 true or false"
+    ),
     row("policy.logprob_chunk_size", "log_probs_chunk_size", _chunk),
     row("policy.max_grad_norm", "clip_grad", default=1.0),
     row("policy.sequence_packing.enabled", "use_dynamic_batch_size", _packs, default=True),
     row("policy.dynamic_batching.enabled", "use_dynamic_batch_size", _packs, default=False),
-    row("policy.sequence_packing.train_mb_tokens", "max_tokens_per_gpu",
+    row(
+        "policy.sequence_packing.train_mb_tokens",
+        "max_tokens_per_gpu",
         _tokens("max_tokens_per_gpu", "sequence_packing"),
-        note="a micro-batch there, a GPU's part of it here"),
-    row("policy.dynamic_batching.train_mb_tokens", "max_tokens_per_gpu",
+        note="a micro-batch there, a GPU's part of it here",
+    ),
+    row(
+        "policy.dynamic_batching.train_mb_tokens",
+        "max_tokens_per_gpu",
         _tokens("max_tokens_per_gpu", "dynamic_batching"),
-        note="a micro-batch there, a GPU's part of it here"),
-    row("policy.sequence_packing.logprob_mb_tokens", "log_probs_max_tokens_per_gpu",
-        _tokens("log_probs_max_tokens_per_gpu", "sequence_packing")),
-    row("policy.dynamic_batching.logprob_mb_tokens", "log_probs_max_tokens_per_gpu",
-        _tokens("log_probs_max_tokens_per_gpu", "dynamic_batching")),
-    needless("policy.sequence_packing.* policy.dynamic_batching.*",
-             "packing has no such settings here (docs/actor.md)"),
-    needless("policy.generation_batch_size policy.logprob_batch_size "
-             "policy.offload_optimizer_for_logprob policy.make_sequence_length_divisible_by",
-             "sizes follow from the layout, and memory is offloaded with --colocate"),
+        note="a micro-batch there, a GPU's part of it here",
+    ),
+    row(
+        "policy.sequence_packing.logprob_mb_tokens",
+        "log_probs_max_tokens_per_gpu",
+        _tokens("log_probs_max_tokens_per_gpu", "sequence_packing"),
+    ),
+    row(
+        "policy.dynamic_batching.logprob_mb_tokens",
+        "log_probs_max_tokens_per_gpu",
+        _tokens("log_probs_max_tokens_per_gpu", "dynamic_batching"),
+    ),
+    needless(
+        "policy.sequence_packing.* policy.dynamic_batching.*",
+        "packing has no such settings here (docs/actor.md)",
+    ),
+    needless(
+        "policy.generation_batch_size policy.logprob_batch_size "
+        "policy.offload_optimizer_for_logprob policy.make_sequence_length_divisible_by",
+        "sizes follow from the layout, and memory is offloaded with --colocate",
+    ),
+    row("policy.router_replay.enabled", "use_rollout_routing_replay"),
+    lacking("policy.quant_*", "weights are not trained for a quantization", None),
     lacking("policy.draft.enabled", "use SGLang's --sglang-speculative-algorithm", False),
     needless("policy.draft.*", "of the draft model"),
-    row("policy.optimizer.kwargs.*", "lr weight_decay adam_beta1 adam_beta2 adam_eps",
-        _dtensor(_torch_optimizer)),
-    needless("policy.optimizer.name", "the optimizer is Megatron-core's", "torch.optim.AdamW",
-             "torch.optim.Adam", instead="use --optimizer adam or muon"),
+    row(
+        "policy.optimizer.kwargs.*",
+        "lr weight_decay adam_beta1 adam_beta2 adam_eps",
+        _dtensor(_torch_optimizer),
+    ),
+    needless(
+        "policy.optimizer.name",
+        "the optimizer is Megatron-core's",
+        "torch.optim.AdamW",
+        "torch.optim.Adam",
+        instead="use --optimizer adam or muon",
+    ),
     needless("policy.optimizer policy.scheduler.*", "of DTensor", None, {}),
-    row("policy.scheduler", "lr_warmup_iters lr_warmup_init", _dtensor(_torch_schedule),
-        note="LinearLR before ConstantLR; rollouts there, optimizer steps here"),
+    row(
+        "policy.scheduler",
+        "lr_warmup_iters lr_warmup_init",
+        _dtensor(_torch_schedule),
+        note="LinearLR before ConstantLR; rollouts there, optimizer steps here",
+    ),
 )
+
+
 _DTENSOR: tuple[Row, ...] = (
-    row(DTENSOR + "tensor_parallel_size", "tensor_model_parallel_size",
-        _dtensor(_value("tensor_model_parallel_size"))),
-    row(DTENSOR + "context_parallel_size", "context_parallel_size",
-        _dtensor(_value("context_parallel_size")), default=1),
-    row(DTENSOR + "expert_parallel_size", "expert_model_parallel_size",
-        _dtensor(_value("expert_model_parallel_size"))),
-    row(DTENSOR + "sequence_parallel", "sequence_parallel", _dtensor(_value("sequence_parallel"))),
-    row(DTENSOR + "activation_checkpointing",
-        "recompute_granularity recompute_method recompute_num_layers", _dtensor(_recompute)),
-    *_adapters(DTENSOR + "lora_cfg."),
-    needless(DTENSOR + "enabled", "the trainer is Megatron-core", False,
-             instead="the trainer is Megatron-core; sizes: rlpost plan --suggest"),
+    row(
+        DTENSOR + "tensor_parallel_size",
+        "tensor_model_parallel_size",
+        _dtensor(as_is("tensor_model_parallel_size")),
+    ),
+    row(
+        DTENSOR + "context_parallel_size",
+        "context_parallel_size",
+        _dtensor(as_is("context_parallel_size")),
+        default=1,
+    ),
+    row(
+        DTENSOR + "expert_parallel_size",
+        "expert_model_parallel_size",
+        _dtensor(as_is("expert_model_parallel_size")),
+    ),
+    row(DTENSOR + "sequence_parallel", "sequence_parallel", _dtensor(as_is("sequence_parallel"))),
+    row(
+        DTENSOR + "activation_checkpointing",
+        "recompute_granularity recompute_method recompute_num_layers",
+        _dtensor(recompute),
+    ),
+    *adapters(DTENSOR + "lora_cfg."),
+    needless(
+        DTENSOR + "enabled",
+        "the trainer is Megatron-core",
+        False,
+        instead="the trainer is Megatron-core; sizes: rlpost plan --suggest",
+    ),
     needless(DTENSOR + "*", "of DTensor; the trainer is Megatron-core"),
 )
-_MEGATRON: tuple[Row, ...] = (
-    needless(MEGATRON + "enabled", "the trainer is Megatron-core", default=False),
-    *(row(MEGATRON + name, name, _megatron(_value(name)), default=1) for name in _SIZES),
-    row(MEGATRON + "sequence_parallel", "sequence_parallel", _megatron(_value("sequence_parallel"))),
-    row(MEGATRON + "activation_checkpointing",
-        "recompute_granularity recompute_method recompute_num_layers", _megatron(_recompute)),
-    needless(MEGATRON + "recompute_granularity", "see activation_checkpointing", default="full"),
-    needless(MEGATRON + "recompute_modules", "of selective recomputation", None, ["core_attn"],
-             instead="--recompute-granularity selective is attention's"),
-    lacking(MEGATRON + "freeze_moe_router",
-            r"with experts: --freeze-params-name-list '\.router\.'", False),
-    lacking(MEGATRON + "env_vars " + MEGATRON + "env_vars.*", "use --environment NAME=VALUE", None),
-    lacking(MEGATRON + "cuda_graph_impl", "training has no CUDA graphs", "none"),
-    lacking(MEGATRON + "fine_grained_activation_offloading", "use --recompute-granularity", False),
-    lacking(MEGATRON + "model_overrides " + MEGATRON + "model_overrides.*",
-            "options of Megatron-core: the table [megatron]", None, {}),
-    row(MEGATRON + "mtp_*", "", _megatron(_mtp), note="with mtp_num_layers"),
-    needless(MEGATRON + "pipeline_dtype", "that of the weights"),
-    needless(" ".join(MEGATRON + name for name in (
-        "checkpoint.* force_reconvert_from_hf empty_unused_memory_level use_gloo_process_groups "
-        "use_fused_linear_logprobs fused_linear_logprobs_chunk_size cuda_graph_modules "
-        "cuda_graph_warmup_steps offload_modules defer_fp32_logits "
-        "use_fused_weighted_squared_relu converter_type moe_per_layer_logging"
-    ).split()), "rlpost has its own way, or none is needed"),
-    *_adapters(MEGATRON + "peft."),
-    row(MEGATRON + "optimizer.*", "", _megatron(_option), note="the setting of that name"),
-    *(row(MEGATRON + f"scheduler.{name}", name, _megatron(_iterations(name)),
-          note="rollouts there, optimizer steps here")
-      for name in ("lr_decay_iters", "lr_warmup_iters")),
-    *(row(MEGATRON + f"scheduler.{name}", name, _megatron(_changing_decay(name)))
-      for name in ("start_weight_decay", "end_weight_decay")),
-    row(MEGATRON + "scheduler.*", "", _megatron(_option), note="the setting of that name"),
-    lacking(MEGATRON + "distributed_data_parallel_config.use_custom_fsdp",
-            "the trainer has the distributed optimizer of Megatron-core", False),
-    needless(MEGATRON + "distributed_data_parallel_config.data_parallel_sharding_strategy", "of FSDP"),
-    row(MEGATRON + "distributed_data_parallel_config.*", "", _megatron(_option),
-        note="the option of Megatron-core of that name"),
-    needless(MEGATRON + "fp8_cfg.enabled", "its other keys are options of Megatron-core"),
-    row(MEGATRON + "fp8_cfg.*", "", _megatron(_fp8), note="with fp8_cfg.enabled"),
-    row(MEGATRON + "*", "", _megatron(megatron_option),
-        note="the option of Megatron-core of that name"),
-)
+
+
 _GENERATION: tuple[Row, ...] = (
-    needless(GENERATION + "backend", "engines are SGLang's", "sglang",
-             instead="engines are SGLang's; options of vLLM, TensorRT-LLM and Megatron have no "
-             "counterpart"),
+    needless(
+        GENERATION + "backend",
+        "engines are SGLang's",
+        "sglang",
+        instead="engines are SGLang's; options of vLLM, TensorRT-LLM and Megatron have no "
+        "counterpart",
+    ),
     row(GENERATION + "max_new_tokens", "rollout_max_response_len", default=512),
     row(GENERATION + "temperature", "rollout_temperature", default=1.0),
     row(GENERATION + "top_p", "rollout_top_p", default=1.0),
-    row(GENERATION + "top_k", "rollout_top_k",
-        lambda it: {"rollout_top_k": -1 if it.value is None else it.value}),
-    row(GENERATION + "val_temperature", "eval_temperature", _inherited("eval_temperature", "temperature")),
+    row(
+        GENERATION + "top_k",
+        "rollout_top_k",
+        lambda it: {"rollout_top_k": -1 if it.value is None else it.value},
+    ),
+    row(
+        GENERATION + "val_temperature",
+        "eval_temperature",
+        _inherited("eval_temperature", "temperature"),
+    ),
     row(GENERATION + "val_top_p", "eval_top_p", _inherited("eval_top_p", "top_p")),
     row(GENERATION + "val_top_k", "eval_top_k", _inherited("eval_top_k", "top_k")),
     row(GENERATION + "stop_token_ids", "rollout_stop_token_ids", _list("rollout_stop_token_ids")),
@@ -378,18 +328,50 @@ _GENERATION: tuple[Row, ...] = (
     row(VLLM + "tensor_parallel_size", "rollout_num_gpus_per_engine", _engine_size, default=1),
     lacking(VLLM + "pipeline_parallel_size", "use --sglang-pp-size", 1, default=1),
     lacking(VLLM + "expert_parallel_size", "use --sglang-ep-size", 1),
-    row(VLLM + "gpu_memory_utilization", "sglang_mem_fraction_static",
-        note="a share of the GPU's memory in both"),
+    row(
+        VLLM + "gpu_memory_utilization",
+        "sglang_mem_fraction_static",
+        note="a share of the GPU's memory in both",
+    ),
     row(VLLM + "enforce_eager", "sglang_disable_cuda_graph", _eager),
     row(VLLM + "max_model_len", "sglang_context_length", _engine_length),
     row(VLLM + "kv_cache_dtype", "sglang_kv_cache_dtype", _cache_type),
-    needless(VLLM + "precision", "that of --hf-checkpoint", "bfloat16",
-             instead="engines generate in FP8 with an --hf-checkpoint in FP8 blocks"),
-    needless(VLLM + "* " + GENERATION + "vllm_kwargs " + GENERATION + "vllm_kwargs.*",
-             "of vLLM; SGLang's options are --sglang-*"),
-    row(GENERATION + "sglang_cfg.sglang_server_config.*", "", sglang_option,
-        note="the option of SGLang of that name"),
+    needless(
+        VLLM + "precision",
+        "that of --hf-checkpoint",
+        "bfloat16",
+        instead="engines generate in FP8 with an --hf-checkpoint in FP8 blocks",
+    ),
+    needless(
+        VLLM + "* " + GENERATION + "vllm_kwargs " + GENERATION + "vllm_kwargs.*",
+        "of vLLM; SGLang's options are --sglang-*",
+    ),
+    row(
+        GENERATION + "sglang_cfg.sglang_server_config.num_gpus_per_engine",
+        "rollout_num_gpus_per_engine",
+    ),
+    row(
+        GENERATION + "sglang_cfg.sglang_server_config.sglang_server_concurrency",
+        "sglang_server_concurrency",
+    ),
+    needless(
+        GENERATION
+        + "sglang_cfg.sglang_server_config.num_gpus "
+        + GENERATION
+        + "sglang_cfg.sglang_server_config.needs_offload "
+        + GENERATION
+        + "sglang_cfg.sglang_server_config.cpu_weight_backup "
+        + GENERATION
+        + "sglang_cfg.sglang_server_config.pause_generation_mode",
+        "it follows from --rollout-num-gpus and --colocate",
+    ),
+    row(
+        GENERATION + "sglang_cfg.sglang_server_config.*",
+        "",
+        sglang_option,
+        note="the option of SGLang of that name",
+    ),
     needless(GENERATION + "*", "rlpost starts the engines itself (docs/engines.md)"),
 )
-POLICY = (*_TRAINER, *_DTENSOR, *_MEGATRON, *_GENERATION)
-"""Rows of ``policy``."""
+
+POLICY_ROWS = (*_TRAINER, *_DTENSOR, *_GENERATION)

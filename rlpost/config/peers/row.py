@@ -224,7 +224,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def row(
-    keys: str, settings: str, convert: Convert | None = None, *, note: str = "", default: object = ABSENT
+    keys: str,
+    settings: str,
+    convert: Convert | None = None,
+    *,
+    note: str = "",
+    default: object = ABSENT,
 ) -> Row:
     """Return the row of a key that sets something.
 
@@ -236,7 +241,18 @@ def row(
     return Row(_names(keys), own, convert or (lambda it: {own[0]: it.value}), note, default)
 
 
-def needless(keys: str, why: str, *values: object, instead: str = "", default: object = ABSENT) -> Row:
+def below(table: str, names: str) -> str:
+    """Return the keys of a table, ``needless`` takes them.
+
+    >>> below("a.", "b c")
+    'a.b a.c'
+    """
+    return " ".join(table + name for name in names.split())
+
+
+def needless(
+    keys: str, why: str, *values: object, instead: str = "", default: object = ABSENT
+) -> Row:
     """Return the row of a key that needs no setting here.
 
     Args:
