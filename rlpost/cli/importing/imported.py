@@ -16,7 +16,7 @@ from rlpost.config.flags import Values, fields, flag, groups
 from rlpost.config.load import load
 from rlpost.config.masking import mask
 from rlpost.config.peers.row import Answer, Settings
-from rlpost.config.show import toml_value
+from rlpost.config.show import one_line, toml_value
 from rlpost.config.wording import value_of, value_text
 from rlpost.errors import ConfigError
 
@@ -47,6 +47,8 @@ class Imported:
             self.left.append(answer)
             return
         settings = {key: value for key, value in answer.settings.items() if value is not None}
+        if answer.settings and not settings:
+            answer = replace(answer, why="without a value, as here", is_needless=True)
         if answer.is_default:
             settings = self._other_than_ours(settings)
             if not settings:
@@ -117,7 +119,7 @@ class Imported:
 
     def recipe(self, origin: str) -> str:
         """Return the settings as a recipe, each with the key that it comes from."""
-        blocks = [f"# Made by `rlpost import` from {origin}."]
+        blocks = [f"# Made by `rlpost import` from {one_line(origin)}."]
         for name in groups():
             if not self.settings.get(name):
                 continue
@@ -126,7 +128,7 @@ class Imported:
                 source = self.sources[f"{name}.{key}"]
                 said = f"the default of {source.key}" if source.is_default else source.key
                 text = f"{key} = {toml_value(value)}"
-                lines.append(f"{text:<{_WIDTH}}  # {said}")
+                lines.append(f"{text:<{_WIDTH}}  # {one_line(said)}")
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks) + "\n"
 

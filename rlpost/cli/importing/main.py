@@ -18,6 +18,7 @@ from rlpost.cli.importing.source import Source, read
 from rlpost.config.arguments import Parser
 from rlpost.config.load import load
 from rlpost.config.peers.row import Answer
+from rlpost.config.show import one_line
 from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     source = read(path, options.words)
     result = imported(source.given, source.absent)
     recipe = result.recipe(f"{path.name} ({source.stack})")
-    print("\n".join(report(path.name, source, result)), file=sys.stderr)
+    print("\n".join(map(_printable, report(path.name, source, result))), file=sys.stderr)
     if target is None:
         print(recipe, end="")
     else:
@@ -93,6 +94,12 @@ def check_problems(result: Imported) -> list[str]:
     except ConfigError as error:
         lines = str(error).splitlines()
     return list(dict.fromkeys([*lines, *absent(config, None)]))
+
+
+def _printable(line: str) -> str:
+    """Return a line for a terminal: what a foreign file holds cannot control it."""
+    blank = "\n" if line.startswith("\n") else ""
+    return blank + one_line(line.removeprefix("\n"))
 
 
 def _taken(answer: Answer) -> str:

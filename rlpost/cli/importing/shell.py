@@ -34,6 +34,7 @@ from rlpost.cli.importing.shell_words import (
     decide,
     formatted,
     printed,
+    texts_of,
     trimmed,
 )
 from rlpost.cli.importing.text_file import read_text
@@ -138,7 +139,7 @@ class Shell:
         self.variables = {}
         for name in names:
             values = [end.get(name) for end in ends]
-            if all(_texts(value) == _texts(values[0]) for value in values):
+            if all(texts_of(value) == texts_of(values[0]) for value in values):
                 self.variables[name] = next(value for value in values if value is not None)
             else:
                 choices = [self._shown(value) for value in values]
@@ -250,10 +251,8 @@ class Shell:
             reasons = [why for text in inner if (why := self.unknown(text))]
             self.undecided = reasons[0] if reasons else self.undecided
             return None if reasons else decide(inner)
-        if name in ("true", ":"):
-            return True
-        if name == "false":
-            return False
+        if name in ("true", ":", "false"):
+            return name != "false"
         if name in ("source", ".") and len(texts) > 1:
             self._source(texts[1], line)
         elif name == "printf" and texts[1:2] == ["-v"] and len(texts) > 3:
@@ -262,9 +261,6 @@ class Shell:
             for text in texts[1:]:
                 if re.fullmatch(r"[A-Za-z_]\w*", text):
                     self.variables[text] = self.mark(f"line {line}: {text} is read from input")
-        elif name == "unset":
-            for text in texts[1:]:
-                self.variables.pop(text, None)
         elif name in self.functions:
             return self._call(name, words[1:], line)
         elif name == "eval":
@@ -441,7 +437,7 @@ class Shell:
     def _lookup(self, name: str, index: str, line: int) -> Value | None:
         if name in ("@", "*"):
             return self.arguments[-1]
-        if name == "0" or name == "BASH_SOURCE":
+        if name in ("0", "BASH_SOURCE"):
             return str(self.path)
         if name.isdigit():
             words = self.arguments[-1]
@@ -491,15 +487,12 @@ class Shell:
         return output
 
 
-def _texts(value: Value | None) -> object:
-    return [word.text for word in value] if isinstance(value, list) else value
-
-
 def read_script(path: Path, variables: Mapping[str, str]) -> Shell:
     """Read a script with variables of the caller. Raises ConfigError."""
     shell = Shell(path, {"HOME": "$HOME", **variables}, given=frozenset(variables))
+    text = read_text(path)
     try:
-        shell.run(parse(read_text(path)))
+        shell.run(parse(text))
     except ConfigError as error:
         raise ConfigError(f"{path.name}, {error}") from None
     except RecursionError:

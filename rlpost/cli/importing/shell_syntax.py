@@ -121,6 +121,8 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
         if letter == "#" and close == ")" and text[at - 1] in " \t\n(":
             end = text.find("\n", at)  # a comment in an array or a substitution
             at = len(text) if end < 0 else end
+        elif close == ")" and text.startswith("<<", at) and text[at + 2 : at + 3] not in "< \n":
+            at = _document_end(text, at + 2)
         elif letter in "'\"`":
             at = quote_end(text, at, line, depth + 1)
         elif letter == "\\":
@@ -149,7 +151,7 @@ def quote_end(text: str, start: int, line: int, depth: int = 0) -> int:
 
 def _tokens(text: str) -> list[Token]:
     """Return words and operators; comments and here-documents are left out."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     documents: list[str] = []
     at, line = 0, 1
     while at < len(text):
@@ -161,16 +163,16 @@ def _tokens(text: str) -> list[Token]:
         elif letter == "#":
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
-        elif text.startswith("((", at) and _starts_command(found):
+        elif text.startswith("((", at) and _starts_command(tokens):
             end = closing(text, at, line)
-            found.append(Token(text[at:end], line))
+            tokens.append(Token(text[at:end], line))
             line, at = line + text.count("\n", at, end), end
         elif match := _OPERATOR.match(text, at):
             operator = match[0]
             if operator.startswith("<<") and operator != "<<<":
                 at = _delimiter(text, match.end(), documents)
                 continue
-            found.append(Token(operator, line, is_word=False))
+            tokens.append(Token(operator, line, is_word=False))
             at = match.end()
             if operator == "\n":
                 line += 1
@@ -179,9 +181,9 @@ def _tokens(text: str) -> list[Token]:
                 documents.clear()
         else:
             end = _word_end(text, at, line)
-            found.append(Token(text[at:end], line))
+            tokens.append(Token(text[at:end], line))
             line, at = line + text.count("\n", at, end), end
-    return found
+    return tokens
 
 
 def _starts_command(tokens: list[Token]) -> bool:
@@ -198,6 +200,14 @@ def _delimiter(text: str, at: int, documents: list[str]) -> int:
         return at
     documents.append(re.sub(r"['\"\\]", "", match[1]))
     return match.end()
+
+
+def _document_end(text: str, at: int) -> int:
+    """Return the position behind a here-document in a substitution, whose words begin at ``at``."""
+    delimiters: list[str] = []
+    _delimiter(text, at + text.startswith("-", at), delimiters)
+    end = text.find("\n", at)
+    return len(text) if end < 0 else _behind(text, end + 1, 0, delimiters[0])[0]
 
 
 def _behind(text: str, at: int, line: int, delimiter: str) -> tuple[int, int]:
@@ -371,11 +381,11 @@ class _Parser:
         token: Token | None = first
         while token is not None:
             if token.is_word:
-                made = None if words and words[0].text not in _DECLARE else assignment(token)
-                if made is None:
+                one = None if words and words[0].text not in _DECLARE else assignment(token)
+                if one is None:
                     words.append(token)
                 else:
-                    assignments.append(made)
+                    assignments.append(one)
             elif token.text in _REDIRECTION:
                 if words and words[-1].text.isdigit():
                     words.pop()

@@ -157,3 +157,8 @@ def printed(texts: Sequence[str], folder: str) -> str | None:
     if name == "basename":
         return posixpath.basename(path).removesuffix("".join(arguments[1:2]))
     return posixpath.normpath(path) if name in ("realpath", "readlink") else None
+
+
+def texts_of(value: Value | None) -> object:
+    """Return a value without its lines, to be compared."""
+    return [word.text for word in value] if isinstance(value, list) else value

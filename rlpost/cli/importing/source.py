@@ -75,15 +75,15 @@ def read(path: Path, words: Sequence[str]) -> Source:
             raise ConfigError(
                 f"{next(iter(overrides))}: slime has flags; give NAME=VALUE of a variable"
             )
-        given = tuple(slime.answers(command[1:], shell.unknown))
-        return Source(name, where, given, tuple(slime.defaults(given)), tuple(problems))
+        answers = tuple(slime.answers(command[1:], shell.unknown))
+        return Source(name, where, answers, tuple(slime.defaults(answers)), tuple(problems))
     entries, odd = _entries(command[1:], shell)
     if name == "NeMo-RL":
         base, missing = _base(path, command, shell)
         entries, problems = {**base, **entries}, [*problems, *missing]
     stack = VERL if name == "verl" else NEMO_RL
-    made = _source(stack, where, {**entries, **overrides}, problems)
-    return Source(made.stack, where, (*made.given, *odd), made.absent, made.problems)
+    own = _source(stack, where, {**entries, **overrides}, problems)
+    return Source(own.stack, where, (*own.given, *odd), own.absent, own.problems)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -122,14 +122,14 @@ def _source(
 
 def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
     """Return the stack and the words from its program on; a line for each further command."""
-    found = []
+    commands = []
     for words in shell.commands:
         for at, word in enumerate(words):
             name = next((name for form, name in _PROGRAMS if form.fullmatch(word.text)), None)
             if name is not None:
-                found.append((name, words[at:]))
+                commands.append((name, words[at:]))
                 break
-    if not found:
+    if not commands:
         raise ConfigError(
             f"{path.name}: no command starts slime's train.py, verl.trainer.main_ppo or NeMo-RL's "
             "run_grpo.py; give a script that does, or NeMo-RL's YAML file"
@@ -137,9 +137,9 @@ def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
     others = [
         f"line {words[0].line}: another command, {words[0].text}, is not read; import a script with "
         "it alone"
-        for _, words in found[1:]
+        for _, words in commands[1:]
     ]
-    return found[0][0], found[0][1], others
+    return commands[0][0], commands[0][1], others
 
 
 def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], list[Answer]]:

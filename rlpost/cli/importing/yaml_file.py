@@ -65,8 +65,8 @@ def scalar(text: str) -> object:
         return stripped[1:-1]
     if stripped[:1] in "[{" and stripped:
         try:
-            return _numbers(yaml.safe_load(stripped), 0)
-        except (yaml.YAMLError, RecursionError):
+            return _Numbers().of(yaml.safe_load(stripped))
+        except (yaml.YAMLError, RecursionError, ConfigError):
             return text
     return _number(stripped)
 
@@ -80,16 +80,25 @@ def _number(text: str) -> object:
     return words.get(text.lower(), text)
 
 
-def _numbers(value: object, depth: int) -> object:
-    if depth > MOST_DEPTH:
-        raise ConfigError(f"a value is nested more than {MOST_DEPTH} deep")
-    if isinstance(value, str):
-        return _number(value)
-    if isinstance(value, list):
-        return [_numbers(one, depth + 1) for one in value]
-    if isinstance(value, Mapping):
-        return {str(key): _numbers(one, depth + 1) for key, one in value.items()}
-    return value
+@dataclass(slots=True)
+class _Numbers:
+    """Texts of a value as numbers; parts that anchors repeat count each time."""
+
+    num_parts: int = 0
+
+    def of(self, value: object, depth: int = 0) -> object:
+        self.num_parts += 1
+        if depth > MOST_DEPTH or self.num_parts > MOST_KEYS:
+            raise ConfigError(
+                f"a value has more than {MOST_KEYS:,} parts, or is nested more than {MOST_DEPTH} deep"
+            )
+        if isinstance(value, str):
+            return _number(value)
+        if isinstance(value, list):
+            return [self.of(one, depth + 1) for one in value]
+        if isinstance(value, Mapping):
+            return {str(key): self.of(one, depth + 1) for key, one in value.items()}
+        return value
 
 
 def _read(path: Path, values: Values) -> None:
@@ -101,9 +110,7 @@ def _read(path: Path, values: Values) -> None:
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                f"{shown}: no table of keys and values; give a YAML file of NeMo-RL or verl"
-            )
+            raise ConfigError("no table of keys and values; give a YAML file of NeMo-RL or verl")
         own: list[tuple[str, Entry]] = []
         _flatten(loader, node, "", own, 0)
     except yaml.YAMLError as error:
@@ -114,6 +121,8 @@ def _read(path: Path, values: Values) -> None:
         ) from None
     except RecursionError:
         raise ConfigError(f"{shown}: nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{shown}, {error}") from None
     finally:
         loader.dispose()
     bases = dict(own).get("defaults", Entry([])).value
@@ -136,7 +145,7 @@ def _flatten(
     loader: yaml.SafeLoader,
     node: yaml.MappingNode,
     prefix: str,
-    found: list[tuple[str, Entry]],
+    entries: list[tuple[str, Entry]],
     depth: int,
 ) -> None:
     if depth > MOST_DEPTH:
@@ -149,16 +158,16 @@ def _flatten(
             and value.value
             and value.tag == "tag:yaml.org,2002:map"
         ):
-            _flatten(loader, value, f"{key}.", found, depth + 1)
+            _flatten(loader, value, f"{key}.", entries, depth + 1)
             continue
         built = loader.construct_object(value, deep=True)
         is_plain = isinstance(value, yaml.ScalarNode) and value.style is None
         if isinstance(built, str) and is_plain:
             built = _number(built)
         elif not isinstance(built, str):
-            built = _numbers(built, 0)
-        found.append((key, Entry(built, value.start_mark.line + 1)))
-        if len(found) > MOST_KEYS:
+            built = _Numbers().of(built)
+        entries.append((key, Entry(built, value.start_mark.line + 1)))
+        if len(entries) > MOST_KEYS:
             raise ConfigError(f"more than {MOST_KEYS:,} keys")
 
 

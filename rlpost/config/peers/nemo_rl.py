@@ -420,6 +420,7 @@ _DATA = (
         "data.num_workers",
         "rlpost reads prompts in its own way",
     ),
+    lacking("data.validation.repeat", "use --n-samples-per-eval-prompt", None, 1),
     row("data.shuffle", "rollout_shuffle", default=True),
     row("data.max_input_seq_length", "rollout_max_prompt_len"),
     lacking(

@@ -20,6 +20,7 @@ MEGATRON, DTENSOR = "policy.megatron_cfg.", "policy.dtensor_cfg."
 
 
 def as_is(setting: str) -> Convert:
+    """Return a conversion that takes a value as it is."""
     return lambda it: {setting: it.value}
 
 
@@ -39,6 +40,7 @@ def steps_per_rollout(it: Given) -> int:
 
 
 def recompute(it: Given) -> Settings:
+    """Return the recomputation that ``activation_checkpointing`` means."""
     if not same(it.value, True):
         raise Needless("off, as here")
     if it.key.startswith(MEGATRON) and it.look(MEGATRON + "recompute_granularity") == "selective":
@@ -51,6 +53,8 @@ def recompute(it: Given) -> Settings:
 
 
 def with_adapters(table: str, convert: Convert) -> Convert:
+    """Return ``convert`` where ``table`` turns adapters on."""
+
     def checked(it: Given) -> Settings:
         if not same(it.look(f"{table}enabled"), True):
             raise Needless("adapters are off")
@@ -60,6 +64,8 @@ def with_adapters(table: str, convert: Convert) -> Convert:
 
 
 def adapters(table: str) -> tuple[Row, ...]:
+    """Return the rows of a table of LoRA."""
+
     def off(it: Given) -> Settings:
         raise Needless("see its key dim" if same(it.value, True) else "off, as here")
 

@@ -97,13 +97,13 @@ def _torch_schedule(it: Given) -> Settings:
         raise Needless("constant, as here")
     if kinds != ["LinearLR", "ConstantLR"]:
         raise NotHere("use --lr-decay-style, --lr-warmup-iters and --lr-decay-iters")
-    given = named[0].get("kwargs") or {}
+    linear = named[0].get("kwargs") or {}
     rate = it.look("policy.optimizer.kwargs.lr")
-    if not isinstance(rate, float) or not isinstance(given.get("total_iters"), int):
+    if not isinstance(rate, float) or not isinstance(linear.get("total_iters"), int):
         raise NotHere("use --lr-warmup-iters and --lr-warmup-init")
     return {
-        "lr_warmup_iters": given["total_iters"] * steps_per_rollout(it),
-        "lr_warmup_init": rate * float(given.get("start_factor", 1 / 3)),
+        "lr_warmup_iters": linear["total_iters"] * steps_per_rollout(it),
+        "lr_warmup_init": rate * float(linear.get("start_factor", 1 / 3)),
     }
 
 

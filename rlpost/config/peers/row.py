@@ -184,7 +184,7 @@ def defaults(stack: Stack, given: Mapping[str, Entry]) -> Iterable[Answer]:
 
 
 def _converted(
-    stack: Stack, match: tuple[Row, str], blank: Answer, given: Mapping[str, Entry]
+    stack: Stack, match: tuple[Row, str], blank: Answer, entries: Mapping[str, Entry]
 ) -> Answer:
     row, tail = match
 
@@ -192,8 +192,8 @@ def _converted(
         other = stack.find(name)
         names = (name,) if other is None else (name, *other[0].keys)
         for one in names:
-            if one in given:
-                value = given[one].value
+            if one in entries:
+                value = entries[one].value
                 if isinstance(value, Unresolved):
                     raise NotHere(f"it needs {one}: {value.why}")
                 return value

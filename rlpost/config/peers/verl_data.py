@@ -51,6 +51,12 @@ def _columns(it: Given) -> Settings:
     }
 
 
+def _whole_template(it: Given) -> Settings:
+    if not it.value:
+        raise Needless("none, as here")
+    return {"apply_chat_template_kwargs": it.value}
+
+
 def _template(it: Given) -> Settings:
     return {"apply_chat_template_kwargs": {it.tail: it.value}}
 
@@ -156,6 +162,7 @@ _DATA = (
     ),
     row("data.shuffle", "rollout_shuffle", default=True),
     row("data.seed", "rollout_seed", lambda it: {"rollout_seed": it.count()}),
+    row("data.apply_chat_template_kwargs", "apply_chat_template_kwargs", _whole_template),
     row("data.apply_chat_template_kwargs.*", "apply_chat_template_kwargs", _template),
     lacking(
         "data.train_max_samples data.val_max_samples",
@@ -256,6 +263,9 @@ _ALGORITHM = (
         "algorithm.rollout_correction.rollout_is_batch_normalize",
         "weights are not divided by their mean",
         False,
+    ),
+    lacking(
+        "algorithm.gdpo_reward_keys", "several rewards: --reward-weights (docs/rewards.md)", None
     ),
     lacking("algorithm.use_pf_ppo", "there is no reweighting of samples", False),
     needless("algorithm.pf_ppo.*", "of use_pf_ppo"),

@@ -36,6 +36,8 @@ def steps_per_rollout(it: Given) -> int:
 
 
 def warmup(setting: str) -> Convert:
+    """Return a conversion of verl's warm-up in rollouts; below 0 its ratio decides."""
+
     def convert(it: Given) -> Settings:
         if it.value is None or it.count() < 0:
             raise Needless("off: lr_warmup_steps_ratio decides")
@@ -45,4 +47,5 @@ def warmup(setting: str) -> Convert:
 
 
 def numeric(setting: str) -> Convert:
+    """Return a conversion that takes a number as it is."""
     return lambda it: {setting: it.number()}

@@ -282,7 +282,10 @@ _TRAINER = (
     needless("distillation.*", "of distillation: see distillation.enabled"),
     needless("ray_kwargs.*", "agents of the job start Ray (docs/bringup.md)"),
     needless("global_profiler.* *.profiler.*", "use --profile or --trace-steps (docs/seeing.md)"),
-    needless("transfer_queue.* skip.* hydra.* model_engine *._target_", "of verl's own programs"),
+    needless(
+        "transfer_queue.* skip.* hydra.* model_engine *.model_engine *._target_",
+        "of verl's own programs",
+    ),
 )
 
 
