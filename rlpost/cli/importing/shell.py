@@ -244,8 +244,7 @@ class Shell:
         return self._builtin(words, node.line)
 
     def _builtin(self, words: list[Word], line: int) -> bool | None:
-        texts = [word.text for word in words]
-        name = texts[0]
+        name, *_ = texts = [word.text for word in words]
         if name in ("[", "[[", "test"):
             inner = [text for text in texts[1:] if text not in ("]", "]]")]
             reasons = [why for text in inner if (why := self.unknown(text))]
@@ -321,8 +320,9 @@ class Shell:
         if one.elements is None and not isinstance(before, list):
             value = (before or "") + self.text(one.value, one.line)
         else:
-            words = [Word(self.text(one.value, one.line), one.line)]
-            if one.elements is not None:
+            if one.elements is None:
+                words = [Word(self.text(one.value, one.line), one.line)]
+            else:
                 words = [word for token in one.elements for word in self.expand(token)]
             value = [*(before if isinstance(before, list) else []), *words]
         size = len(value) if isinstance(value, str) else sum(len(word.text) for word in value)

@@ -92,11 +92,11 @@ def lora_targets(it: Given) -> Settings:
     """Return the layers with adapters by Megatron's names."""
     if it.value in ("all-linear", ["all-linear"]):
         return {"lora_targets": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
-    words = it.value if isinstance(it.value, list) else [it.value]
+    words = [str(word) for word in (it.value if isinstance(it.value, list) else [it.value])]
     unknown = [word for word in words if word not in _TARGETS]
     if unknown:
         raise NotHere(f"no layer here is called {unknown[0]}; use --lora-targets (docs/lora.md)")
-    names = list(dict.fromkeys(_TARGETS[str(word)] for word in words))
+    names = list(dict.fromkeys(_TARGETS[word] for word in words))
     parts = {"q_proj", "k_proj", "v_proj"}
     if parts & set(words) and not parts <= set(words):
         raise NotHere("an adapter of linear_qkv is on q_proj, k_proj and v_proj together")

@@ -190,7 +190,7 @@ def _bound_kind(it: Given) -> Settings:
     if it.value is None or not same(it.look(IMPORTANCE), True):
         raise Needless("off, as here")
     table = {"tis": "truncate", "icepop": "mask"}
-    if it.value not in table:
+    if str(it.value) not in table:
         raise NotHere("--tis-level and --tis-mode have one choice each (docs/migrating.md)")
     return {"tis_mode": table[str(it.value)]}
 

@@ -128,10 +128,10 @@ def _checkpoint(it: Given) -> Settings:
 def _routes(it: Given) -> Settings:
     if it.value in ("disabled", None):
         raise Needless("off, as here")
-    table: dict[object, object] = {"R2": "use_routing_replay", "R3": "use_rollout_routing_replay"}
-    if it.value not in table:
+    table = {"R2": "use_routing_replay", "R3": "use_rollout_routing_replay"}
+    if str(it.value) not in table:
         raise NotHere("use --use-routing-replay or --use-rollout-routing-replay")
-    return {str(table[it.value]): True}
+    return {table[str(it.value)]: True}
 
 
 def _optimizer(it: Given) -> Settings:

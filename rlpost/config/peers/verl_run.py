@@ -167,6 +167,7 @@ _REWARD = (
         "reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len",
         "",
         _max_response,
+        note="the overlong buffer ends at --rollout-max-response-len",
     ),
     lacking(
         "reward.reward_model.enable reward_model.enable",

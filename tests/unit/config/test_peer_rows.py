@@ -244,7 +244,7 @@ def test_conditions_and_units_of_nemo_rl(given, settings):
 def test_a_key_of_another_stack_on_the_command_line_is_answered_by_its_row(word, said):
     parser = flags.make_parser("test", "")
     for words in ([word], ["tiny", word], ["tiny", "--lr", "1e-6", word]):
-        with pytest.raises(ConfigError, match="a key of (verl|NeMo-RL)") as caught:
+        with pytest.raises(ConfigError, match=r"a key of (verl|NeMo-RL)") as caught:
             flags.parse(parser, words)
         assert said in str(caught.value)
     flags.parse(parser, ["tiny", "--environment", "A=b.c=d"])
