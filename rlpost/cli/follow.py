@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -58,10 +59,12 @@ def follow(
     resumes the run. ``earlier`` is the newest attempt before the submission, which is not printed.
     ``explains``: until the first step, say what the run waits for.
 
-    Ctrl-C detaches and the run continues. At a local run that this process has started
+    Ctrl-C, or USR2 as to a job, detaches and the run continues. At a local run that this process has started
     (``started_it``) the first Ctrl-C requests a stop, at which the run saves, and the second
     detaches.
     """
+    with suppress(ValueError):  # another thread than the main one has no handlers
+        signal.signal(signal.SIGUSR2, signal.default_int_handler)
     is_over = _make_end_check(run, job_id)
     selection = selection or LogSelection(has_diagnostics=False)
     log = _LogTail(run.attempts, selection, since, earlier=earlier)
