@@ -28,6 +28,7 @@ from rlpost.cli.importing.shell_syntax import (
     quote_end,
 )
 from rlpost.cli.importing.shell_words import (
+    OTHER_HARDWARE,
     Builder,
     Value,
     Word,
@@ -43,8 +44,6 @@ from rlpost.errors import ConfigError
 MOST_STEPS, MOST_LETTERS, MOST_FILES, MOST_CALLS = 100_000, 1_000_000, 20, 20
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _ELEMENTS = re.compile(r"\$@|\$\{@[^}]*\}|\$\{\w+\[@\][^}]*\}")
-_OTHER_HARDWARE = ("torch_npu", "npu-smi", "rocm-smi")
-"""Probes for hardware that rlpost does not run on: they fail."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9@*#?$!-])(\[[^]]*\])?(.*)", re.DOTALL)
 
@@ -86,7 +85,7 @@ class Shell:
         return self.reasons[int(match[1])] if match else None
 
     def plain(self, text: str) -> str:
-        """Return a text with ``?`` for each mark, to be shown."""
+        """Return a text with ``?`` for each mark."""
         return _MARK.sub("?", text)
 
     def run(self, block: Block) -> bool | None:
@@ -110,6 +109,11 @@ class Shell:
         return status
 
     def _branch(self, node: Branch) -> bool | None:
+        if node.kind == "(":
+            before = dict(self.variables)
+            status = self.run(node.pairs[0][0])
+            self.variables = before  # those of a subshell end with it
+            return status
         bodies: list[Block] = []
         self.undecided = ""
         for decides, body in node.pairs:
@@ -151,11 +155,9 @@ class Shell:
         return None
 
     def _shown(self, value: Value | None) -> str:
-        if value is None:
-            return "unset"
-        text = value if isinstance(value, str) else " ".join(word.text for word in value)
-        shown = self.plain(text)
-        return repr(shown if len(shown) <= 40 else shown[:37] + "...")
+        words = [Word(value, 0)] if isinstance(value, str) else value or []
+        text = self.plain(" ".join(word.text for word in words))
+        return repr(text if len(text) <= 40 else text[:37] + "...")
 
     def _loop(self, node: Loop) -> None:
         if node.header:
@@ -175,8 +177,7 @@ class Shell:
                 self.variables[node.name] = word.text
                 self.run(node.body)
             return
-        # A while loop may run any number of times.
-        self._any_of([(), node.body], node.line)
+        self._any_of([(), node.body], node.line)  # while: any number of times
 
     def _case(self, node: Case) -> None:
         subject = self.text(node.word.text, node.line)
@@ -263,14 +264,12 @@ class Shell:
         elif name in self.functions:
             return self._call(name, words[1:], line)
         elif name == "eval":
-            self.problems.append(
-                f"line {line}: eval is not read: {self.plain(' '.join(texts[1:]))[:60]}"
-            )
+            return self._nested(" ".join(texts[1:]), line)
         elif "-c" in texts and any(
             text in ("bash", "sh", "/bin/bash", "/bin/sh") for text in texts
         ):
-            self._nested("".join(texts[texts.index("-c") + 1 :][:1]), line)
-        elif any(probe in text for probe in _OTHER_HARDWARE for text in texts):
+            return self._nested("".join(texts[texts.index("-c") + 1 :][:1]), line)
+        elif any(probe in text for probe in OTHER_HARDWARE for text in texts):
             return False
         else:
             self.commands.append(words)
@@ -286,12 +285,13 @@ class Shell:
         finally:
             self.arguments.pop()
 
-    def _nested(self, text: str, line: int) -> None:
+    def _nested(self, text: str, line: int) -> bool | None:
         if len(self.arguments) > MOST_CALLS:
             raise ConfigError(f"line {line}: more than {MOST_CALLS} nested shells")
         self.arguments.append([])
-        self.run(parse(text))
+        status = self.run(parse(text))
         self.arguments.pop()
+        return status
 
     def _source(self, text: str, line: int) -> None:
         if reason := self.unknown(text):

@@ -51,7 +51,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """``if``, ``&&``, ``||`` and ``!``: pairs of commands that decide and those that follow."""
+    """``if``, ``&&``, ``||`` and ``!``: pairs of commands that decide and those that follow.
+
+    A group in a subshell, ``(``, decides alone.
+    """
 
     pairs: tuple[tuple[Block, Block], ...]
     otherwise: Block
@@ -282,14 +285,26 @@ class _Parser:
         return tuple(nodes)
 
     def and_or(self) -> Block:
-        left = self.one()
+        left = self.redirected()
         while (token := self.peek()) is not None and token.text in ("&&", "||"):
             operator = self.take()
             while (token := self.peek()) is not None and token.text == "\n":
                 self.take()
-            right = self.one()
+            right = self.redirected()
             left = (Branch(((left, right),), (), operator.line, operator.text),)
         return left
+
+    def redirected(self) -> Block:
+        """A command with the redirections behind it, as of a group or a loop."""
+        block = self.one()
+        while (token := self.peek()) is not None:
+            is_number = token.is_word and token.text.isdigit()
+            if not is_number and (token.is_word or token.text not in _REDIRECTION):
+                break
+            self.take()
+            if not is_number:
+                self.take()
+        return block
 
     def one(self) -> Block:
         token = self.take()
@@ -298,7 +313,7 @@ class _Parser:
             if word == "(":
                 body = self.block((")",))
                 self.expect(")", line)
-                return body
+                return (Branch(((body, ()),), (), line, "("),)
             raise ConfigError(f"line {line}: unexpected {word!r}")
         if word == "{":
             body = self.block(("}",))
@@ -320,6 +335,11 @@ class _Parser:
             return (self.case(line),)
         if word == "function":
             return (self.function(self.take().text, line),)
+        if word == "[[":
+            words = [token]
+            while (token := self.take()).text != "]]":
+                words.append(Token(token.text, token.line))
+            return (Command((), tuple(words), line),)
         following = self.peek()
         if following is not None and following.text == "(" and re.fullmatch(r"[\w:.-]+", word):
             return (self.function(word, line),)

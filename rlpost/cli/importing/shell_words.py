@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MOST_NUMBERS = 100_000
+OTHER_HARDWARE = ("torch_npu", "npu-smi", "rocm-smi")
+"""Probes for hardware that rlpost does not run on: they fail."""
 
 
 @dataclass(frozen=True, slots=True)

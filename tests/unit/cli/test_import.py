@@ -93,6 +93,11 @@ FRAGMENTS = [
     "X=a\\ b\\$c",
     'X="q\\"u\\\\o"',
     "X=${L[0]}${#L[@]}",
+    "( X=lost; : ) > /dev/null 2>&1",
+    '[[ "$N" == 1 || -z "$A" ]] && X=y',
+    '[[ "$N" == 1 && "$A" == x* ]] || { X=z; N=4; } > /dev/null',
+    "eval \"X='$A e'; N=2\"",
+    "for w in 1 2; do :; done < /dev/null",
 ]
 
 
