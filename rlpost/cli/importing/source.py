@@ -193,10 +193,13 @@ def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[dict[str, 
     if not named:
         return {}, []
     if why := shell.unknown(named[0]):
-        return {}, [f"--config {shell.plain(named[0])} is not read: {why}"]
+        raise ConfigError(f"{path.name}: --config decides all other keys, and {why}")
     folders = [Path(), *path.absolute().parents][:6]
     file = next((one / named[0] for one in folders if (one / named[0]).is_file()), None)
     if file is None:
-        return {}, [f"--config {named[0]}: no such file; import the YAML file itself"]
+        raise ConfigError(
+            f"{path.name}: --config {named[0]}, which decides all other keys, is no file below the folders of "
+            "the script; import that YAML file, with a.b=VALUE behind it"
+        )
     values = read_yaml(file)
     return dict(values.entries), values.problems

@@ -20,6 +20,8 @@ from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 
 MOST_KEYS, MOST_DEPTH, MOST_FILES, MOST_REFERENCES = 10_000, 40, 10, 20
+KNOWN_BASE = "grpo_math_1B"
+"""The file of NeMo-RL whose values are the defaults of its rows."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -132,9 +134,13 @@ def _read(path: Path, values: Values) -> None:
         file = path.parent / (base if base.endswith((".yaml", ".yml")) else f"{base}.yaml")
         if file.is_file():
             _read(file, values)
-        else:
+        elif file.stem == KNOWN_BASE:
             values.problems.append(
-                f"defaults: {base}: no such file beside {shown}; its values are missing"
+                f"defaults: {base}: no such file; its values of 7ea279a are taken"
+            )
+        else:
+            raise ConfigError(
+                f"{shown}: defaults: {base}: no such file, and it decides all other keys; copy it beside"
             )
     for key, entry in own:
         if key != "defaults":

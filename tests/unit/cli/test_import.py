@@ -195,7 +195,21 @@ def test_yaml_has_its_defaults_and_references(tmp_path):
     assert "policy.optimizer.kwargs.lr" not in values and values["policy.optimizer"].value is None
     assert isinstance(values["policy.max_grad_norm"].value, Unresolved)
     (tmp_path / "base.yaml").unlink()
-    assert "base.yaml: no such file" in read_yaml(tmp_path / "run.yaml").problems[0]
+    with pytest.raises(ConfigError, match=r"base\.yaml: no such file"):
+        read_yaml(tmp_path / "run.yaml")
+    path = written(tmp_path, "defaults: ../grpo_math_1B.yaml\ngrpo: {seed: 1}\n", "other.yaml")
+    assert "grpo_math_1B.yaml: no such file" in read_yaml(path).problems[0]
+
+
+def test_the_file_that_a_command_of_nemo_rl_names_is_read_or_the_script_is_refused(tmp_path):
+    command = "uv run examples/run_grpo.py --config configs/a.yaml grpo.num_prompts_per_step=8\n"
+    path = written(tmp_path, command)
+    with pytest.raises(ConfigError, match=r"--config configs/a\.yaml"):
+        read(path, [])
+    (tmp_path / "configs").mkdir()
+    written(tmp_path / "configs", "grpo: {num_prompts_per_step: 4, seed: 3}\n", "a.yaml")
+    values = {one.key: one.value for one in read(path, []).given}
+    assert values["grpo.num_prompts_per_step"] == 8 and values["grpo.seed"] == 3
 
 
 def test_a_recipe_is_written_once(tmp_path, capsys):
