@@ -81,6 +81,11 @@ def read(path: Path, words: Sequence[str]) -> Source:
     if name == "NeMo-RL":
         base, missing = _base(path, command, shell)
         entries, problems = {**base, **entries}, [*problems, *missing]
+    problems += [
+        f"{one.key} {one.value}: its values are not read, so keys that it sets are below at other values"
+        for one in odd
+        if one.key == "--config-name" and not one.is_needless
+    ]
     stack = VERL if name == "verl" else NEMO_RL
     own = _source(stack, where, {**entries, **overrides}, problems)
     return Source(own.stack, where, (*own.given, *odd), own.absent, own.problems)

@@ -201,6 +201,12 @@ def test_yaml_has_its_defaults_and_references(tmp_path):
     assert "grpo_math_1B.yaml: no such file" in read_yaml(path).problems[0]
 
 
+def test_a_configuration_of_verl_that_is_not_read_is_named_first(tmp_path):
+    command = "python3 -m verl.trainer.main_ppo --config-name={} trainer.nnodes=2\n"
+    assert not read(written(tmp_path, command.format("ppo_trainer.yaml")), []).problems
+    assert "--config-name mine" in read(written(tmp_path, command.format("mine")), []).problems[0]
+
+
 def test_the_file_that_a_command_of_nemo_rl_names_is_read_or_the_script_is_refused(tmp_path):
     command = "uv run examples/run_grpo.py --config configs/a.yaml grpo.num_prompts_per_step=8\n"
     path = written(tmp_path, command)
