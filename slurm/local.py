@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ REPORT_S = 60.0
 LOG = "local.log"
 MODULE = "slurm.local"
 
+STOPS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a local run to save and stop."""
 _PR_SET_PDEATHSIG = 1
 SCHEDULER_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_")
 
@@ -47,7 +49,8 @@ def start_detached(spec: JobSpec, folder: Path) -> int:
 
     It has a separate session, so neither Ctrl-C nor a hang-up reaches it, and its output is
     ``folder``/local.log: a pipe that reads the caller's output does not stay open. To stop the run,
-    write its STOP file, or send TERM.
+    write its STOP file, or send TERM, INT or USR2. Before its handlers exist these wait, as they would
+    end the process otherwise.
 
     Raises:
         OSError: the process cannot be started.
@@ -55,7 +58,7 @@ def start_detached(spec: JobSpec, folder: Path) -> int:
     """
     assert spec.home and spec.python
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG).open("ab") as log:
+    with (folder / LOG).open("ab") as log, _held(STOPS):
         process = subprocess.Popen(
             [spec.python, "-u", "-m", MODULE],
             cwd=spec.home,
@@ -78,6 +81,16 @@ def start_detached(spec: JobSpec, folder: Path) -> int:
     return process.pid
 
 
+@contextmanager
+def _held(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread; a process that it starts meanwhile starts with them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalAttempt:
     """Callable that runs one attempt to its end. Picklable; all paths of the spec must be set."""
@@ -96,8 +109,9 @@ class LocalAttempt:
         attempt_dir = run.new_attempt()
         _record(run, record_start, int(attempt_dir.name), job_id, "", self._environment())
         ends = time.time() + self.spec.time_limit_s
-        for number in (signal.SIGALRM, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGALRM, *STOPS):
             signal.signal(number, lambda received, _: _on_signal(attempt_dir, received, ends))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         signal.alarm(max(1, self.spec.time_limit_s - self.spec.signal_lead_s))
         code = self._run_agent(attempt_dir)
         signal.alarm(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from pages.api import api_page as api
 from pages.layouts import layouts_page as layouts
 from pages.metrics import metrics_page as metrics
+from pages.migrating import migrating_page as migrating
 from pages.models import models_page as models
 from pages.published_runs import speed_page as speed
 from pages.recipes import recipes_page as recipes
@@ -28,6 +29,7 @@ PAGES = {
     "api.md": api,
     "layouts.md": layouts,
     "slime-flags.md": slime_flags,
+    "migrating.md": migrating,
     "speed.md": speed,
 }
 

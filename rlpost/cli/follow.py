@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -58,33 +59,36 @@ def follow(
     resumes the run. ``earlier`` is the newest attempt before the submission, which is not printed.
     ``explains``: until the first step, say what the run waits for.
 
-    Ctrl-C detaches and the run continues. At a local run that this process has started
+    Ctrl-C, or USR2 as to a job, detaches and the run continues. At a local run that this process has started
     (``started_it``) the first Ctrl-C requests a stop, at which the run saves, and the second
     detaches.
     """
+    with suppress(ValueError):  # another thread than the main one has no handlers
+        signal.signal(signal.SIGUSR2, _interrupt)
     is_over = _make_end_check(run, job_id)
     selection = selection or LogSelection(has_diagnostics=False)
     log = _LogTail(run.attempts, selection, since, earlier=earlier)
     is_local = job_id.startswith(LOCAL)
     notes = StartupNotes(time.monotonic(), is_local=is_local) if explains else None
-    interrupted = asked = False
+    reason = ""  # of a request to stop
+    asked = False
     while True:
         try:
             over = is_over()
-            if interrupted:
+            if reason:
                 _leave_closed_pipe()
-                asked = asked or _request_stop(run)
+                asked = asked or _request_stop(run, reason)
             printed = log.print_new()
             if notes is not None:
                 _print_note(notes, printed, has_attempt=log.has_attempt)
             if over:
                 break
             time.sleep(LOG_POLL_S)
-        except KeyboardInterrupt:
-            if interrupted or not started_it:
+        except KeyboardInterrupt as interrupt:
+            if reason or not started_it:
                 print(f"left running; see rlpost status {run.root}", file=sys.stderr)
                 raise
-            interrupted = True
+            reason = str(interrupt) or "Ctrl-C"
             print(STOPPING, file=sys.stderr)
     return conclude(run, resume=resume, earlier=earlier)
 
@@ -103,12 +107,17 @@ def latest_attempt(run: RunFolder) -> str:
     return latest.resolve().name if latest.exists() else ""
 
 
-def _request_stop(run: RunFolder) -> bool:
+def _interrupt(number: int, _: object) -> None:
+    """Do at a signal what Python does at Ctrl-C."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _request_stop(run: RunFolder, reason: str) -> bool:
     """Write the STOP file of the attempt that this job has started; whether there is one yet."""
     latest = run.attempts / "latest"
     if not latest.exists() or (latest / VERDICT_FILE).exists():
         return False
-    request_stop(latest.resolve(), "Ctrl-C")
+    request_stop(latest.resolve(), reason)
     return True
 
 

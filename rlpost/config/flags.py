@@ -142,6 +142,8 @@ def parse(
     ``sglang`` and ``megatron``. The last occurrence of a flag wins.
     """
     words = list(arguments)
+    if foreign := _keys_of_others(words):
+        raise ConfigError("\n".join(foreign))
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
     known = list(parser._option_string_actions)
     actions = parser._option_string_actions
@@ -166,6 +168,17 @@ def parse(
             values.setdefault(name, {})[key] = value
             delattr(namespace, dest)
     return namespace, values
+
+
+def _keys_of_others(words: Sequence[str]) -> list[str]:
+    """Return a line for each ``a.b=VALUE`` of verl or NeMo-RL."""
+    candidates = [word for word in words if re.match(r"[-+~]*[A-Za-z_]\w*\.\w[\w.]*=", word)]
+    if not candidates:
+        return []
+    # Imported here: the rows spell settings, whose flags this module makes.
+    from rlpost.config.peers.pasted import answer_to
+
+    return [line for word in candidates if (line := answer_to(word)) is not None]
 
 
 def _unknown_word(

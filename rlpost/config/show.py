@@ -41,7 +41,7 @@ def resolved(
                 value = value.model_dump(mode="json")
             shown = toml_value(value if is_private else mask(key, value))
             text = f"# {key} is not set" if value is None else f"{key} = {shown}"
-            lines.append(f"{text:<{_WIDTH}}  # {_one_line(origin)}")
+            lines.append(f"{text:<{_WIDTH}}  # {one_line(origin)}")
         blocks.append("\n".join([*lines, *(comments or {}).get(name, ())]))
     return "\n\n".join(blocks) + "\n"
 
@@ -71,5 +71,6 @@ def toml_value(value: object) -> str:
     return repr(value)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text with ``?`` for each letter that does not print, such as an end of line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

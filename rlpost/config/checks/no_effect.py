@@ -57,6 +57,13 @@ def no_effect_notes(config: Config) -> list[str]:
     return [_sentence(config, row, idle) for row, idle in _idle(config) if row.is_note]
 
 
+def idle_settings(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Yield settings that ``no_effect_problems`` refuses, and why they have no effect."""
+    for row, idle in _idle(config):
+        if not row.is_note:
+            yield idle, _sentence(config, row, idle)
+
+
 def _idle(config: Config) -> Iterator[tuple[Row, list[str]]]:
     """Yield the rows of settings without effect, with those settings, each once."""
     changed = _changed_keys(config)

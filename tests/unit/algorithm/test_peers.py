@@ -7,6 +7,7 @@ The formulas are those of verl (``verl/trainer/ppo/core_algos.py``), of NeMo-RL
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from rlpost.algorithm.kl import unbiased_kl
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
+from rlpost.cli.importing.imported import imported
 from rlpost.columns import RunColumn
+from rlpost.config.load import load
+from rlpost.config.peers import row as peer_row
+from rlpost.config.peers.nemo_rl import NEMO_RL
+from rlpost.config.peers.row import Entry
+from rlpost.config.peers.verl import VERL
 from tests.settings import loss_settings
 
 LENGTHS, WIDTH = (6, 2, 9, 4), 9
@@ -274,3 +281,29 @@ def test_the_unbiased_divergence_is_slimes(kind):
     if kind == "low_var_kl":
         expected = expected.clamp(-10, 10)
     assert unbiased_kl(new, ref, old, kind).tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_import_sets_the_flags_that_give_the_peers_loss(row):
+    """The rows of ``rlpost import`` lead to the settings that are compared above."""
+    peer, theirs, own = ROWS[row]
+    stack, prefix = (VERL, "actor_rollout_ref.actor.") if peer is verl else (NEMO_RL, "loss_fn.")
+    given = {prefix + key: Entry(value) for key, value in theirs.items()}
+    if "kl_loss_coef" in theirs:
+        given[prefix + "use_kl_loss"] = Entry(True)
+    answers = [peer_row.answer(stack, key, given) for key in given]
+    refused = [one.key for one in answers if not (one.settings or one.is_needless)]
+    if theirs.get("kl_loss_type") == "kl":
+        assert refused == [prefix + "kl_loss_type"]  # it has no gradient of the divergence
+        return
+    assert not refused
+    tables = imported(answers, peer_row.defaults(stack, given)).settings
+    config = load([], tables).config
+    expected = loss_settings(**{"eps_clip_high": 0.2, **own})
+    assert config.loss_settings == replace(
+        expected, **{name: getattr(config.loss_settings, name) for name in IGNORED}
+    )
+
+
+IGNORED = ("policy_loss", "opd_kl_coef")
+"""Fields that no row of these tables sets."""

@@ -105,11 +105,15 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
         os.kill(int(job.removeprefix(LOCAL)), signal.SIGKILL)
 
 
-def test_ctrl_c_ends_a_run_when_it_has_saved(terminal: Terminal) -> None:
+@pytest.mark.parametrize("reason", ["Ctrl-C", "SIGUSR2"])
+def test_ctrl_c_and_usr2_end_a_run_when_it_has_saved(terminal: Terminal, reason: str) -> None:
     terminal.wait_for_agent()
-    terminal.press_ctrl_c()
+    if reason == "Ctrl-C":
+        terminal.press_ctrl_c()
+    else:
+        os.kill(terminal.pid, signal.SIGUSR2)
     assert terminal.exit_code() == 75, terminal.said
-    assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == "Ctrl-C"
+    assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == reason
     assert (terminal.attempt / "verdict").read_text() == "requeue\n"
     assert terminal.said.count(b"stopping: the run saves") == 1
     assert b"Traceback" not in terminal.said

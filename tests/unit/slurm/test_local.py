@@ -109,17 +109,21 @@ def test_a_local_run_calls_the_agent_as_the_batch_script_does(
     assert_recorded_as_by_a_batch_script(run, "done", job.pid)
 
 
-def test_a_signal_to_a_local_run_becomes_a_stop_request(tmp_path: Path, home: Path) -> None:
-    """TERM to its process asks the run to stop; the agent decides when it ends."""
+@pytest.mark.parametrize(("number", "at_once"), [(signal.SIGTERM, False), (signal.SIGUSR2, True)])
+def test_a_signal_to_a_local_run_becomes_a_stop_request(
+    number: signal.Signals, at_once: bool, tmp_path: Path, home: Path
+) -> None:
+    """It asks the run to stop, also before the process has handlers; the agent decides when it ends."""
     run, job = start(tmp_path, home, "wait")
     attempt = run.attempts / "0"
-    assert wait_until(lambda: any(attempt.glob("argv-*.json")), deadline_s=60)
+    if not at_once:
+        assert wait_until(lambda: any(attempt.glob("argv-*.json")), deadline_s=60)
     assert os.getsid(job.pid) == job.pid, "neither Ctrl-C nor a hang-up of the terminal reaches it"
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(number)
     until_ended(job)
     assert last(run.ledger.read(), "verdict")["verdict"] == "requeue"
     said = json.loads((attempt / "STOP").read_text())
-    assert "SIGTERM" in said["reason"]
+    assert number.name in said["reason"]
     assert said["deadline"] - said["time"] == pytest.approx(4 * 3600, abs=60), (
         "until the time limit"
     )

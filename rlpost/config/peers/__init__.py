@@ -1,0 +1,1 @@
+"""Keys of verl and NeMo-RL: one row for each, with its settings here or the reason why not."""
