@@ -24,6 +24,28 @@ MAX_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image in a sequence: the tokens that stand for it, and the file that holds it.
+
+    Attributes:
+        hash: SHA-256 of the file's bytes, in hexadecimal; the file is ``images/AB/HASH`` of the run folder.
+        start: position of its first image token in the sequence, prompt and response together.
+        num_tokens: number of its image tokens, which are consecutive.
+        grid: its patches: frames (1), rows, columns, as ``image_grid_thw`` of the model's processor.
+    """
+
+    hash: str
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+
+    @property
+    def end(self) -> int:
+        """Position after its last image token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the prompt set.
 
@@ -36,6 +58,7 @@ class Prompt:
     token_ids: IntColumn
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _convert(self, token_ids=IntColumn)
@@ -64,6 +87,7 @@ class Sample:
         teacher_top_logprobs: their log-probs.
         sampling_mask: for each response token the ids that top-p and top-k left to sample from
             (--use-rollout-sampling-mask); None if there is none.
+        images: the images of prompt and response, in order.
         extra: JSON values that a custom generate function passes to its reward and filter.
         reward: set while other answers of the group are generated or graded; then ``ScoredSample`` has it.
 
@@ -87,6 +111,7 @@ class Sample:
     teacher_top_ids: IntColumn | None = None
     teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
+    images: tuple[ImageSpan, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reward: float | None = None
 
@@ -243,7 +268,7 @@ class TrainSample:
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
     contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
-    ``teacher_top_*`` are those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
+    ``teacher_top_*`` are those of a server, ``sampling_mask`` and ``images`` as in ``Sample``. If several samples form
     one answer, their weights add up to 1 and only the first has a count of 1.
 
     Raises:
@@ -262,6 +287,7 @@ class TrainSample:
     teacher_top_ids: IntColumn | None = None
     teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _convert(
