@@ -10,7 +10,9 @@ convert it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,7 @@ class ImageSpan:
     """An image in a sequence: the tokens that stand for it, and the file that holds it.
 
     Attributes:
-        hash: SHA-256 of the file's bytes, in hexadecimal; the file is ``images/AB/HASH`` of the run folder.
+        hash: SHA-256 of the file's bytes, in hexadecimal; ``rlpost.images.store`` has the file.
         start: position of its first image token in the sequence, prompt and response together.
         num_tokens: number of its image tokens, which are consecutive.
         grid: its patches: frames (1), rows, columns, as ``image_grid_thw`` of the model's processor.
@@ -43,6 +45,28 @@ class ImageSpan:
     def end(self) -> int:
         """Position after its last image token."""
         return self.start + self.num_tokens
+
+    def to_json(self) -> list[object]:
+        """Return the span as a JSON value."""
+        return [self.hash, self.start, self.num_tokens, list(self.grid)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> ImageSpan:
+        """The inverse of ``to_json``. Raises TypeError or ValueError for malformed input."""
+        digest, start, num_tokens, (frames, rows, columns) = value
+        return cls(str(digest), int(start), int(num_tokens), (int(frames), int(rows), int(columns)))
+
+
+def sequence_digest(ids: IntColumn, images: Sequence[ImageSpan], *, size: int) -> hashlib.blake2b:
+    """Return the digest of a sequence: its tokens, and the images that some of them stand for.
+
+    Two images of one size have the same tokens, so whatever is kept by tokens is kept by this. The
+    caller adds to it what else it is kept by; ``size``: bytes of the digest.
+    """
+    digest = hashlib.blake2b(ids.tobytes(), digest_size=size)
+    if images:
+        digest.update(json.dumps([span.to_json() for span in images]).encode())
+    return digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +292,8 @@ class TrainSample:
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
     contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
-    ``teacher_top_*`` are those of a server, ``sampling_mask`` and ``images`` as in ``Sample``. If several samples form
-    one answer, their weights add up to 1 and only the first has a count of 1.
+    ``teacher_top_*`` are those of a server, ``sampling_mask`` and ``images`` as in ``Sample``. If
+    several samples form one answer, their weights add up to 1 and only the first has a count of 1.
 
     Raises:
         NotFinite: a log-prob, an advantage or the weight is not finite in float32.

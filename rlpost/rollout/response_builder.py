@@ -191,7 +191,9 @@ class ResponseBuilder:
                 prompt=self.prompt.prompt_id,
                 turn_of=self.conversation,
             )
-            answer = await self.log.respond(input_ids, params.to_sglang(), ask)
+            answer = await self.log.respond(
+                input_ids, params.to_sglang(), ask, images=self.prompt.images
+            )
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
@@ -254,6 +256,7 @@ class ResponseBuilder:
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
             routes=None if self._routes is None else self._routes.column(),
             sampling_mask=whole.sampled_from,
+            images=self.prompt.images,
         )
 
     def _joined(self) -> _Piece:
