@@ -31,8 +31,11 @@ from rlpost.durable.run_files import RunFile
 from rlpost.durable.state import RunState
 from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.engines.group_client import EngineClients
+from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import Preempted
+from rlpost.images.store import ImageStore
+from rlpost.images.tokens import ImageTokens
 from rlpost.models.config_file import read_config
 from rlpost.observe.samples import FIXED_PROMPTS
 from rlpost.rollout.answer_source import AnswerParts, answer_source
@@ -46,7 +49,8 @@ from rlpost.rollout.response_builder import GenerateFunction, write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
-from rlpost.tasks.prompt_settings import prompt_set
+from rlpost.tasks.prompt_images import digest_of
+from rlpost.tasks.prompt_settings import image_processor, prompt_set
 from rlpost.tasks.prompts import PromptSet
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
@@ -108,7 +112,9 @@ class Generation:
         self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
-        self._eos = eos_token_ids(folder)
+        self._images = image_requests(config, run_folder)
+        of_images = () if self._images is None else self._images.tokens.all
+        self._eos = (*eos_token_ids(folder), *of_images)
         kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
         self.tokenizer = kind(
             folder,
@@ -143,8 +149,15 @@ class Generation:
 
         Raises DataError for an unreadable file.
         """
-        config, rollout = self._config, self._config.rollout
-        self._prompts = prompt_set(rollout.prompt_data, config, rollout, self.tokenizer)
+        rollout = self._config.rollout
+        self._prompts = self._prompt_set(rollout.prompt_data, rollout, self.tokenizer)
+
+    def _prompt_set(
+        self, sources: Sequence[str], rollout: RolloutConfig, tokenizer: PromptTokenizer
+    ) -> PromptSet:
+        """Return the prompts of files, whose images are kept in the run folder."""
+        keep = digest_of if self._images is None else self._images.store.add
+        return prompt_set(sources, self._config, rollout, tokenizer, keep=keep)
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
         """Return the run's tokenizer, or one with the chat template of an evaluation set."""
@@ -170,7 +183,8 @@ class Generation:
         self._engines = engines
         if places := engines.places.all():
             foreign_adapters().connected(self._args, places[0].url, places[0].api_key)
-        connection = Connection(engines, routes=route_format(self._config))
+        routes = route_format(self._config)
+        connection = Connection(engines, routes=routes, images=self._images)
         self._connection = await self._closing.enter_async_context(connection)
         if self._answers is not None:
             await self._closing.enter_async_context(self._answers)
@@ -267,7 +281,7 @@ class Generation:
         Raises Preempted.
         """
         self._evaluating = step
-        async with Connection(engines or self._engines) as connection:
+        async with Connection(engines or self._engines, images=self._images) as connection:
             of_sets = await together(
                 [one.run(connection, self._stop.requested) for one in self._evaluations]
             )
@@ -310,7 +324,7 @@ class Generation:
         )
         return Evaluation(
             name=one.name,
-            prompts=prompt_set([one.path], config, rollout, self._tokenizer_for(rollout)).all(),
+            prompts=self._prompt_set([one.path], rollout, self._tokenizer_for(rollout)).all(),
             show=self._keep_answered,
             writer=partial(
                 GroupWriter,
@@ -345,6 +359,22 @@ def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
     if key is None:
         return rollout
     return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
+
+
+def image_requests(config: Config, run_folder: Path) -> ImageRequests | None:
+    """Return how the images of a run reach its engines; None without --multimodal-keys.
+
+    Engines outside of the run may not have its folder. Raises ConfigError as ``image_processor``.
+    """
+    processor = image_processor(config)
+    if processor is None:
+        return None
+    return ImageRequests(
+        ImageStore(run_folder),
+        processor,
+        ImageTokens.of(config.checkpoint.hf_checkpoint),
+        is_inline=bool(config.sglang.rollout_external_engine_addrs),
+    )
 
 
 def route_format(config: Config) -> RouteFormat | None:

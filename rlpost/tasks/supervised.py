@@ -19,10 +19,10 @@ from functools import cached_property
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.errors import DataError
 from rlpost.tasks.answer_text import BEGIN_OF_THOUGHT, END_OF_THOUGHT, Channels
+from rlpost.tasks.messages import Content
 from rlpost.tasks.prompts import NO_RESPONSE, is_conversation
 from rlpost.tasks.tokenizer import (
     END_TOKEN_FILES,
-    Content,
     PromptTokenizer,
     Tools,
     check_all_rendered,
