@@ -183,6 +183,14 @@ def test_the_text_of_a_prompt_cannot_write_a_token_of_an_image(model, data, mark
         prompts(model, write(data / "rows.jsonl", row)).prompt(0, 0)
 
 
+def test_a_file_without_an_image_is_refused_where_images_are_trained(data):
+    """A misspelled key would train on text in silence."""
+    source = write(data / "rows.jsonl", {"input": "what?", "pictures": ["images/a.png"]})
+    with pytest.raises(DataError, match=r'no row has an image under --multimodal-keys .*"images"'):
+        check_prompt_file(source, FIELDS, needs_images=True)
+    assert check_prompt_file(source, FIELDS) == 1
+
+
 def test_without_the_key_a_mark_is_text_and_a_part_is_refused(data):
     plain = write(data / "plain.jsonl", {"input": "an <image> tag"})
     assert check_prompt_file(plain, PromptFields()) == 1
