@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 from rlpost.config.engine_args import IMAGE_ARGS
 from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.plan.shape import layers_of, layout_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.errors import ConfigError
-from rlpost.models.families import family_of
+from rlpost.models.families import FAMILIES, family_of
+from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig
 
 KEYS = "--multimodal-keys"
@@ -111,13 +113,10 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 def image_model_problems(config: Config, hf: HfConfig) -> list[str]:
     """Return the settings that such a model does not allow; adapters are refused by family."""
-    family, problems = family_of(hf), []
+    family, problems = family_of(hf), list[str]()
     architecture = (hf.get("architectures") or ["?"])[0]
-    if config.takes_images and getattr(family, "vision", None) is None:
-        problems.append(
-            f"{KEYS}: the trainer has no encoder of images for {architecture}; leave it out to train on "
-            "text"
-        )
+    if config.takes_images and family is not None:
+        problems += [f"{KEYS}: {line}" for line in _encoder_problems(config, hf, family)]
     if family is not None and family.carried and config.use_critic:
         estimator = config.grpo.advantage_estimator
         problems.append(
@@ -126,3 +125,31 @@ def image_model_problems(config: Config, hf: HfConfig) -> list[str]:
             "language model saved alone"
         )
     return problems
+
+
+def _encoder_problems(config: Config, hf: HfConfig, family: Family) -> Iterator[str]:
+    """Yield why the trainer cannot run the model's encoder of images."""
+    name = hf["architectures"][0]
+    if family.vision is None:
+        known = ", ".join(each for each, one in FAMILIES.items() if one.vision is not None)
+        yield (
+            f"the trainer has no encoder of images for {name}, only for {known}; leave the flag out to "
+            "train on text"
+        )
+        return
+    if missing := family.vision.problem(hf):
+        yield f"{name}: {missing}; use the config.json of the model's page"
+        return
+    deep, layout = family.vision.num_deep_layers(hf), layout_of(config)
+    first = layout.chunk or len(layers_of(layout, hf["num_hidden_layers"], 0))
+    if first < deep:
+        yield (
+            f"{name} adds features of images after its first {deep} layers, and the first stage begins "
+            f"with {first}; use fewer stages (--pipeline-model-parallel-size), or "
+            f"--decoder-first-pipeline-num-layers {deep}"
+        )
+    if config.megatron.options.get("apply_rope_fusion"):
+        yield (
+            "--apply-rope-fusion true: the kernel rotates by one position a token, and those of images "
+            "have three; omit the option"
+        )
