@@ -160,7 +160,8 @@ recipe, copy the nearest in size from `jobs/recipes`, and change its `model`, `h
 A folder that is published with an encoder of images (`...ForConditionalGeneration`) is trained as text, as it is: the
 keys of its language model are read in `text_config`. The encoder is neither trained nor sent to engines; an export has
 its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their engines the
-trainer's log-probs after an update, on CPUs. Prompts with pictures, adapters and a critic are refused.
+trainer's log-probs after an update, on CPUs. Adapters and a critic are refused.
+Those of Qwen3-VL and Qwen3.5 also read [images in prompts](data.md#images); the trainer then runs the encoder, frozen.
 
 | series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP |
 |---|---|---|---|---|---|
