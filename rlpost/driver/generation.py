@@ -61,6 +61,7 @@ from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
 T = TypeVar("T")
 MAX_UNRECORDED = 8
+AHEAD = 2  # times the prompts of a step: filters drop some, and some groups begin early
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set whose presence means that its answers are not episodes."""
 
@@ -242,6 +243,9 @@ class Generation:
             record=None if template is None else self._recorder(template),
             counters=counters,
             watched=watched,
+            read_ahead=None
+            if self._images is None
+            else partial(cursor.read_ahead, AHEAD * buffer.rules.start_size),
         )
         return Collector(
             buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal

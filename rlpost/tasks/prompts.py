@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -270,6 +271,16 @@ class PromptSet:
                 "use the tokenizer of this model"
             )
         return prompt, len(whole)
+
+    def read_images(self, position: int) -> None:
+        """Store the images of a row, if it is a good one. Raises OSError if they cannot be written."""
+        if self._images is None:
+            return
+        which = bisect_right(self._starts, position) - 1
+        file, at = self._files[which], position - self._starts[which]
+        with suppress(DataError):  # reported when the prompt is taken
+            row = parse(file.row(at), file.where(at), self._fields)
+            self._images.read_all(row.images, file.path.parent)
 
     def all(self) -> list[Prompt]:
         """Return every prompt that is not skipped, with its position as its id.

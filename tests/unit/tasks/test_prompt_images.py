@@ -14,6 +14,7 @@ from rlpost.errors import DataError
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
 from rlpost.images.tokens import ImageTokens
+from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_images import PromptImages
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.tasks.tokenizer import PromptTokenizer
@@ -209,3 +210,30 @@ def test_a_message_with_images_that_the_template_leaves_out_is_refused(model, da
     ]
     with pytest.raises(DataError, match="leaves out message 1"):
         tokenize(row)
+
+
+@pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
+def test_images_are_read_ahead_in_the_order_of_the_run_and_counted_once(model, data, weights):
+    """Bad rows are counted when they are taken; what was read ahead is not stored again."""
+    rows = [{"input": "<image>", "images": [url(noise(40 + 8 * at, 40, at))]} for at in range(6)]
+    rows[2] = {"input": "<image>", "images": ["images/none.png"]}
+    files = [
+        write(data / "one.jsonl", *rows[:4]),
+        write(data / "two.jsonl", *rows[4:]),
+    ]
+    stored: list[bytes] = []
+
+    def keep(image: bytes) -> str:
+        stored.append(image)
+        return hashlib.sha256(image).hexdigest()
+
+    images = PromptImages(ImageProcessor.of(model), ImageTokens.of(model), keep)
+    tokenize = PromptTokenizer(model, apply_chat_template=True)
+    found = PromptSet(files, tokenize=tokenize, fields=FIELDS, images=images, skip_bad=True)
+    cursor = PromptCursor(found, shuffle=True, seed=3, weights=weights)
+    state = cursor.state()
+    cursor.read_ahead(4)
+    assert cursor.state() == state and found.counters()["rollout/bad_prompts"] == 0
+    ahead = [hashlib.sha256(each).hexdigest() for each in stored]
+    taken = [prompt.images[0].hash for prompt in cursor.take(3)]
+    assert set(taken) <= set(ahead) and len(stored) == len(ahead) == len(set(ahead))
