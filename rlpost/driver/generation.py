@@ -200,11 +200,15 @@ class Generation:
         """Return the source of batches, resumed from ``state`` and the journal records after it.
 
         ``versions`` are those of the engines. ``watched`` health-checks them while a batch is
-        awaited. Call ``read_prompts`` first.
+        awaited. Call ``read_prompts`` first. Raises CheckpointError if an image of ``state`` is missing.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
         buffer = RolloutBuffer(rules(config, versions), state.backlog, step=state.step)
+        if self._images is not None:
+            load = config.checkpoint.load
+            others = [] if load is None else [Path(load), Path(load).parent]
+            self._images.store.complete(state.backlog.images, others)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
