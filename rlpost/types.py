@@ -282,6 +282,14 @@ class Backlog:
         waiting = (each.prompt.prompt_id for each in self.unfinished)
         return (*(group.prompt_id for group in self.finished), *waiting)
 
+    @property
+    def images(self) -> frozenset[str]:
+        """Digests of all images in the backlog."""
+        finished = (scored.sample.images for group in self.finished for scored in group.samples)
+        waiting = (each.prompt.images for each in self.unfinished)
+        spans = itertools.chain.from_iterable((*finished, *waiting))
+        return frozenset(span.hash for span in spans)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:

@@ -61,6 +61,7 @@ from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
 T = TypeVar("T")
 MAX_UNRECORDED = 8
+AHEAD = 2  # times the prompts of a step: filters drop some, and some groups begin early
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set whose presence means that its answers are not episodes."""
 
@@ -199,11 +200,15 @@ class Generation:
         """Return the source of batches, resumed from ``state`` and the journal records after it.
 
         ``versions`` are those of the engines. ``watched`` health-checks them while a batch is
-        awaited. Call ``read_prompts`` first.
+        awaited. Call ``read_prompts`` first. Raises CheckpointError if an image of ``state`` is missing.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
         buffer = RolloutBuffer(rules(config, versions), state.backlog, step=state.step)
+        if self._images is not None:
+            load = config.checkpoint.load
+            others = [] if load is None else [Path(load), Path(load).parent]
+            self._images.store.complete(state.backlog.images, others)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
@@ -242,6 +247,9 @@ class Generation:
             record=None if template is None else self._recorder(template),
             counters=counters,
             watched=watched,
+            read_ahead=None
+            if self._images is None
+            else partial(cursor.read_ahead, AHEAD * buffer.rules.start_size),
         )
         return Collector(
             buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal

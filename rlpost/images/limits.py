@@ -47,8 +47,10 @@ def open_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
     """
     if len(data) > limits.max_bytes:
         raise ImageError(f"an image of {len(data)} bytes; at most {limits.max_bytes} are read")
-    from PIL import ImageOps
-
+    try:
+        from PIL import ImageOps
+    except ImportError:
+        raise ImageError("reading images needs Pillow: pip install pillow") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's bound on pixels; ours is checked

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from common.files import discard, sync, write_all
-from rlpost.errors import ImageError
+from rlpost.errors import CheckpointError, ImageError
 
 FOLDER = "images"
 
@@ -58,6 +58,26 @@ class ImageStore:
         if hashlib.sha256(data).hexdigest() != digest:
             raise ImageError(f"{path}: its {len(data)} bytes are not those that were stored")
         return data
+
+    def complete(self, digests: Iterable[str], others: Sequence[Path] = ()) -> None:
+        """Take images that are not here from other run folders, and check that all are here.
+
+        A checkpoint of another run names the images of its prompts, and has none of their bytes.
+
+        Raises:
+            CheckpointError: one is in no folder; the message names it and the remedy.
+            OSError: one could not be written.
+        """
+        for digest in sorted(set(digests)):
+            stores = [self, *map(ImageStore, others)]
+            holder = next((one for one in stores if one.path(digest).is_file()), None)
+            if holder is None:
+                raise CheckpointError(
+                    f"{self.path(digest)}: an image of the checkpoint's prompts is missing; copy the folder "
+                    f"{FOLDER} of the run that wrote the checkpoint to {self.folder}"
+                )
+            if holder is not self:
+                self.add(holder.read(digest))
 
     def scaled(self, digest: str, size: tuple[int, int], make: Callable[[bytes], bytes]) -> Path:
         """Return the file with an image at ``size`` (width, height); ``make`` converts its bytes to PNG.

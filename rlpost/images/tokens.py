@@ -10,14 +10,59 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, RolloutError
+from rlpost.images.processor import ImageProcessor
 from rlpost.types import ImageSpan
 
 IMAGE, VIDEO = "image_token_id", "video_token_id"
+
+
+SAME_SIZES = (
+    ("patch_size", "patch_size"),
+    ("temporal_patch_size", "temporal_patch_size"),
+    ("spatial_merge_size", "merge_size"),
+)
+"""Sizes in ``vision_config`` and in the settings of the processor."""
+DEEP_LAYERS = "deepstack_visual_indexes"
+WITH_DEEP_LAYERS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Values of ``model_type`` for which SGLang (0.5.21) has deep layers where config.json names none."""
+
+
+def check_encoder(model_folder: str | Path, processor: ImageProcessor) -> None:
+    """Check that config.json and the processor of a folder describe the same patches and tokens.
+
+    Raises:
+        ConfigError: they differ, or config.json lacks what an engine would assume.
+    """
+    file = Path(model_folder) / "config.json"
+    ImageTokens.of(model_folder)
+    config = _read(file)
+    vision = config.get("vision_config") or {}
+    for name, of_processor in SAME_SIZES:
+        size = getattr(processor, of_processor)
+        if vision.get(name, size) != size:
+            raise ConfigError(
+                f"{file}: {name} of vision_config is {vision[name]}, and {of_processor} of the processor is "
+                f"{size}; use the files of one model"
+            )
+    if config.get("model_type") in WITH_DEEP_LAYERS and DEEP_LAYERS not in vision:
+        raise ConfigError(
+            f"{file}: its vision_config has no {DEEP_LAYERS}, and the first image would end an engine, which "
+            "assumes three layers; copy the file from the model's page, or add an empty list if the model has none"
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +85,7 @@ class ImageTokens:
             ConfigError: the model has none.
         """
         file = Path(model_folder) / "config.json"
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+        config = _read(file)
         if not isinstance(config.get(IMAGE), int):
             raise ConfigError(f"{file}: no {IMAGE}; images need a model that was made for them")
         video = config.get(VIDEO)

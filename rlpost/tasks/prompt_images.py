@@ -200,6 +200,11 @@ class PromptImages:
             whole += [token] * count
         return IntColumn(whole), tuple(spans)
 
+    def read_all(self, sources: Sequence[object], folder: Path) -> None:
+        """Store images, so that ``expanded`` finds them. Raises ImageError."""
+        for source in sources:
+            self._read(image_bytes(source, folder))
+
     def _read(self, data: bytes) -> tuple[str, tuple[int, int, int]]:
         """Return digest and grid of an image; each is decoded once."""
         digest = digest_of(data)

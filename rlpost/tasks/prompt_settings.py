@@ -16,7 +16,7 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
 from rlpost.images.processor import ImageProcessor
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageTokens, check_encoder
 from rlpost.tasks.passed_checks import PassedCheck
 from rlpost.tasks.prompt_images import PromptImages, digest_of
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
@@ -55,12 +55,15 @@ def image_processor(config: Config) -> ImageProcessor | None:
     """Return the processor of the model's images; None without --multimodal-keys.
 
     Raises:
-        ConfigError: the model has none that is known, or --image-max-pixels does not fit it.
+        ConfigError: the model has none that is known or that fits its config.json, or
+            --image-max-pixels does not fit it.
     """
     if not config.takes_images:
         return None
     folder, most = config.checkpoint.hf_checkpoint, config.rollout.image_max_pixels
-    return ImageProcessor.of(folder, max_pixels=most)
+    processor = ImageProcessor.of(folder, max_pixels=most)
+    check_encoder(folder, processor)
+    return processor
 
 
 def longest_prompt(rollout: RolloutConfig) -> int | None:
@@ -140,15 +143,21 @@ def check_prompts(
     )
     applies = rollout.apply_chat_template
     skips = rollout.bad_prompts == "skip"
+    needs = flag_prefix == "--" and len(sources) == 1  # beside others, a file may have text alone
     for source in sources:
         path, _ = split_source(source)
         passed = PassedCheck(
-            "prompts", f"{source} {fields} {applies} {processor}", partial(list, [path])
+            "prompts", f"{source} {fields} {applies} {processor} {needs}", partial(list, [path])
         )
         if passed.exists:
             continue
         check_prompt_file(
-            source, fields, apply_chat_template=applies, skip_bad=skips, processor=processor
+            source,
+            fields,
+            apply_chat_template=applies,
+            skip_bad=skips,
+            processor=processor,
+            needs_images=needs,
         )
         if not skips:  # skipped rows are reported each time
             passed.record()

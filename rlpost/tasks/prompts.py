@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -83,7 +84,8 @@ class PromptFields:
     @property
     def columns_with_bytes(self) -> list[str]:
         """The columns of a Parquet file in which bytes are an image."""
-        return [] if self.image_key is None else [self.image_key, self.input_key]
+        keys = [] if self.image_key is None else [self.image_key, self.input_key]
+        return [key.partition(".")[0] for key in keys]
 
     def rows(self, source: str | Path) -> Rows:
         """Return the rows of a file. Raises DataError if it cannot be read."""
@@ -109,17 +111,19 @@ def check_prompt_file(
     apply_chat_template: bool = True,
     skip_bad: bool = False,
     processor: ImageProcessor | None = None,
+    needs_images: bool = False,
 ) -> int:
     """Read every row as a run would and return the number of valid rows.
 
-    Images are decoded; ``processor`` is that of the model.
+    Images are decoded; ``processor`` is that of the model. With ``needs_images`` and an image key,
+    a file in which no row has an image is an error, as a misspelled key would be.
 
     Raises:
         DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are.
     """
     rows = fields.rows(source)
     first_error: DataError | None = None
-    num_bad = 0
+    num_bad = num_images = 0
     for position in range(len(rows)):
         try:
             row = parse(rows.row(position), rows.where(position), fields)
@@ -132,6 +136,7 @@ def check_prompt_file(
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
             try:
                 check_images(row.images, rows.path.parent, processor)
+                num_images += len(row.images)
             except ImageError as error:
                 raise DataError(f"{rows.where(position)}: {error}") from error
         except FileChanged:
@@ -144,6 +149,11 @@ def check_prompt_file(
     if num_bad == len(rows):
         raise DataError(
             f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}"
+        )
+    if needs_images and fields.image_key is not None and not num_images:
+        raise DataError(
+            f'{source}: no row has an image under --multimodal-keys {{"image": "{fields.image_key}"}}; name '
+            "the key of its images, or leave the flag out to train on text"
         )
     if num_bad:
         logger.warning(
@@ -261,6 +271,16 @@ class PromptSet:
                 "use the tokenizer of this model"
             )
         return prompt, len(whole)
+
+    def read_images(self, position: int) -> None:
+        """Store the images of a row, if it is a good one. Raises OSError if they cannot be written."""
+        if self._images is None:
+            return
+        which = bisect_right(self._starts, position) - 1
+        file, at = self._files[which], position - self._starts[which]
+        with suppress(DataError):  # reported when the prompt is taken
+            row = parse(file.row(at), file.where(at), self._fields)
+            self._images.read_all(row.images, file.path.parent)
 
     def all(self) -> list[Prompt]:
         """Return every prompt that is not skipped, with its position as its id.

@@ -162,6 +162,12 @@ def test_images_survive_every_record_bit_for_bit(images):
         ) == Backlog(unfinished=(begun,))
 
 
+def test_a_backlog_names_the_images_of_all_its_prompts():
+    one, other = (ImageSpan("aa", 5, 4, (1, 4, 4)),), (ImageSpan("bb", 5, 4, (1, 4, 4)),)
+    backlog = Backlog(finished=(group(one),), unfinished=(Unfinished(prompt(other)),))
+    assert backlog.images == {"aa", "bb"} and Backlog().images == frozenset()
+
+
 def test_a_record_without_images_is_as_before():
     assert "images" not in sample_record(sample(()))
     assert sample_from(sample_record(sample(()))).images == ()

@@ -161,7 +161,7 @@ A folder that is published with an encoder of images (`...ForConditionalGenerati
 keys of its language model are read in `text_config`. The encoder is neither trained nor sent to engines; an export has
 its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their engines the
 trainer's log-probs after an update, on CPUs. Adapters and a critic are refused. *Images*: with `--multimodal-keys`
-the trainer also [runs the encoder](actor.md#images); other models refuse the flag.
+they read [images in prompts](data.md#images), and the trainer [runs the encoder](actor.md#images), frozen.
 
 | series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP | images |
 |---|---|---|---|---|---|---|

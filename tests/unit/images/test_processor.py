@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 
 from rlpost.errors import ConfigError, ImageError
 from rlpost.images.processor import ImageProcessor
+from rlpost.images.tokens import check_encoder
 
 QWEN3_VL = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor",
@@ -109,6 +110,31 @@ def test_settings_are_read_in_the_order_of_transformers(tmp_path):
 def test_another_processor_is_refused(tmp_path, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         ImageProcessor.of(folder(tmp_path, settings))
+
+
+@pytest.mark.parametrize(
+    ("vision", "reason"),
+    [
+        (
+            {"patch_size": 14},
+            "patch_size of vision_config is 14, and patch_size of the processor is 16",
+        ),
+        ({"spatial_merge_size": 4}, "spatial_merge_size of vision_config is 4, and merge_size"),
+        ({}, "its vision_config has no deepstack_visual_indexes"),
+    ],
+)
+def test_an_encoder_of_other_patches_is_refused(tmp_path, vision, reason):
+    processor = ImageProcessor.of(folder(tmp_path, QWEN3_VL))
+    sizes = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = {"model_type": "qwen3_5", "image_token_id": 5, "vision_config": sizes | vision}
+    folder(tmp_path, config, "config.json")
+    with pytest.raises(ConfigError, match=reason):
+        check_encoder(tmp_path, processor)
+    config["vision_config"] = sizes | {"deepstack_visual_indexes": []}
+    check_encoder(folder(tmp_path, config, "config.json"), processor)
+    folder(tmp_path, config | {"image_token_id": None}, "config.json")
+    with pytest.raises(ConfigError, match="no image_token_id; images need a model"):
+        check_encoder(tmp_path, processor)
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path):

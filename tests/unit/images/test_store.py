@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from rlpost.errors import ImageError
+from rlpost.errors import CheckpointError, ImageError
 from rlpost.images.store import ImageStore
 
 DATA = b"\x89PNG not decoded here"
@@ -65,6 +65,20 @@ def test_a_write_that_fails_leaves_no_file_and_is_tried_again(tmp_path, monkeypa
             store.add(DATA)
     assert not [each for each in (tmp_path / "images").rglob("*") if each.is_file()]
     assert store.add(DATA) == DIGEST and store.read(DIGEST) == DATA
+
+
+def test_images_of_a_checkpoint_of_another_run_are_taken_from_its_folder(tmp_path):
+    theirs, own = ImageStore(tmp_path / "theirs"), ImageStore(tmp_path / "own")
+    for store in (theirs, own):
+        store.folder.parent.mkdir()
+    theirs.add(DATA)
+    with pytest.raises(
+        CheckpointError, match=f"{DIGEST}: an image .* is missing; copy the folder images"
+    ):
+        own.complete([DIGEST])
+    own.complete([DIGEST], [tmp_path / "nowhere", theirs.folder.parent])
+    assert own.read(DIGEST) == DATA
+    own.complete([DIGEST])
 
 
 def test_a_scaled_file_is_made_once_from_the_stored_bytes(tmp_path):
