@@ -187,7 +187,15 @@ def _rows(series: Series) -> Iterator[str]:
         adapters = "yes" if family.adapters else "refused"
         extra = "trained" if family.trains_extra_layer else "-"
         images = "-" if family.vision is None else "yes"
-        cells = (f"[{series.title}](#{anchor})", f"`{name}`", models, adapters, context, extra, images)
+        cells = (
+            f"[{series.title}](#{anchor})",
+            f"`{name}`",
+            models,
+            adapters,
+            context,
+            extra,
+            images,
+        )
         yield f"| {' | '.join(cells)} |"
 
 
