@@ -17,12 +17,13 @@ from rlpost.config.plan.vision import vision_shape
 from rlpost.errors import DataError
 from rlpost.models.families import FAMILIES
 from rlpost.trainer.packing import RowLayout, held_tokens, pack
+from rlpost.trainer.rotary import angles_of_rows
+from rlpost.trainer.shared_rows import RowParams, row_params
 from rlpost.trainer.vision.images import Images
 from rlpost.trainer.vision.rows import token_positions
 from rlpost.types import ImageSpan, TrainSample
 
 MERGE = 2
-WITH_IMAGES = {"share_prefix": True, "takes_images": True}
 
 
 def sample(length: int, *images: ImageSpan, prompt: int | None = None) -> TrainSample:
@@ -132,9 +133,22 @@ def test_the_rows_of_all_ranks_hold_each_token_of_an_image_once(context):
         assert sorted(tokens) == sorted(expected)
 
 
-def test_rows_without_images_are_as_before():
-    text = (sample(12), sample(9))
-    assert pack(text, RowLayout(**WITH_IMAGES)).images is None
+def test_a_micro_batch_without_images_has_megatrons_own_parameters():
+    """Megatron then does what it does for a model without an encoder, bit for bit."""
+    packed = pack((sample(12), sample(9)), RowLayout(takes_images=True))
+    assert packed.images is None
+    assert type(row_params(packed)).__module__ == "megatron.core.packed_seq_params"
+
+
+def test_a_text_has_the_same_angles_beside_images():
+    """Its three positions are one number, so each turn of the frequencies has the same angle."""
+    table = torch.outer(torch.arange(20.0), torch.rand(8)).repeat(1, 2)[:, None, None]
+    packed = pack((sample(12), sample(20, span(3, 2, 3))), RowLayout(takes_images=True))
+    params = row_params(packed)
+    assert isinstance(params, RowParams) and params.positions is not None
+    angles = angles_of_rows(table, params.positions, (3, 3, 2))
+    assert torch.equal(angles[:12], table[:12])
+    assert not torch.equal(angles[12:], table)
 
 
 class CountingTower:
