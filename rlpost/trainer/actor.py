@@ -159,7 +159,7 @@ class Actor(Rank):
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
-        self._read_tower()
+        self._read_encoder()
         if self._adapters is not None:
             self._adapters.initialise(self.config.optimizer.seed)
         self.optimizer.reload_model_params()
@@ -292,7 +292,7 @@ class Actor(Rank):
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
-        self._read_tower()  # a checkpoint has only what is trained
+        self._read_encoder()  # a checkpoint has only what is trained
         if self._adapters is not None:  # a checkpoint has the adapters alone
             self._read_initial_weights()
         elif isinstance(self._reference, ReferenceWeights):
@@ -367,11 +367,10 @@ class Actor(Rank):
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
 
-    def _read_tower(self) -> None:
+    def _read_encoder(self) -> None:
         """Load the encoder of images, which is in no checkpoint and never changes."""
         if self.images is not None:
-            source = HuggingFaceFolder(self.config.checkpoint.hf_checkpoint)
-            self.images.tower.read_weights(source)
+            self.images.read_weights(self.config.checkpoint.hf_checkpoint)
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.config.grpo.enable_mtp_training:

@@ -168,3 +168,30 @@ def look_at_images(
     batch = my_batch(actor, samples, max_tokens=100)
     found["metrics"] = dict(actor.train_step(batch).metrics)
     return found
+
+
+def move_and_resume(actor: Any, samples: Sequence[TrainSample], folder: str) -> dict[str, Any]:
+    """Offload and restore, and save and load; return the logits after each, without kept features.
+
+    ``held`` are the bytes of the encoder while it is offloaded.
+    """
+    images = actor.images
+    weights = list(images.tower.module.parameters())
+
+    def look() -> Any:
+        images.forget()
+        return logits(actor, samples)
+
+    actor.import_weights()
+    found = {"imported": look()}
+    actor.memory.offload("weights", "grads", "optimizer")
+    found["held"] = sum(weight.untyped_storage().nbytes() for weight in weights)
+    actor.memory.restore("weights", "grads", "optimizer")
+    found["restored"] = look()
+    actor.save(folder, 1)
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    actor.load(folder)
+    found["resumed"] = look()
+    return found

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.trainer.torch_dist.reader import read_metadata
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.image_ranks import (
     ImageModel,
     look_at_images,
     make_image_model,
+    move_and_resume,
     of_transformers,
 )
 from tests.settings import rank_config
@@ -23,12 +25,13 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 DENSE, MOE, HYBRID = "qwen3-vl", "qwen3-vl-moe", "qwen3.5-published"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": (DENSE, 1, {}),
     "recomputed, with a reference": (DENSE, 1, FULL | KL),
     "shared beginnings": (DENSE, 1, {"share_prefix": True}),
-    "tp2": (DENSE, 2, TP2),
+    "tp2": (DENSE, 2, TP2 | GATHER),
     "tp2-sp, recomputed": (DENSE, 2, TP2 | FULL | {"sequence_parallel": True}),
     "cp2": (DENSE, 2, {"context_parallel_size": 2}),
     "pp2": (DENSE, 2, {"pipeline_model_parallel_size": 2}),
@@ -96,3 +99,19 @@ def test_logits_and_gradients_are_those_of_transformers(made, layout):
             theirs = theirs.mT if theirs.shape != ours.shape else theirs  # stacked experts
             limit = LIMIT * max(1.0, theirs.abs().max().item())
             assert (ours - theirs).abs().max() < limit, name
+
+
+def test_the_encoder_is_offloaded_with_the_weights_and_is_in_no_checkpoint(made, tmp_path):
+    model, samples, *_ = made(DENSE)
+    config = rank_config(
+        str(model.folder), distributed_timeout_minutes=2, multimodal_keys={"image": "images"}
+    )
+    (seen,) = run_ranks(
+        move_and_resume, 1, config, make=model.make, samples=samples, folder=str(tmp_path / "saved")
+    )
+    assert seen["held"] == 0
+    assert (seen["restored"] == seen["imported"]).all()
+    assert (seen["resumed"] == seen["imported"]).all()
+    stored = read_metadata(str(tmp_path / "saved")).state_dict_metadata
+    assert any("decoder" in key for key in stored)
+    assert not any(word in key for key in stored for word in ("visual", "blocks", "merger"))

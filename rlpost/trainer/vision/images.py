@@ -28,6 +28,7 @@ from rlpost.trainer import device, parallel
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.shared_rows import Arguments, RowParams
 from rlpost.trainer.vision.tower import Grid, Tower
+from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.types import ImageSpan
 
 CACHE_BYTES = 1 << 30
@@ -76,6 +77,11 @@ class Images:
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # the last used is the last
         self._kept_bytes = 0
 
+    def read_weights(self, folder: str | Path) -> None:
+        """Load the encoder's weights from a Hugging Face folder; see ``Tower.read_weights``."""
+        self.tower.read_weights(HuggingFaceFolder(folder))
+        self.forget()
+
     def install(self, chunk: GPTModel) -> None:
         """Add the features of images in every forward pass of the model's first chunk."""
         chunk.register_forward_pre_hook(self._embed, with_kwargs=True)
@@ -95,6 +101,11 @@ class Images:
             DataError: an image has other patches than its span says.
         """
         return torch.cat([device.on_device(self._features_of(image)) for image in images])
+
+    def forget(self) -> None:
+        """Drop the features that are kept."""
+        self._kept.clear()
+        self._kept_bytes = 0
 
     def _features_of(self, image: ImageSpan) -> torch.Tensor:
         """[tokens, 1 + deep layers, hidden], in host memory."""
