@@ -237,8 +237,9 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += fleet_model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
-        problems += image_model_problems(config, hf_config)
-        problems += lines_of(lambda: image_processor(config))
+        problems += image_model_problems(config, hf_config) or lines_of(
+            lambda: image_processor(config)
+        )
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", lines_of(lambda: _check_description(config, path)))

@@ -87,7 +87,7 @@ class ImageStore:
             OSError: the file could not be written.
         """
         path = self.path(digest).with_name(f"{digest}-{size[0]}x{size[1]}.png")
-        if path.name not in self._synced:
+        if path.name not in self._synced or not path.is_file():
             _write(path, make(self.read(digest)))
             self._synced.add(path.name)
         return path

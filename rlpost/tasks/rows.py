@@ -414,8 +414,8 @@ def _as_lines(
                         line = json.dumps(row, default=_as_json)
                     except UnicodeDecodeError as error:
                         raise DataError(
-                            f"{path}, row {number}: a column of bytes is not UTF-8 ({error}); store text, or name "
-                            "the columns to read (--metadata-key)"
+                            f"{path}, row {number}: a column of bytes is not UTF-8 ({error}); store text, name "
+                            "the columns to read (--metadata-key), or the one with images (--multimodal-keys)"
                         ) from error
                     left -= lines.write(line.encode() + b"\n")
     except pyarrow.ArrowException as error:

@@ -6,6 +6,7 @@ import pytest
 
 from rlpost.config.checks.images import image_model_problems, image_setting_problems
 from rlpost.config.engine_args import engine_args
+from rlpost.config.engine_groups import group_config
 from rlpost.config.load import load
 
 IMAGES = {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}
@@ -70,6 +71,13 @@ def test_engines_process_images_as_the_trainer_and_keep_the_encoder():
     assert "enable_weights_cpu_backup" not in args
     shared = config(cluster={"colocate": True, "rollout_num_gpus": 8})
     assert shared.offload_rollout and engine_args(shared)["enable_weights_cpu_backup"] is True
+
+
+def test_engines_that_follow_the_policy_read_images_and_a_judge_reads_text():
+    groups = {"judge": {"model": "/j"}, "held": {"follows_policy": True}}
+    run = config(engines=groups, eval={"eval_engines": "held"})
+    assert engine_args(group_config(run, "held"))["enable_multimodal"] is True
+    assert "enable_multimodal" not in engine_args(group_config(run, "judge"))
 
 
 def test_a_model_without_an_encoder_of_images_is_refused():

@@ -117,6 +117,21 @@ def test_transparent_pixels_are_white_and_deep_gray_is_scaled():
     assert open_image(encoded(deep)).getpixel((0, 0)) == (128, 128, 128)
 
 
+@pytest.mark.parametrize("name", [b"zTXt", b"iCCP"])
+def test_a_text_that_decompresses_to_more_than_any_image_is_refused(name):
+    """256 MiB of zeros in 261 kB beside the pixels."""
+    text = chunk(name, b"k\0\0" + zlib.compress(bytes(1 << 28), 9))
+    with pytest.raises(ImageError, match="Decompressed data too large"):
+        open_image(WHOLE[:33] + text + WHOLE[33:])
+
+
+def test_a_photo_with_a_broken_orientation_is_as_it_is_stored():
+    data = encoded(
+        quarters((64, 64)), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\x12\x01" * 20
+    )
+    assert open_image(data).getpixel((0, 0))[0] > 200
+
+
 def test_a_photo_with_a_second_picture_behind_it_is_that_photo():
     data = encoded(
         quarters((64, 64)), "MPO", save_all=True, append_images=[Image.new("RGB", (64, 64))]

@@ -91,4 +91,6 @@ def test_a_scaled_file_is_made_once_from_the_stored_bytes(tmp_path):
     store.add(DATA)
     first, second = (store.scaled(DIGEST, (64, 32), make) for _ in range(2))
     assert first == second and first.read_bytes() == b"scaled" and calls == [DATA]
+    first.unlink()  # someone made room
+    assert store.scaled(DIGEST, (64, 32), make) == first and first.read_bytes() == b"scaled"
     assert first.suffix == ".png" and store.scaled(DIGEST, (32, 32), make) != first
