@@ -28,7 +28,6 @@ KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "one rank": (DENSE, 1, {}),
     "recomputed, with a reference": (DENSE, 1, FULL | KL),
     "shared beginnings": (DENSE, 1, {"share_prefix": True}),
     "tp2": (DENSE, 2, TP2 | GATHER),
@@ -38,7 +37,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts": (MOE, 2, {"expert_model_parallel_size": 2}),
     "hybrid": (HYBRID, 1, {}),
     "hybrid, tp2-sp": (HYBRID, 2, TP2 | {"sequence_parallel": True}),
-    "hybrid, pp2": (HYBRID, 2, {"pipeline_model_parallel_size": 2}),
 }
 LIMIT = 1e-5
 Made = tuple[ImageModel, list[Any], torch.Tensor, dict[str, torch.Tensor]]
@@ -90,7 +88,10 @@ def test_logits_and_gradients_are_those_of_transformers(made, layout):
         is_after = (held >= samples[0].images[0].end) & (held < len(samples[0].token_ids))
         rows = is_after.nonzero()[:, 0]  # of the first sample, in both
         assert (ours[rows] - blind[rows]).abs().max() > 0.01 * scale
-    assert all(abs(one["metrics"].get("train/kl_loss", 0.0)) < 1e-9 for one in seen)
+    if (
+        "use_kl_loss" in settings
+    ):  # the reference has the same weights, and must see the same images
+        assert abs(seen[0]["metrics"]["train/ref_kl"]) < 1e-6
     found = seen[0]["gradients"]
     assert found.keys() == {name for name in gradients if not name.startswith("model.visual.")}
     for name, theirs in gradients.items():
