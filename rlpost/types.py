@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
-from rlpost.errors import NotFinite
+from rlpost.errors import ConfigError, NotFinite
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -67,6 +67,18 @@ def sequence_digest(ids: IntColumn, images: Sequence[ImageSpan], *, size: int) -
     if images:
         digest.update(json.dumps([span.to_json() for span in images]).encode())
     return digest
+
+
+def refuse_images(images: Sequence[ImageSpan], reader: str) -> None:
+    """Refuse a sequence with images where ``reader`` gets its text or tokens alone.
+
+    Raises:
+        ConfigError: it has images.
+    """
+    if images:
+        raise ConfigError(
+            f"a prompt with {len(images)} images, and {reader} reads text alone; leave --multimodal-keys or it out"
+        )
 
 
 @dataclass(frozen=True, slots=True)

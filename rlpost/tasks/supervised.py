@@ -28,7 +28,7 @@ from rlpost.tasks.tokenizer import (
     check_all_rendered,
     eos_token_ids,
 )
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, refuse_images
 
 _NEXT = {"role": "user", "content": "?"}
 _OPEN_THOUGHT = re.compile(rf"{BEGIN_OF_THOUGHT}(\s*)$")
@@ -75,7 +75,9 @@ class SupervisedTokenizer(PromptTokenizer):
 
         Raises:
             DataError: see ``whole``.
+            ConfigError: the prompt has images.
         """
+        refuse_images(prompt.images, "supervised training")
         if prompt.label is not None:
             prompt_ids = prompt.token_ids
             response_ids = IntColumn(self.whole(prompt)[len(prompt_ids) :])

@@ -6,8 +6,10 @@ for the other; the control is the pair of equals.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -27,8 +29,12 @@ from rlpost.durable.group_records import (
     sample_record,
 )
 from rlpost.durable.journal_format import prompt_digest
+from rlpost.errors import ConfigError
+from rlpost.extensions.judge.reward import JudgeReward
 from rlpost.observe.samples import chosen
 from rlpost.rollout.answer_log import request_digest
+from rlpost.rollout.teacher import TeacherServer
+from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.trainer import mtp, routes
 from rlpost.types import (
     Backlog,
@@ -181,6 +187,23 @@ def test_each_training_sample_has_the_images_of_its_answer():
     assert [each.images for each in samples] == [one, other]
     (shifted,) = mtp.shifted((samples[0],))
     assert [(span.hash, span.start) for span in shifted.images] == [("aa", 4)]
+
+
+BLIND = {
+    "judge": lambda images: asyncio.run(JudgeReward(SimpleNamespace(file=SimpleNamespace(
+        compares_answers=False))).rewards(prompt(images), [sample(images)])),
+    "teacher": lambda images: asyncio.run(
+        TeacherServer(SimpleNamespace(where="here")).score(sample(images))
+    ),
+    "supervised": lambda images: SupervisedTokenizer.group(SimpleNamespace(), prompt(images)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_what_reads_text_alone_refuses_a_prompt_with_images(name):
+    """Also where metadata of a row names a judge, which no setting does."""
+    with pytest.raises(ConfigError, match=r"1 images, and .* reads text alone"):
+        BLIND[name]((ImageSpan("aa", 5, 4, (1, 4, 4)),))
 
 
 def test_every_type_that_has_tokens_has_images():
