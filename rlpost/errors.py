@@ -4,6 +4,7 @@
       ConfigError(ValueError)      a setting, a recipe or a file named by one is wrong; found before anything runs
       DataError(ValueError)        a prompt file or a recorded rollout cannot be used
         NotFinite                  a sample has NaN or infinity for a number
+        ImageError                 an image is broken, too large, of another format or missing
       RolloutError                 generation failed
         EngineDied                 an inference engine exited or hangs
       GradingLost                  an answer could not be graded, for reasons outside the answer
@@ -66,6 +67,10 @@ class DataError(RlpostError, ValueError):
 
 class NotFinite(DataError):
     """A sample has NaN or infinity for a number."""
+
+
+class ImageError(DataError):
+    """An image cannot be used; who read it adds the file and the line."""
 
 
 class RolloutError(RlpostError):

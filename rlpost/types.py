@@ -10,17 +10,75 @@ convert it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
-from rlpost.errors import NotFinite
+from rlpost.errors import ConfigError, NotFinite
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_FLOAT32 = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image in a sequence: the tokens that stand for it, and the file that holds it.
+
+    Attributes:
+        hash: SHA-256 of the file's bytes, in hexadecimal; ``rlpost.images.store`` has the file.
+        start: position of its first image token in the sequence, prompt and response together.
+        num_tokens: number of its image tokens, which are consecutive.
+        grid: its patches: frames (1), rows, columns, as ``image_grid_thw`` of the model's processor.
+    """
+
+    hash: str
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+
+    @property
+    def end(self) -> int:
+        """Position after its last image token."""
+        return self.start + self.num_tokens
+
+    def to_json(self) -> list[object]:
+        """Return the span as a JSON value."""
+        return [self.hash, self.start, self.num_tokens, list(self.grid)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> ImageSpan:
+        """The inverse of ``to_json``. Raises TypeError or ValueError for malformed input."""
+        digest, start, num_tokens, (frames, rows, columns) = value
+        return cls(str(digest), int(start), int(num_tokens), (int(frames), int(rows), int(columns)))
+
+
+def sequence_digest(ids: IntColumn, images: Sequence[ImageSpan], *, size: int) -> hashlib.blake2b:
+    """Return the digest of a sequence: its tokens, and the images that some of them stand for.
+
+    Two images of one size have the same tokens, so whatever is kept by tokens is kept by this. The
+    caller adds to it what else it is kept by; ``size``: bytes of the digest.
+    """
+    digest = hashlib.blake2b(ids.tobytes(), digest_size=size)
+    if images:
+        digest.update(json.dumps([span.to_json() for span in images]).encode())
+    return digest
+
+
+def refuse_images(images: Sequence[ImageSpan], reader: str) -> None:
+    """Refuse a sequence with images where ``reader`` gets its text or tokens alone.
+
+    Raises:
+        ConfigError: it has images.
+    """
+    if images:
+        raise ConfigError(
+            f"a prompt with {len(images)} images, and {reader} reads text alone; leave --multimodal-keys or it out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +94,7 @@ class Prompt:
     token_ids: IntColumn
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _convert(self, token_ids=IntColumn)
@@ -64,6 +123,7 @@ class Sample:
         teacher_top_logprobs: their log-probs.
         sampling_mask: for each response token the ids that top-p and top-k left to sample from
             (--use-rollout-sampling-mask); None if there is none.
+        images: the images of prompt and response, in order.
         extra: JSON values that a custom generate function passes to its reward and filter.
         reward: set while other answers of the group are generated or graded; then ``ScoredSample`` has it.
 
@@ -87,6 +147,7 @@ class Sample:
     teacher_top_ids: IntColumn | None = None
     teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
+    images: tuple[ImageSpan, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reward: float | None = None
 
@@ -233,6 +294,14 @@ class Backlog:
         waiting = (each.prompt.prompt_id for each in self.unfinished)
         return (*(group.prompt_id for group in self.finished), *waiting)
 
+    @property
+    def images(self) -> frozenset[str]:
+        """Digests of all images in the backlog."""
+        finished = (scored.sample.images for group in self.finished for scored in group.samples)
+        waiting = (each.prompt.images for each in self.unfinished)
+        spans = itertools.chain.from_iterable((*finished, *waiting))
+        return frozenset(span.hash for span in spans)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
@@ -243,8 +312,8 @@ class TrainSample:
     ``rollout_logprobs`` have ``response_length`` entries. ``routes`` are those of the first tokens,
     see ``Sample``. ``weight`` multiplies the sample's mean over its tokens, and ``count`` is its
     contribution to the number of samples over which the batch is averaged. ``teacher_logprobs`` and
-    ``teacher_top_*`` are those of a server, ``sampling_mask`` as in ``Sample``. If several samples form
-    one answer, their weights add up to 1 and only the first has a count of 1.
+    ``teacher_top_*`` are those of a server, ``sampling_mask`` and ``images`` as in ``Sample``. If
+    several samples form one answer, their weights add up to 1 and only the first has a count of 1.
 
     Raises:
         NotFinite: a log-prob, an advantage or the weight is not finite in float32.
@@ -262,6 +331,7 @@ class TrainSample:
     teacher_top_ids: IntColumn | None = None
     teacher_top_logprobs: FloatColumn | None = None
     sampling_mask: TokenSetColumn | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         _convert(

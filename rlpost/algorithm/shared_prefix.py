@@ -21,7 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from rlpost.algorithm.schedule import KEY_SHARE, Schedule, check_number, schedule, sequence_work
-from rlpost.types import SampleGroup, TrainSample
+from rlpost.columns import IntColumn
+from rlpost.types import ImageSpan, Sample, SampleGroup, TrainSample
 
 FEWEST = 8
 """Tokens: fewer are not worth the copies of their keys and values."""
@@ -30,8 +31,8 @@ FEWEST = 8
 def shared_lengths(samples: Sequence[TrainSample], *, shares: bool = True) -> list[int]:
     """Return how many first tokens each sample has in common with the sample before it.
 
-    All but its last token at most, and 0 instead of less than ``FEWEST``. Given routes of experts
-    must be equal too. Without ``shares`` all are 0.
+    All but its last token at most, and 0 instead of less than ``FEWEST``. Images and given routes
+    of experts must be equal too, and an image is shared whole. Without ``shares`` all are 0.
     """
     if not shares:
         return [0] * len(samples)
@@ -40,20 +41,35 @@ def shared_lengths(samples: Sequence[TrainSample], *, shares: bool = True) -> li
 
 
 def has_one_prompt(group: SampleGroup) -> bool:
-    """Return whether all answers of a group begin with the same prompt."""
-    first, *others = (scored.sample.prompt_ids for scored in group.samples)
+    """Return whether all answers of a group begin with the same prompt, images included."""
+    first, *others = (_prompt_of(scored.sample) for scored in group.samples)
     return all(prompt == first for prompt in others)
+
+
+def _prompt_of(sample: Sample) -> tuple[IntColumn, list[ImageSpan]]:
+    length = len(sample.prompt_ids)
+    return sample.prompt_ids, [span for span in sample.images if span.start < length]
 
 
 def _common(before: TrainSample, sample: TrainSample) -> int:
     count = min(len(before.token_ids), len(sample.token_ids) - 1)
     count = _equal(before.token_ids.array, sample.token_ids.array, count)
-    if before.routes is None and sample.routes is None:
-        return count
-    if before.routes is None or sample.routes is None:
+    if before.routes is not None and sample.routes is not None:
+        count = min(count, len(before.routes), len(sample.routes))
+        count = _equal(before.routes.array, sample.routes.array, count)
+    elif before.routes is not sample.routes:  # one has none
         return 0
-    count = min(count, len(before.routes), len(sample.routes))
-    return _equal(before.routes.array, sample.routes.array, count)
+    return _up_to_images(before.images, sample.images, count)
+
+
+def _up_to_images(before: Sequence[ImageSpan], own: Sequence[ImageSpan], count: int) -> int:
+    """Return how many of the first ``count`` tokens come before an image that differs or is cut."""
+    for pair in itertools.zip_longest(before, own):
+        starts = [span.start for span in pair if span is not None]
+        is_same = pair[0] == pair[1] and pair[0] is not None and pair[0].end <= count
+        if not is_same:
+            return min(count, *starts)
+    return count
 
 
 def _equal(one: np.ndarray, other: np.ndarray, count: int) -> int:

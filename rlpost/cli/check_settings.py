@@ -29,7 +29,7 @@ from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.checks.export_folder import export_problems
 from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
-from rlpost.config.checks.images import image_model_problems
+from rlpost.config.checks.images import image_model_problems, image_setting_problems
 from rlpost.config.checks.layout import cold_start_note, layout_problems, model_problems
 from rlpost.config.checks.lora import (
     adapter_engine_model_problems,
@@ -80,7 +80,7 @@ from rlpost.models.family import STACKED
 from rlpost.models.fp8 import SUFFIX
 from rlpost.models.model_types import HfConfig
 from rlpost.observe.earlier_runs import earlier_step_times
-from rlpost.tasks.prompt_settings import check_prompts
+from rlpost.tasks.prompt_settings import check_prompts, image_processor
 from rlpost.tasks.reward.grader import check_reward
 from rlpost.tasks.tokenizer import check_tokenizer_folder
 from rlpost.trainer.attention_backends import BEST_GPU, Options, attention_of, choose
@@ -154,6 +154,7 @@ def _settings_problems(config: Config) -> list[str]:
         *debug_problems(config),
         *adapter_engine_problems(config),
         *load_format_problems(config),
+        *image_setting_problems(config),
         *fleet_problems(config),
         *observe_problems(config),
         *masking_problems(config),
@@ -236,7 +237,9 @@ def _model_folder_problems(config: Config) -> list[str]:
         problems += fleet_model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
-        problems += image_model_problems(config, hf_config)
+        problems += image_model_problems(config, hf_config) or lines_of(
+            lambda: image_processor(config)
+        )
         problems += adapter_engine_model_problems(config, hf_config)
         problems += context_problems(config, hf_config)
         problems += _of_file("--hf-checkpoint", lines_of(lambda: _check_description(config, path)))
@@ -374,7 +377,12 @@ def _prompt_problems(config: Config) -> list[str]:
         return [
             "--prompt-data is not given; give a file of prompts, JSON Lines or Parquet (docs/data.md)"
         ]
-    problems, read = [], partial(check_prompts, has_environment=config.answers_are_episodes)
+    problems = list[str]()
+    try:
+        processor = image_processor(config)
+    except ConfigError:  # reported with the model
+        return problems
+    read = partial(check_prompts, has_environment=config.answers_are_episodes, processor=processor)
     if is_there(rollout.prompt_data):
         trains = config.grpo.is_supervised
         new_problems = lines_of(partial(read, rollout.prompt_data, rollout, trains_label=trains))

@@ -86,7 +86,7 @@ def _tokenize_sample(
     """
     unlimited = settings.model_copy(update=UNLIMITED)
     prompts = prompt_set([file], config, unlimited, tokenizer, skip_bad=False)
-    rows = Rows(file, columns=prompts.fields.columns)
+    rows = prompts.fields.rows(file)
     tokenized, lengths, errors = dict[int, Prompt](), dict[int, int](), []
     positions = sample_of(rows, settings.input_key)
     for position in positions:

@@ -6,6 +6,8 @@ for those of its fleet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlpost.config.tree import Config
 
 MODULES = {
@@ -18,6 +20,11 @@ MODULES = {
 
 
 DTYPE = "dtype"
+IMAGE_ARGS: Mapping[str, object] = {
+    "enable_multimodal": True,
+    # as the trainer's (rlpost.images.processor)
+    "image_processor_backend": "pil",
+}
 
 
 def engine_args(config: Config) -> dict[str, object]:
@@ -28,6 +35,10 @@ def engine_args(config: Config) -> dict[str, object]:
         args["enable_return_routed_experts"] = True
     if config.records_tokens:
         args["incremental_streaming_output"] = True
+    if config.takes_images:
+        args |= IMAGE_ARGS
+        if config.offload_rollout:
+            args["enable_weights_cpu_backup"] = True  # no update sends the encoder of images
     if loses_draft_weights(config):
         args["enable_draft_weights_cpu_backup"] = True
     return args | adapter_args(config) if config.sends_adapters else args

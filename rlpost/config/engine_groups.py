@@ -149,6 +149,7 @@ def group_config(config: Config, name: str) -> Config:
     }
     if not group.follows_policy:
         values |= {"update_weight_mode": "full", "lora_rank": None, "bf16": None}
+        values |= {"multimodal_keys": {}, "image_max_pixels": None}  # another model reads text
     return with_values(config, **values).model_copy(update={"sglang": own})
 
 

@@ -29,7 +29,6 @@ def settings_of(config: Config) -> dict[str, object]:
         "eps_clip_high": config.loss_settings.eps_clip_high,
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,
-        "multimodal_keys": None,
         "ci_test": False,
     }
     sglang = {

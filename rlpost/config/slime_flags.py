@@ -83,7 +83,6 @@ LACKING: dict[str, str] = {
     "memory-snapshot-num-steps": "use --profile-step-start and --profile-step-end",
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
-    "multimodal-keys": "rlpost trains text models only",
     "offload": "use --offload-train --offload-rollout",
     "opd-teacher-ckpt-step": f"{_TEACHER}; convert its checkpoint first (`rlpost convert`)",
     "opd-teacher-load": TEACHER_IN_TRAINER,

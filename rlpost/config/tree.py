@@ -139,6 +139,11 @@ class Tree(Group):
         )
 
     @property
+    def takes_images(self) -> bool:
+        """Whether prompts have images, so that the trainer runs the model's encoder of images."""
+        return bool(self.rollout.multimodal_keys)
+
+    @property
     def fuses_logprobs(self) -> bool:
         """Whether every micro-batch has a form that the kernels of log-probs know, on CUDA."""
         masked = self.grpo.use_rollout_sampling_mask or self.distillation.opd_top_k is not None

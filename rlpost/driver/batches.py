@@ -109,6 +109,7 @@ def train_samples(
             teacher_top_ids=scored.sample.teacher_top_ids,
             teacher_top_logprobs=scored.sample.teacher_top_logprobs,
             sampling_mask=scored.sample.sampling_mask if with_masks else None,
+            images=scored.sample.images,
         )
         for scored, advantage, (weight, count) in zip(
             group.samples, advantages, answer_weights(group), strict=True

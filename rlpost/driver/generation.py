@@ -31,8 +31,11 @@ from rlpost.durable.run_files import RunFile
 from rlpost.durable.state import RunState
 from rlpost.engines.connection import Connection, Halted, RunEngines
 from rlpost.engines.group_client import EngineClients
+from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import Preempted
+from rlpost.images.store import ImageStore
+from rlpost.images.tokens import ImageTokens
 from rlpost.models.config_file import read_config
 from rlpost.observe.samples import FIXED_PROMPTS
 from rlpost.rollout.answer_source import AnswerParts, answer_source
@@ -46,7 +49,8 @@ from rlpost.rollout.response_builder import GenerateFunction, write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
-from rlpost.tasks.prompt_settings import prompt_set
+from rlpost.tasks.prompt_images import digest_of
+from rlpost.tasks.prompt_settings import image_processor, prompt_set
 from rlpost.tasks.prompts import PromptSet
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
@@ -61,11 +65,18 @@ T = TypeVar("T")
 class MakeConnection(Protocol):
     """Makes a session of requests to engines."""
 
-    def __call__(self, engines: RunEngines, *, routes: RouteFormat | None = None) -> Connection:
+    def __call__(
+        self,
+        engines: RunEngines,
+        *,
+        routes: RouteFormat | None = None,
+        images: ImageRequests | None = None,
+    ) -> Connection:
         """See ``Connection``."""
 
 
 MAX_UNRECORDED = 8
+AHEAD = 2  # times the prompts of a step: filters drop some, and some groups begin early
 OWN_ANSWERS = {"rm_type", "custom_rm_path", "custom_generate_function_path"}
 """Keys of an evaluation set whose presence means that its answers are not episodes."""
 
@@ -121,7 +132,9 @@ class Generation:
         self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
-        self._eos = eos_token_ids(folder)
+        self._images = image_requests(config, run_folder)
+        of_images = () if self._images is None else self._images.tokens.all
+        self._eos = (*eos_token_ids(folder), *of_images)
         kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
         self.tokenizer = kind(
             folder,
@@ -157,8 +170,15 @@ class Generation:
 
         Raises DataError for an unreadable file.
         """
-        config, rollout = self._config, self._config.rollout
-        self._prompts = prompt_set(rollout.prompt_data, config, rollout, self.tokenizer)
+        rollout = self._config.rollout
+        self._prompts = self._prompt_set(rollout.prompt_data, rollout, self.tokenizer)
+
+    def _prompt_set(
+        self, sources: Sequence[str], rollout: RolloutConfig, tokenizer: PromptTokenizer
+    ) -> PromptSet:
+        """Return the prompts of files, whose images are kept in the run folder."""
+        keep = digest_of if self._images is None else self._images.store.add
+        return prompt_set(sources, self._config, rollout, tokenizer, keep=keep)
 
     def _tokenizer_for(self, rollout: RolloutConfig) -> PromptTokenizer:
         """Return the run's tokenizer, or one with the chat template of an evaluation set."""
@@ -184,7 +204,9 @@ class Generation:
         self._engines = engines
         if places := engines.places.all():
             foreign_adapters().connected(self._args, places[0].url, places[0].api_key)
-        connection = self._make_connection(engines, routes=route_format(self._config))
+        connection = self._make_connection(
+            engines, routes=route_format(self._config), images=self._images
+        )
         self._connection = await self._closing.enter_async_context(connection)
         if self._answers is not None:
             await self._closing.enter_async_context(self._answers)
@@ -199,11 +221,15 @@ class Generation:
         """Return the source of batches, resumed from ``state`` and the journal records after it.
 
         ``versions`` are those of the engines. ``watched`` health-checks them while a batch is
-        awaited. Call ``read_prompts`` first.
+        awaited. Call ``read_prompts`` first. Raises CheckpointError if an image of ``state`` is missing.
         """
         config, rollout, prompts = self._config, self._config.rollout, self._prompts
         assert prompts is not None, "read_prompts comes first"
         buffer = RolloutBuffer(rules(config, versions), state.backlog, step=state.step)
+        if self._images is not None:
+            load = config.checkpoint.load
+            others = [] if load is None else [Path(load), Path(load).parent]
+            self._images.store.complete(state.backlog.images, others)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
@@ -242,6 +268,9 @@ class Generation:
             record=None if template is None else self._recorder(template),
             counters=counters,
             watched=watched,
+            read_ahead=None
+            if self._images is None
+            else partial(cursor.read_ahead, AHEAD * buffer.rules.start_size),
         )
         return Collector(
             buffer, cursor, writer, choices=choices, stop_requested=stop, journal=journal
@@ -281,7 +310,8 @@ class Generation:
         Raises Preempted.
         """
         self._evaluating = step
-        async with self._make_connection(engines or self._engines) as connection:
+        making = self._make_connection(engines or self._engines, images=self._images)
+        async with making as connection:
             of_sets = await together(
                 [one.run(connection, self._stop.requested) for one in self._evaluations]
             )
@@ -324,7 +354,7 @@ class Generation:
         )
         return Evaluation(
             name=one.name,
-            prompts=prompt_set([one.path], config, rollout, self._tokenizer_for(rollout)).all(),
+            prompts=self._prompt_set([one.path], rollout, self._tokenizer_for(rollout)).all(),
             show=self._keep_answered,
             writer=partial(
                 GroupWriter,
@@ -359,6 +389,22 @@ def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
     if key is None:
         return rollout
     return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
+
+
+def image_requests(config: Config, run_folder: Path) -> ImageRequests | None:
+    """Return how the images of a run reach its engines; None without --multimodal-keys.
+
+    Engines outside of the run may not have its folder. Raises ConfigError as ``image_processor``.
+    """
+    processor = image_processor(config)
+    if processor is None:
+        return None
+    return ImageRequests(
+        ImageStore(run_folder),
+        processor,
+        ImageTokens.of(config.checkpoint.hf_checkpoint),
+        is_inline=bool(config.sglang.rollout_external_engine_addrs),
+    )
 
 
 def route_format(config: Config) -> RouteFormat | None:

@@ -55,6 +55,7 @@ class Startup:
         self._stop = stop
         self._break_even = break_even
         self._hosts = {node.ip: node.host for node in cluster.nodes}
+        self._run_folder = Path(cluster.attempt_dir).parents[1]
         self._record = record
 
     def add_node(self, node: Node) -> None:
@@ -94,7 +95,7 @@ class Startup:
 
         ``standbys`` are used for their ranks instead of new workers.
         """
-        make = partial(make_actor, self._config)
+        make = partial(make_actor, self._config, self._run_folder)
         workers = self._ranks("actor", make, placement.actors, died=TrainerDied, standbys=standbys)
         return ActorGroup(workers)
 
@@ -103,7 +104,7 @@ class Startup:
 
         ``gpus``: CUDA_VISIBLE_DEVICES of each rank, which its standby shares.
         """
-        make = partial(make_actor, self._config)
+        make = partial(make_actor, self._config, self._run_folder)
         slots = [replace(slot, num_gpus=0, shared_with=()) for slot in placement.actors]
         return self._ranks("standby", partial(at_low_priority, make), slots, gpus=gpus)
 
@@ -176,14 +177,14 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     return await ranks.all(remote(Actor.data_parallel_rank))
 
 
-def make_actor(config: Config) -> object:
-    """Return a rank of the policy, in the process of a worker."""
+def make_actor(config: Config, run_folder: Path | None = None) -> object:
+    """Return a rank of the policy, in the process of a worker; ``run_folder`` has the images."""
     # Imported in the worker: the driver loads neither torch nor Megatron. Megatron imports wandb for
     # its own logging, which takes a seventh of the processor time of a rank's imports.
     with _hidden("wandb"):
         from rlpost.trainer.actor import Actor
 
-    return Actor(config)
+    return Actor(config, run_folder=run_folder)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
-from rlpost.types import Backlog, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
+from rlpost.types import Backlog, ImageSpan, Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 _COLUMNS = (
     "prompt_ids",
@@ -171,7 +171,7 @@ def _scored_record(scored: ScoredSample, packing: Packing | None, answers: Answe
     for position, answer in enumerate(answers.get(sample.index, ())):
         if answer.response_ids is sample.response_ids:  # ``replace`` keeps the column
             changed = {
-                name: column_json(getattr(sample, name), packing)
+                name: _json_of(getattr(sample, name), packing)
                 for name in Sample.__dataclass_fields__
                 if not _is_same(getattr(sample, name), getattr(answer, name))
             }
@@ -212,15 +212,16 @@ def _sample_of(scored: ScoredRecord, packing: Packing, answers: Answers) -> Samp
 def sample_record(sample: Sample, packing: Packing | None = None) -> dict[str, object]:
     """Convert one sample; columns are written as numbers without a ``packing``."""
     record = {
-        name: column_json(getattr(sample, name), packing) for name in Sample.__dataclass_fields__
+        name: _json_of(getattr(sample, name), packing) for name in Sample.__dataclass_fields__
     }
     if not sample.version_spans:
         del record["version_spans"]
     for name in _ABSENT_IF_NONE:
         if record[name] is None:
             del record[name]
-    if not sample.extra:
-        del record["extra"]
+    for name in ("images", "extra"):
+        if not record[name]:
+            del record[name]
     return record
 
 
@@ -239,10 +240,23 @@ def _fields(raw: Mapping[str, object], packing: Packing) -> dict[str, Any]:
         values["version_spans"] = tuple(
             (version, count) for version, count in values["version_spans"]
         )
+    if "images" in values:
+        values["images"] = _images_from(values["images"])
     for name in _COLUMNS:
         if name in values:
             values[name] = column_from(values[name], packing)
     return values
+
+
+def _images_from(value: Sequence[Sequence[object]]) -> tuple[ImageSpan, ...]:
+    return tuple(ImageSpan.from_json(span) for span in value)
+
+
+def _json_of(value: object, packing: Packing | None) -> object:
+    """Return a field as a JSON value."""
+    if isinstance(value, tuple) and any(isinstance(each, ImageSpan) for each in value):
+        return [span.to_json() for span in value]
+    return column_json(value, packing)
 
 
 def backlog_json(backlog: Backlog) -> Iterator[str]:
@@ -270,8 +284,9 @@ def _list_json(records: Iterable[Mapping[str, object]]) -> Iterator[str]:
 def _unfinished_record(entry: Unfinished) -> dict[str, object]:
     return {
         "prompt": {
-            name: column_json(getattr(entry.prompt, name), BASE64)
+            name: _json_of(getattr(entry.prompt, name), BASE64)
             for name in Prompt.__dataclass_fields__
+            if name != "images" or entry.prompt.images
         },
         "samples": [sample_record(sample, BASE64) for sample in entry.samples],
     }
@@ -311,6 +326,7 @@ def backlog_from(raw: BacklogRecord) -> Backlog:
 def _unfinished_from(raw: UnfinishedRecord) -> Unfinished:
     fields: dict[str, Any] = dict(raw["prompt"])
     fields["token_ids"] = column_from(fields["token_ids"], BASE64)
+    fields["images"] = _images_from(fields.get("images", ()))
     return Unfinished(Prompt(**fields), tuple(sample_from(sample) for sample in raw["samples"]))
 
 

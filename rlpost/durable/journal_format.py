@@ -42,7 +42,7 @@ from rlpost.durable.group_records import (
 )
 from rlpost.durable.run_files import read_again
 from rlpost.errors import CheckpointError
-from rlpost.types import Prompt, Sample, SampleGroup
+from rlpost.types import Prompt, Sample, SampleGroup, sequence_digest
 
 FORMAT = 4  # format of the segments that this program writes
 OLDEST_FORMAT = 3
@@ -367,8 +367,8 @@ def header_content(header: Header) -> bytes:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Digest of a prompt: text, tokens and label."""
-    digest = hashlib.blake2b(prompt.token_ids.tobytes(), digest_size=8)
+    """Digest of a prompt: text, tokens, images and label."""
+    digest = sequence_digest(prompt.token_ids, prompt.images, size=8)
     digest.update(_json([prompt.text, prompt.label]))
     return digest.hexdigest()
 

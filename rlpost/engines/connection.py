@@ -27,10 +27,12 @@ from rlpost.columns import IntColumn
 from rlpost.engines.answer import Answer, parse
 from rlpost.engines.engine import LONGEST_GENERATION_S
 from rlpost.engines.engine_client import EngineClient, authorization
+from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.places import GivenUp, Place, Places, Request, Use
 from rlpost.engines.routes import RouteFormat
 from rlpost.engines.streamed_answer import StreamedAnswer, events
 from rlpost.errors import RolloutError
+from rlpost.types import ImageSpan
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +119,19 @@ class Watch:
 class Connection:
     """A session of requests; an asynchronous context manager."""
 
-    def __init__(self, engines: RunEngines, *, routes: RouteFormat | None = None) -> None:
-        """``routes``: format of the routes that answers include; None for answers without."""
-        self.engines, self.routes = engines, routes
+    def __init__(
+        self,
+        engines: RunEngines,
+        *,
+        routes: RouteFormat | None = None,
+        images: ImageRequests | None = None,
+    ) -> None:
+        """
+        Args:
+            routes: format of the routes that answers include; None for answers without.
+            images: how images are sent; None if the model reads text alone.
+        """
+        self.engines, self.routes, self.images = engines, routes, images
         self.halted = False
         self._places = engines.places
         self._session: aiohttp.ClientSession | None = None
@@ -145,6 +157,7 @@ class Connection:
         input_ids: Sequence[int],
         sampling_params: Mapping[str, object],
         *,
+        images: Sequence[ImageSpan] = (),
         fields: Mapping[str, object] | None = None,
         prompt: Hashable = None,
         turn_of: Hashable = None,
@@ -154,6 +167,8 @@ class Connection:
 
         Args:
             what: names the request in messages.
+            input_ids: with all tokens of each image.
+            images: the images in it.
             fields: further fields of the request.
             prompt: the same for requests that begin with the same prompt.
             turn_of: the same for the turns of a conversation.
@@ -161,8 +176,15 @@ class Connection:
 
         Raises:
             Halted: ``halt`` was called, and no request was made.
-            RolloutError: the request failed permanently.
+            RolloutError: the request failed permanently, or images and tokens do not match.
+            ImageError: an image is missing or damaged.
         """
+        assert self.images is not None or not images, "images need a model that reads them"
+        ids = IntColumn.of(input_ids)
+        of_images: Mapping[str, object] = {}
+        if self.images is not None:
+            ids = self.images.input_ids(ids, images)
+            of_images = await asyncio.to_thread(self.images.fields, images) if images else {}
 
         def body(place: Place, rank: int | None) -> bytes:
             params, streams = dict(sampling_params), {}
@@ -170,7 +192,8 @@ class Connection:
                 params["stream_interval"] = self._places.tokens_within(place, watch.every_s)
                 streams = {"stream": True}
             content = {
-                "input_ids": IntColumn.of(input_ids).array,
+                "input_ids": ids.array,
+                **of_images,
                 "sampling_params": params,
                 "return_logprob": True,
                 **streams,
@@ -189,7 +212,10 @@ class Connection:
             conversation=None if turn_of is None else (id(self), turn_of),
             owner=self,
         )
-        return await self._post(what, body, request, watch)
+        answer = await self._post(what, body, request, watch)
+        if images and self.images is not None:
+            self.images.check_answer(what, answer, len(input_ids))
+        return answer
 
     async def halt(
         self, running: Sequence[asyncio.Task[object]], *, must_leave: Callable[[], bool]

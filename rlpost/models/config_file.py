@@ -22,8 +22,9 @@ OF_THE_WHOLE = (
     "quantization_config",
     TIED,
     "torch_dtype",
+    "vision_config",
 )
-"""Keys that describe the weights of the folder; those beside ``text_config`` are valid."""
+"""Keys that describe the whole folder; those beside ``text_config`` are valid."""
 
 
 def read_config(folder: str | Path) -> HfConfig:

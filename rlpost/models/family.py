@@ -12,7 +12,9 @@ from typing import Any
 
 from rlpost.models.model_types import HfConfig, MegatronFields, ModelArguments
 from rlpost.models.names import MTP_LAYER, Rule
+from rlpost.models.rope import axis_sections
 
+DEEP_LAYERS = "deepstack_visual_indexes"
 STACKED = ".mlp.experts.gate_up_proj"
 """End of the name of a tensor with a weight of all experts of a layer."""
 
@@ -27,6 +29,43 @@ def _no_fields(hf: HfConfig) -> MegatronFields:
 
 def _same(arguments: ModelArguments, hf: HfConfig) -> HfConfig:
     return hf
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """The encoder of images that the trainer runs before a language model.
+
+    Positions have three axes, whose frequencies take turns (interleaved M-RoPE of Qwen3-VL).
+    """
+
+    tower: str
+    """transformers' class: ``package.module.Class`` in ``transformers.models``."""
+    has_deep_features: bool = False
+    """Whether hidden states of the encoder are added to those of the first layers of the language
+    model (DeepStack, arXiv 2406.04334): one for each of ``deepstack_visual_indexes``.
+    """
+    prefix: str = "model.visual."
+    """Prefix of its weights."""
+
+    def num_deep_layers(self, hf: HfConfig) -> int:
+        """Return how many first layers of the language model add features of images."""
+        return len(hf["vision_config"][DEEP_LAYERS]) if self.has_deep_features else 0
+
+    def problem(self, hf: HfConfig) -> str | None:
+        """Return what config.json lacks to run the encoder; None if it is complete."""
+        sizes = hf.get("vision_config") or {}
+        needed = ["out_hidden_size", *([DEEP_LAYERS] if self.has_deep_features else [])]
+        missing = [key for key in needed if key not in sizes]
+        if missing:
+            return f"its vision_config has no {', '.join(missing)}"
+        if sizes["out_hidden_size"] != hf["hidden_size"]:
+            return (
+                f"out_hidden_size = {sizes['out_hidden_size']} of its vision_config is not "
+                f"hidden_size = {hf['hidden_size']}"
+            )
+        if axis_sections(hf) is None:
+            return "its rope_parameters have no mrope_section with mrope_interleaved = true"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +127,8 @@ class Family:
     """Prefixes of a language model's weights: alone, and in a folder with an encoder of images."""
     carried: tuple[str, ...] = ()
     """Prefixes of weights that are exported unchanged: those of the encoder of images."""
+    vision: Vision | None = None
+    """The encoder of images, if the trainer runs it; a family without one is trained as text."""
     writes_channels: bool = False
     """Whether answers are messages of Harmony, in channels that special tokens mark."""
     carries_extra_layers: bool = False

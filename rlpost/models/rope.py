@@ -34,7 +34,7 @@ TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
 IGNORED = ("max_position_embeddings", "mrope_interleaved", "mrope_section")
 """Options beside those of ``RopeOptions`` that change nothing for text.
 
-Sections are of positions in images; those of a text are equal in all three.
+Sections are of positions in images (``axis_sections``); those of a text are equal in all three.
 """
 WITH_CONTEXT = ("llama3", "yarn")
 """Types that depend on the context before the scaling, ``original_max_position_embeddings``."""
@@ -100,6 +100,16 @@ def local_rope(hf: HfConfig) -> RopeOptions | None:
     if nested is not None:
         return nested
     return {"rope_theta": hf[LOCAL_BASE]} if LOCAL_BASE in hf else None
+
+
+def axis_sections(hf: HfConfig) -> tuple[int, ...] | None:
+    """Return how many frequencies rotate by the frame, the row and the column of an image.
+
+    They take turns: frame, row, column, frame, ... None where config.json has other ones.
+    """
+    options = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    sections = options.get("mrope_section")
+    return tuple(sections) if sections and options.get("mrope_interleaved") else None
 
 
 def rope_type(options: RopeOptions) -> str:

@@ -39,6 +39,8 @@ class RecordedAnswer(TypedDict, total=False):
     reward: float
     num_tokens: int
     finish: str
+    images: list[str]
+    """Digests of the images of the prompt, files of RUN/images; absent if there are none."""
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -110,7 +112,7 @@ def chosen(groups: Sequence[SampleGroup], decode: Decode) -> list[RecordedAnswer
 def _record(answer: Answer, decode: Decode) -> RecordedAnswer:
     first = answer.samples[0].sample
     text = "\n".join(scored.sample.text for scored in answer.samples)
-    return {
+    record: RecordedAnswer = {
         "prompt_id": first.prompt_id,
         "prompt": cut(decode(first.prompt_ids), MAX_PROMPT),
         "answer": cut(text, MAX_ANSWER),
@@ -119,6 +121,9 @@ def _record(answer: Answer, decode: Decode) -> RecordedAnswer:
         "num_tokens": answer.length,
         "finish": answer.samples[-1].sample.finish_reason,
     }
+    if first.images:
+        record["images"] = [span.hash for span in first.images]
+    return record
 
 
 def cut(text: str, longest: int) -> str:

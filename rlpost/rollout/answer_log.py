@@ -17,7 +17,6 @@ tokens of a response in progress are recorded, too, and a resume continues behin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections import defaultdict, deque
@@ -32,7 +31,7 @@ from rlpost.durable.journal_format import BEGUN, STATE, STEP, TOKENS, TURN, Part
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Watch
 from rlpost.engines.streamed_answer import joined
-from rlpost.types import Prompt
+from rlpost.types import ImageSpan, Prompt, sequence_digest
 
 
 class Ask(Protocol):
@@ -98,9 +97,11 @@ class AnswerLog:
         input_ids: IntColumn,
         params: Mapping[str, object],
         ask: Ask,
+        *,
+        images: Sequence[ImageSpan] = (),
     ) -> Answer:
         """Return the recorded response to a request; without one call ``ask``, and record it."""
-        request = request_digest(input_ids, params)
+        request = request_digest(input_ids, params, images)
         if recorded := self._responses.get(request):
             return recorded.popleft()
         answer = await ask(watch=self._watch(request))
@@ -179,9 +180,11 @@ class _Stream:
         self.name, self.num_tokens = secrets.token_hex(4), 0
 
 
-def request_digest(input_ids: IntColumn, params: Mapping[str, object]) -> str:
-    """Digest of a request: what the engine reads, and how it samples."""
-    digest = hashlib.blake2b(input_ids.tobytes(), digest_size=12)
+def request_digest(
+    input_ids: IntColumn, params: Mapping[str, object], images: Sequence[ImageSpan] = ()
+) -> str:
+    """Digest of a request: what the engine reads, images included, and how it samples."""
+    digest = sequence_digest(input_ids, images, size=12)
     digest.update(json.dumps(params, sort_keys=True).encode())
     return digest.hexdigest()
 

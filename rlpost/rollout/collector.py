@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
+from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.journal import Journal
 from rlpost.durable.journal_format import GROUP
 from rlpost.durable.recorded import read_groups
@@ -73,6 +74,7 @@ class Choices:
         record: called with the step and the groups of each batch.
         counters: further counts, by metric name.
         watched: health-checks the engines while a batch is awaited.
+        read_ahead: stores the images of the next prompts; blocks. None for text alone.
     """
 
     wanted: GroupFilter = lambda group: True
@@ -82,6 +84,7 @@ class Choices:
     record: Callable[[int, Sequence[SampleGroup]], object] | None = None
     counters: Callable[[], Mapping[str, float]] = dict
     watched: Watched = unwatched
+    read_ahead: Callable[[], None] | None = None
 
 
 class Collector:
@@ -121,6 +124,7 @@ class Collector:
             await self._stop()
         groups = await self._replayed_batch()
         if groups is None:
+            await self._read_ahead()
             self._open()
             await self._until_batch()
             self._buffer.add_counts(self._choices.counters())
@@ -143,6 +147,7 @@ class Collector:
             and self._buffer.step + 1 < self._buffer.rules.num_steps
         ):
             await self._replayed_batch()
+            await self._read_ahead()
             self._open()
         return groups
 
@@ -228,6 +233,20 @@ class Collector:
         """
         self._buffer.is_open = False
         await self._writer.connection.halt(list(self._tasks), must_leave=self._stop_requested)
+
+    async def _read_ahead(self) -> None:
+        """Wait until the images of the next prompts are stored, so that taking them is quick.
+
+        Raises Preempted on a stop request, also while storage hangs.
+        """
+        if self._choices.read_ahead is None:
+            return
+        reading = asyncio.ensure_future(in_daemon(self._choices.read_ahead))
+        while not reading.done():
+            if self._stop_requested():
+                await self._stop()
+            await asyncio.wait([reading], timeout=STOP_POLL_S)
+        reading.result()
 
     def _open(self) -> None:
         self._buffer.is_open = True

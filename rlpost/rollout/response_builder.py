@@ -147,7 +147,12 @@ class ResponseBuilder:
 
     @property
     def remaining_tokens(self) -> int:
-        """Number of tokens that may still be added."""
+        """Number of tokens that may still be added.
+
+        None after a sampled token of an image: an engine would look for the image.
+        """
+        if self._ends_with_image_token():
+            return 0
         remaining = self.sampling.max_new_tokens - self.num_tokens
         if self.sampling.max_context_len is not None:
             in_context = len(self.prompt.token_ids) + self.num_tokens
@@ -187,11 +192,14 @@ class ResponseBuilder:
                 what,
                 input_ids,
                 params.to_sglang(),
+                images=self.prompt.images,
                 fields=fields,
                 prompt=self.prompt.prompt_id,
                 turn_of=self.conversation,
             )
-            answer = await self.log.respond(input_ids, params.to_sglang(), ask)
+            answer = await self.log.respond(
+                input_ids, params.to_sglang(), ask, images=self.prompt.images
+            )
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
@@ -254,7 +262,15 @@ class ResponseBuilder:
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
             routes=None if self._routes is None else self._routes.column(),
             sampling_mask=whole.sampled_from,
+            images=self.prompt.images,
         )
+
+    def _ends_with_image_token(self) -> bool:
+        """Whether the last token is one of those that stand for an image or a video."""
+        images, last = self.connection.images, self._pieces[-1:]
+        if images is None or not last or not last[0].token_ids:
+            return False
+        return last[0].token_ids[-1] in images.tokens.all
 
     def _joined(self) -> _Piece:
         """Return the whole answer as one piece."""

@@ -23,7 +23,7 @@ import orjson
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.engines.group_client import GroupClient
 from rlpost.errors import ConfigError, GradingLost, RolloutError
-from rlpost.types import Sample, ScoredSample
+from rlpost.types import Sample, ScoredSample, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,9 @@ class TeacherServer:
         Raises:
             GradingLost: the server did not answer in time.
             RolloutError: it refused the request, or its response is not SGLang's.
+            ConfigError: the sample has images.
         """
+        refuse_images(sample.images, "a teacher")
         prompt, response = list(sample.prompt_ids), list(sample.response_ids)
         body: dict[str, object] = {
             "input_ids": prompt + response,

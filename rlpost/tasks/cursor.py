@@ -96,6 +96,18 @@ class PromptCursor:
                 )
         return prompts
 
+    def read_ahead(self, n: int) -> None:
+        """Store the images of about the next ``n`` prompts. Blocks; may be called from a thread.
+
+        Bad rows are left to ``take``, which reports them.
+        """
+        ahead = self.copy()
+        for _ in range(n):
+            index = ahead._furthest_behind()
+            file = ahead._files[index]
+            ahead._prompts.read_images(ahead._starts[index] + file.position())
+            file.taken += 1
+
     def copy(self) -> PromptCursor:
         """Return a cursor at the same position over the same prompts."""
         made = copy.copy(self)

@@ -7,7 +7,7 @@ and the maximum prompt length, or an error for the first invalid file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -15,12 +15,18 @@ from typing import BinaryIO
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
+from rlpost.images.processor import ImageProcessor
+from rlpost.images.tokens import ImageTokens, check_encoder
 from rlpost.tasks.passed_checks import PassedCheck
+from rlpost.tasks.prompt_images import PromptImages, digest_of
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.tasks.rows import split_source
 from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.tasks.vocabulary import vocabulary_size
+
+IMAGE_KIND = "image"
+"""The key of --multimodal-keys that is supported."""
 
 
 def prompt_fields(
@@ -38,10 +44,26 @@ def prompt_fields(
         rollout.label_key,
         rollout.metadata_key,
         rollout.tool_key,
+        image_key=rollout.multimodal_keys.get(IMAGE_KIND),
         rm_type=rollout.rm_type if grades_by_name else None,
         trains_label=trains_label,
         flag_prefix=flag_prefix,
     )
+
+
+def image_processor(config: Config) -> ImageProcessor | None:
+    """Return the processor of the model's images; None without --multimodal-keys.
+
+    Raises:
+        ConfigError: the model has none that is known or that fits its config.json, or
+            --image-max-pixels does not fit it.
+    """
+    if not config.takes_images:
+        return None
+    folder, most = config.checkpoint.hf_checkpoint, config.rollout.image_max_pixels
+    processor = ImageProcessor.of(folder, max_pixels=most)
+    check_encoder(folder, processor)
+    return processor
 
 
 def longest_prompt(rollout: RolloutConfig) -> int | None:
@@ -58,8 +80,11 @@ def prompt_set(
     tokenizer: PromptTokenizer,
     *,
     skip_bad: bool | None = None,
+    keep: Callable[[bytes], str] = digest_of,
 ) -> PromptSet:
     """Return the prompts of files as a run reads them, with the keys of ``rollout``.
+
+    ``keep`` stores an image and returns its digest. Raises ConfigError as ``image_processor``.
 
     Rows of a ``SupervisedTokenizer`` are trained; --rollout-max-context-len then bounds prompt and
     response together. ``skip_bad``: default by --bad-prompts. Raises DataError for an unreadable
@@ -67,6 +92,10 @@ def prompt_set(
     """
     whole = tokenizer.whole if isinstance(tokenizer, SupervisedTokenizer) else None
     is_trained = whole is not None
+    processor, images = image_processor(config), None
+    if processor is not None:
+        tokens = ImageTokens.of(config.checkpoint.hf_checkpoint)
+        images = PromptImages(processor, tokens, keep)
     return PromptSet(
         sources,
         tokenize=tokenizer,
@@ -78,6 +107,7 @@ def prompt_set(
         vocab_size=vocabulary_size(config.checkpoint.hf_checkpoint),
         whole=whole,
         max_len=rollout.rollout_max_context_len if is_trained else None,
+        images=images,
     )
 
 
@@ -88,10 +118,11 @@ def check_prompts(
     trains_label: bool = False,
     has_environment: bool = False,
     flag_prefix: str = "--",
+    processor: ImageProcessor | None = None,
 ) -> None:
     """Read the files as a run would, up to the tokenizer; not those that passed before.
 
-    ``flag_prefix``: see PromptFields.
+    ``flag_prefix``: see PromptFields; ``processor``: see ``image_processor``.
 
     Raises:
         ConfigError: the number of --prompt-data-weights differs from the number of files.
@@ -112,12 +143,22 @@ def check_prompts(
     )
     applies = rollout.apply_chat_template
     skips = rollout.bad_prompts == "skip"
+    needs = flag_prefix == "--" and len(sources) == 1  # beside others, a file may have text alone
     for source in sources:
         path, _ = split_source(source)
-        passed = PassedCheck("prompts", f"{source} {fields} {applies}", partial(list, [path]))
+        passed = PassedCheck(
+            "prompts", f"{source} {fields} {applies} {processor} {needs}", partial(list, [path])
+        )
         if passed.exists:
             continue
-        check_prompt_file(source, fields, apply_chat_template=applies, skip_bad=skips)
+        check_prompt_file(
+            source,
+            fields,
+            apply_chat_template=applies,
+            skip_bad=skips,
+            processor=processor,
+            needs_images=needs,
+        )
         if not skips:  # skipped rows are reported each time
             passed.record()
 

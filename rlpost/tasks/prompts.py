@@ -12,19 +12,23 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from rlpost.columns import IntColumn
-from rlpost.errors import DataError
+from rlpost.errors import DataError, ImageError
+from rlpost.images.processor import ImageProcessor
+from rlpost.tasks.messages import Content, content_of, from_text, without_nulls
 from rlpost.tasks.number_text import number_text
+from rlpost.tasks.prompt_images import PromptImages, check_images, with_parts
 from rlpost.tasks.reward.registry import label_keys
 from rlpost.tasks.rows import FileChanged, Rows
-from rlpost.tasks.tokenizer import Content, Tools
+from rlpost.tasks.tokenizer import Tools
 from rlpost.tasks.vocabulary import unknown_id
-from rlpost.types import Prompt
+from rlpost.types import ImageSpan, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +54,14 @@ class PromptFields:
     and label are metadata. ``rm_type`` is the reward by name that grades the answers, unless a row
     names another; None if a function, a server or an environment does. ``trains_label``: the label
     is the response that is trained. ``flag_prefix`` begins the flags that name the keys of prompt
-    and label: ``--eval-`` for evaluation.
+    and label: ``--eval-`` for evaluation. ``image_key`` is that of the images; None for text alone.
     """
 
     input_key: str
     label_key: str | None = None
     metadata_key: str | None = None
     tool_key: str | None = None
+    image_key: str | None = None
     rm_type: str | None = None
     trains_label: bool = False
     flag_prefix: str = "--"
@@ -66,9 +71,25 @@ class PromptFields:
         """The keys to read, or None for all."""
         if self.metadata_key is None:
             return None
-        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
+        keys = (
+            self.input_key,
+            self.label_key,
+            self.metadata_key,
+            self.tool_key,
+            self.image_key,
+        )
         named = [key for key in keys if key is not None]
         return [*named, *(key.partition(".")[0] for key in named if "." in key)]
+
+    @property
+    def columns_with_bytes(self) -> list[str]:
+        """The columns of a Parquet file in which bytes are an image."""
+        keys = [] if self.image_key is None else [self.image_key, self.input_key]
+        return [key.partition(".")[0] for key in keys]
+
+    def rows(self, source: str | Path) -> Rows:
+        """Return the rows of a file. Raises DataError if it cannot be read."""
+        return Rows(source, columns=self.columns, with_bytes=self.columns_with_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +100,8 @@ class Row:
     label: str | None
     metadata: dict[str, object]
     tools: Tools | None
+    images: tuple[object, ...] = ()
+    """The source of each part of type image in the content, in order."""
 
 
 def check_prompt_file(
@@ -87,15 +110,20 @@ def check_prompt_file(
     *,
     apply_chat_template: bool = True,
     skip_bad: bool = False,
+    processor: ImageProcessor | None = None,
+    needs_images: bool = False,
 ) -> int:
     """Read every row as a run would and return the number of valid rows.
+
+    Images are decoded; ``processor`` is that of the model. With ``needs_images`` and an image key,
+    a file in which no row has an image is an error, as a misspelled key would be.
 
     Raises:
         DataError: a row is invalid (file, line, problem, remedy); with ``skip_bad``, all rows are.
     """
-    rows = Rows(source, columns=fields.columns)
+    rows = fields.rows(source)
     first_error: DataError | None = None
-    num_bad = 0
+    num_bad = num_images = 0
     for position in range(len(rows)):
         try:
             row = parse(rows.row(position), rows.where(position), fields)
@@ -106,6 +134,11 @@ def check_prompt_file(
                     else f"{fields.input_key!r} is a list of messages"
                 )
                 raise DataError(f"{rows.where(position)}: {what}; add --apply-chat-template")
+            try:
+                check_images(row.images, rows.path.parent, processor)
+                num_images += len(row.images)
+            except ImageError as error:
+                raise DataError(f"{rows.where(position)}: {error}") from error
         except FileChanged:
             raise
         except DataError as error:
@@ -116,6 +149,11 @@ def check_prompt_file(
     if num_bad == len(rows):
         raise DataError(
             f"{source}: none of {len(rows)} rows is a valid prompt; the first: {first_error}"
+        )
+    if needs_images and fields.image_key is not None and not num_images:
+        raise DataError(
+            f'{source}: no row has an image under --multimodal-keys {{"image": "{fields.image_key}"}}; name '
+            "the key of its images, or leave the flag out to train on text"
         )
     if num_bad:
         logger.warning(
@@ -142,16 +180,18 @@ class PromptSet:
         vocab_size: int | None = None,
         whole: WholeRow | None = None,
         max_len: int | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         """
         Args:
-            max_prompt_len: in tokens.
+            max_prompt_len: in tokens, with all tokens of images.
             vocab_size: number of ids that the model knows; None if it is not known.
             whole: returns the ids of a prompt and its response in the data (``SupervisedTokenizer``).
             max_len: of those ids, in tokens.
+            images: reads the images of rows; None without ``fields.image_key``.
         """
         files = [sources] if isinstance(sources, str | Path) else list(sources)
-        self._files = [Rows(file, columns=fields.columns) for file in files]
+        self._files = [fields.rows(file) for file in files]
         self._starts = list(accumulate((len(file) for file in self._files), initial=0))
         self._tokenize = tokenize
         self._fields = fields
@@ -159,6 +199,7 @@ class PromptSet:
         self._skip_bad = skip_bad
         self._vocab_size = vocab_size
         self._whole, self._max_len = whole, max_len
+        self._images = images
         self._skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -186,7 +227,7 @@ class PromptSet:
         try:
             row = parse(file.row(at), where, self._fields)
             try:
-                prompt, num_tokens = self._tokenized(row, prompt_id)
+                prompt, num_tokens = self._tokenized(row, prompt_id, file.path.parent)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
         except DataError as error:
@@ -201,19 +242,26 @@ class PromptSet:
                 return None
         return prompt
 
-    def _tokenized(self, row: Row, prompt_id: int) -> tuple[Prompt, int]:
+    def _tokenized(self, row: Row, prompt_id: int, folder: Path) -> tuple[Prompt, int]:
         """Return a row's prompt, and the number of its tokens with those of a response in the data.
 
+        Paths of images are relative to ``folder``.
+
         Raises:
-            DataError: the tokenizer refuses the row, or the model has no such token.
+            DataError: the tokenizer refuses the row, the model has no such token, or an image cannot
+                be used.
         """
-        text, token_ids = self._tokenize(row.content, row.tools)
+        text, ids = self._tokenize(row.content, row.tools)
+        token_ids, images = IntColumn(ids), tuple[ImageSpan, ...]()
+        if self._images is not None:
+            token_ids, images = self._images.expanded(ids, row.images, folder)
         prompt = Prompt(
             prompt_id=prompt_id,
             text=text,
-            token_ids=IntColumn(token_ids),
+            token_ids=token_ids,
             label=row.label,
             metadata=row.metadata,
+            images=images,
         )
         whole = prompt.token_ids if self._whole is None else self._whole(prompt)
         unknown = unknown_id(whole, self._vocab_size)
@@ -223,6 +271,16 @@ class PromptSet:
                 "use the tokenizer of this model"
             )
         return prompt, len(whole)
+
+    def read_images(self, position: int) -> None:
+        """Store the images of a row, if it is a good one. Raises OSError if they cannot be written."""
+        if self._images is None:
+            return
+        which = bisect_right(self._starts, position) - 1
+        file, at = self._files[which], position - self._starts[which]
+        with suppress(DataError):  # reported when the prompt is taken
+            row = parse(file.row(at), file.where(at), self._fields)
+            self._images.read_all(row.images, file.path.parent)
 
     def all(self) -> list[Prompt]:
         """Return every prompt that is not skipped, with its position as its id.
@@ -250,19 +308,23 @@ class PromptSet:
 
 def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
     """Parse a row. Raises DataError, whose message begins with ``where``."""
-    content = _content(
+    content = content_of(
         _value(raw, fields.input_key, where, f"{fields.flag_prefix}input-key"),
         f"{where}: {fields.input_key!r}",
+        takes_images=fields.image_key is not None,
     )
+    images: tuple[object, ...] = ()
+    if fields.image_key is not None:
+        content, images = with_parts(content, value_of(raw, fields.image_key), where)
     label = None if fields.label_key is None else _label(raw, where, fields)
     if fields.metadata_key is None:
         metadata = {
             key: value
             for key, value in raw.items()
-            if key not in (fields.input_key, fields.label_key)
+            if key not in (fields.input_key, fields.label_key, fields.image_key)
         }
     else:
-        metadata = _from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
+        metadata = from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
         metadata = {} if metadata is None else metadata  # null in a Parquet column
         if not isinstance(metadata, dict):
             raise DataError(
@@ -278,7 +340,7 @@ def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
     tools = _tools(raw, where, fields.tool_key)
     if tools is not None:  # for a generate function that runs them
         metadata = {**metadata, str(fields.tool_key): tools}
-    return Row(content, label, metadata, tools)
+    return Row(content, label, metadata, tools, images)
 
 
 def label_text(label: Mapping[str, object]) -> str:
@@ -341,29 +403,14 @@ def _use_as_text(metadata: Mapping[str, object], fields: PromptFields) -> str | 
 
 def _tools(raw: Mapping[str, object], where: str, key: str | None) -> Tools | None:
     """Return a prompt's tools, or None if the key is missing or empty."""
-    tools = None if key is None else _from_text(value_of(raw, key))
+    tools = None if key is None else from_text(value_of(raw, key))
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
             f"{where}: {key!r} must be a list of OpenAI function schemas (--tool-key), got {tools!r:.200}"
         )
-    return [_without_nulls(tool) for tool in tools]
-
-
-def _from_text(value: object) -> Any:
-    """Decode JSON text, which Parquet columns use for objects; return other values as they are."""
-    try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value
-    except ValueError:
-        return value
-
-
-def _without_nulls(value: object) -> Any:
-    """Remove nulls: Parquet gives every object the keys of all objects in the column."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+    return [without_nulls(tool) for tool in tools]
 
 
 def _value(raw: Mapping[str, object], key: str, where: str, flag: str) -> object:
@@ -396,68 +443,5 @@ def value_of(entries: Mapping[str, object], key: str, default: object = None) ->
     if key in entries:
         return entries[key]
     outer, _, inner = key.partition(".")
-    nested = _from_text(entries.get(outer))
+    nested = from_text(entries.get(outer))
     return value_of(nested, inner, default) if inner and isinstance(nested, dict) else default
-
-
-def _content(value: object, what: str) -> Content:
-    """Return a string, or OpenAI chat messages whose text parts are joined.
-
-    Messages may be JSON text, as in Parquet columns.
-    """
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{what} is {'blank' if value else 'empty'}")
-        messages = _from_text(value) if value.lstrip().startswith("[") else None
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-            return value
-        value = messages
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{what} is {type(value).__name__}; it must be a string or a list of messages"
-        )
-    messages = [_message(message, what) for message in value]
-    if not any(str(one["content"]).strip() or one.get("tool_calls") for one in messages):
-        raise DataError(f"{what} is blank: no message has text")
-    return messages
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
-
-
-def _message(message: Any, what: str) -> dict[str, object]:
-    message = _without_nulls(message) if isinstance(message, dict) else message
-    fields = message if isinstance(message, dict) else {}
-    content = fields.get("content", "" if fields.get("tool_calls") else None)
-    if isinstance(content, list) and all(map(_is_text, content)):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
-        raise DataError(
-            f"{what}: a message must have the texts 'role' and 'content', got {message!r:.200}"
-        )
-    calls = fields.get("tool_calls")
-    if isinstance(calls, list):
-        fields = {**fields, "tool_calls": [_call(call, what) for call in calls]}
-    return {**fields, "content": content}
-
-
-def _call(call: Any, what: str) -> Any:
-    """Return a tool call whose arguments are an object, which templates need.
-
-    OpenAI's API and its records have JSON text, which a template would encode again.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = _from_text(function["arguments"] or "{}")
-    if not isinstance(arguments, dict):
-        raise DataError(
-            f"{what}: the arguments of a tool call must be a JSON object or its text, got "
-            f"{function['arguments']!r:.200}"
-        )
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text"

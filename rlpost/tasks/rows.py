@@ -11,6 +11,7 @@ file of JSON Lines that has changed since is an error.
 
 from __future__ import annotations
 
+import base64
 import errno
 import hashlib
 import json
@@ -36,6 +37,8 @@ MAX_EXPANSION, MIN_BOUND = 100, 256 << 20
 """Bytes of text that a byte of Parquet may become; a file of any size may become MIN_BOUND."""
 # escaped or encoded: JSON's \\ud800 to \\udfff, and the bytes of such a code point in UTF-8
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+DATA_URL = "data:;base64,"
+"""Beginning of the text of bytes."""
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
@@ -109,8 +112,17 @@ class FileChanged(DataError):
 class Rows:
     """The rows of one source, by position in its slice."""
 
-    def __init__(self, source: str | Path, *, columns: Sequence[str] | None = None) -> None:
-        """Index the file; ``columns`` are those of a Parquet file to keep, by default all.
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        columns: Sequence[str] | None = None,
+        with_bytes: Sequence[str] = (),
+    ) -> None:
+        """Index the file.
+
+        ``columns`` are those of a Parquet file to keep, by default all; ``with_bytes`` those in
+        which bytes are no text: a row has them as data URLs.
 
         Raises:
             DataError: the file cannot be read or has no rows.
@@ -121,7 +133,7 @@ class Rows:
             if problem := pointer_problem(self.path):
                 raise DataError(problem)
             if is_parquet(self.path):
-                self._file, self._version = _as_lines(self.path, columns), None
+                self._file, self._version = _as_lines(self.path, columns, with_bytes), None
             else:
                 self._file = self.path.open("rb")
                 self._version = _version(self._file)
@@ -348,8 +360,22 @@ def _num_bytes(values: Any) -> int:
     return compute.sum(lengths.take(values.indices)).as_py() or 0
 
 
-def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
-    """Convert Parquet to JSON Lines in an unnamed temporary file; bytes are UTF-8, dates become text."""
+def _as_urls(value: Any) -> Any:
+    """Replace bytes at any depth by data URLs."""
+    if isinstance(value, bytes):
+        return DATA_URL + base64.b64encode(value).decode()
+    if isinstance(value, dict):
+        return {key: _as_urls(entry) for key, entry in value.items()}
+    return [_as_urls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _as_lines(
+    path: Path, columns: Sequence[str] | None, with_bytes: Sequence[str] = ()
+) -> BinaryIO:
+    """Convert Parquet to JSON Lines in an unnamed temporary file.
+
+    Bytes are UTF-8, or data URLs in the columns ``with_bytes``; dates become text.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -383,12 +409,13 @@ def _as_lines(path: Path, columns: Sequence[str] | None) -> BinaryIO:
                     row |= {
                         name: _shortest(row[name], short[name]) for name in short if name in row
                     }
+                    row |= {name: _as_urls(row[name]) for name in with_bytes if name in row}
                     try:
                         line = json.dumps(row, default=_as_json)
                     except UnicodeDecodeError as error:
                         raise DataError(
-                            f"{path}, row {number}: a column of bytes is not UTF-8 ({error}); store text, or name "
-                            "the columns to read (--metadata-key)"
+                            f"{path}, row {number}: a column of bytes is not UTF-8 ({error}); store text, name "
+                            "the columns to read (--metadata-key), or the one with images (--multimodal-keys)"
                         ) from error
                     left -= lines.write(line.encode() + b"\n")
     except pyarrow.ArrowException as error:

@@ -19,16 +19,16 @@ from functools import cached_property
 from rlpost.columns import FloatColumn, IntColumn, RunColumn
 from rlpost.errors import DataError
 from rlpost.tasks.answer_text import BEGIN_OF_THOUGHT, END_OF_THOUGHT, Channels
+from rlpost.tasks.messages import Content
 from rlpost.tasks.prompts import NO_RESPONSE, is_conversation
 from rlpost.tasks.tokenizer import (
     END_TOKEN_FILES,
-    Content,
     PromptTokenizer,
     Tools,
     check_all_rendered,
     eos_token_ids,
 )
-from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
+from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, refuse_images
 
 _NEXT = {"role": "user", "content": "?"}
 _OPEN_THOUGHT = re.compile(rf"{BEGIN_OF_THOUGHT}(\s*)$")
@@ -75,7 +75,9 @@ class SupervisedTokenizer(PromptTokenizer):
 
         Raises:
             DataError: see ``whole``.
+            ConfigError: the prompt has images.
         """
+        refuse_images(prompt.images, "supervised training")
         if prompt.label is not None:
             prompt_ids = prompt.token_ids
             response_ids = IntColumn(self.whole(prompt)[len(prompt_ids) :])

@@ -23,8 +23,8 @@ from rlpost.tasks.answer_text import (
     Channels,
     ThoughtTokens,
 )
+from rlpost.tasks.messages import Content, text_parts
 
-Content = str | Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 
 END_TOKEN_FILES = ("generation_config.json", "config.json")
@@ -356,8 +356,13 @@ def check_all_rendered(messages: Sequence[Mapping[str, object]], text: str) -> N
     """
     rendered = " ".join(text.split())
     seen: Counter[str] = Counter()
-    for number, message in enumerate(messages, 1):
-        content = str(message.get("content") or "").rpartition(END_OF_THOUGHT)[2]
+    texts = (
+        (number, message, text)
+        for number, message in enumerate(messages, 1)
+        for text in text_parts(message.get("content"))
+    )
+    for number, message, whole in texts:
+        content = whole.rpartition(END_OF_THOUGHT)[2]
         plain = " ".join(content.split())
         seen[plain] += 1
         spellings = {plain}

@@ -51,6 +51,7 @@ from rlpost.trainer.passes import Logprobs, Passes
 from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
+from rlpost.trainer.vision.images import build_images
 from rlpost.trainer.weights.exporter import Exporter, weights_hash
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.trainer_side import Broadcast, Buckets, Sharing
@@ -68,9 +69,16 @@ class Actor(Rank):
     broadcast: Broadcast
     profiling: Profiling
 
-    def __init__(self, config: Config, description: ModelDescription | None = None) -> None:
-        """Read the architecture of the policy; see ``Rank``."""
+    def __init__(
+        self,
+        config: Config,
+        description: ModelDescription | None = None,
+        *,
+        run_folder: str | Path | None = None,
+    ) -> None:
+        """Read the architecture of the policy; see ``Rank``. ``run_folder`` has the images."""
         super().__init__(config, description)
+        self._run_folder = run_folder
         self._reference: ReferenceWeights | Adapters | None = None
         self._adapters: Adapters | None = None
         self.num_optimizer_steps = 0  # completed so far; the learning rate depends on it
@@ -100,6 +108,9 @@ class Actor(Rank):
         if config.use_critic:
             layout, points = self.row_layout, self.stop_points
             self.critic = Critic(config, self.description, row_layout=layout, stop_points=points)
+        self.images = build_images(config, self.description, self._run_folder)
+        if self.images is not None:
+            self.images.install(self.chunks[0])
         if config.lora.lora_rank is not None:
             self._reference = self._adapters = Adapters(self.chunks, self.inventory)
         elif config.grpo.needs_reference:
@@ -130,7 +141,11 @@ class Actor(Rank):
         self.piece_bytes = min(config.sync.update_weight_buffer_size, SMALLEST)
         critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
         self.memory = DeviceMemory(
-            self.model, self.optimizer, critic, communicators=self.communicators()
+            self.model,
+            self.optimizer,
+            critic,
+            frozen=[] if self.images is None else [self.images.tower.module],
+            communicators=self.communicators(),
         )
         self.saves = Saves(config, self.chunks, self.optimizer, self.memory, self.critic)
         self.profiling = Profiling(dist.get_rank())
@@ -160,6 +175,7 @@ class Actor(Rank):
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
+        self._read_encoder()
         if self._adapters is not None:
             self._adapters.initialise(self.config.optimizer.seed)
         self.optimizer.reload_model_params()
@@ -292,6 +308,7 @@ class Actor(Rank):
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
+        self._read_encoder()  # a checkpoint has only what is trained
         if self._adapters is not None:  # a checkpoint has the adapters alone
             self._read_initial_weights()
         elif isinstance(self._reference, ReferenceWeights):
@@ -365,6 +382,11 @@ class Actor(Rank):
             import_weights(self.inventory, HuggingFaceFolder(folder))
         else:
             megatron_checkpoint.load_weights(folder, chunks=self.chunks)
+
+    def _read_encoder(self) -> None:
+        """Load the encoder of images, which is in no checkpoint and never changes."""
+        if self.images is not None:
+            self.images.read_weights(self.config.checkpoint.hf_checkpoint)
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.config.grpo.enable_mtp_training:

@@ -58,6 +58,7 @@ def kernel_fields(
         "apply_rope_fusion": with_engine
         and not interleaved
         and attention_factor(description.rope) == 1.0
+        and not config.takes_images  # the kernel knows one position a token
         # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
         and not fields.get("multi_latent_attention")
         and not model.no_rope_fusion,

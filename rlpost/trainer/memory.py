@@ -39,6 +39,7 @@ class DeviceMemory:
         optimizer: object,
         critic: tuple[Sequence[torch.nn.Module], object] | None = None,
         *,
+        frozen: Sequence[torch.nn.Module] = (),
         communicators: Communicators | None = None,
     ) -> None:
         """Create the parts.
@@ -48,11 +49,12 @@ class DeviceMemory:
             optimizer: of the policy.
             critic: chunks and optimizer of a critic in this rank. Engines get none of its weights,
                 so these are offloaded with the optimizers.
+            frozen: modules without gradients, which are offloaded with the weights.
             communicators: those of this rank, if NCCL's buffers are offloaded too.
         """
         chunks, adam = critic or ((), None)
         self._find: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = {
-            WEIGHTS: lambda: _weights(model),
+            WEIGHTS: lambda: _weights([*model, *frozen]),
             GRADS: lambda: _grads([*model, *chunks]),
             OPTIMIZER: lambda: itertools.chain(
                 _optimizer_tensors(optimizer), _weights(chunks), _optimizer_tensors(adam)

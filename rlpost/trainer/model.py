@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
-from rlpost.models.rope import rope_type
+from rlpost.models.rope import axis_sections, rope_type
 from rlpost.trainer import device, mtp, parallel
 from rlpost.trainer.attention_backends import FLASH, FUSED, UNFUSED, Choice
 from rlpost.trainer.frozen import freeze_by_name, keep_graph
@@ -42,7 +42,7 @@ from rlpost.trainer.lora.adapters import adapt_layers, freeze_base, low_rank_upd
 from rlpost.trainer.megatron_fields import configured
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.rotary import set_attention_factor, set_frequencies, use_local_rotary
-from rlpost.trainer.shared_rows import let_rows_be_shared
+from rlpost.trainer.shared_rows import use_row_params
 from rlpost.trainer.weights.inventory import Gather, Inventory, gather_entries
 
 # megatron-core 0.16 reads the name even without TransformerEngine
@@ -196,7 +196,8 @@ def _chunk(
     )
     if not config.multi_latent_attention:
         _scale_positions(chunk, description)
-        let_rows_be_shared(chunk)  # after the hooks that choose the table of a layer
+        # after the hooks that choose the table of a layer
+        use_row_params(chunk, axis_sections(hf))
     _scale_ends(chunk, description)
     return chunk
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from rlpost.config.checks.images import image_model_problems
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
@@ -117,6 +118,8 @@ class ModelDescription:
         With ``trains``, also if it cannot be trained this way.
         """
         fields, hf = self.fields, self.hf_config
+        if problems := image_model_problems(config, hf):
+            raise ConfigError("\n".join(problems))
         if config.grpo.enable_mtp_training and (
             problem := architecture.mtp_problem(self.family, hf)
         ):

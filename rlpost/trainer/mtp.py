@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -111,6 +112,7 @@ def _shifted(sample: TrainSample) -> TrainSample:
         advantage=0.0,
         weight=sample.weight,
         count=sample.count,
+        images=tuple(replace(span, start=span.start - 1) for span in sample.images),
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from rlpost.algorithm.shared_prefix import shared_lengths
 from rlpost.columns import FloatColumn
 from rlpost.errors import DataError
 from rlpost.trainer import device
+from rlpost.trainer.vision.rows import ImageRows, image_rows
 from rlpost.types import MicroBatch, TrainBatch, TrainSample
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class PackedMicroBatch:
     # vocabulary, and the ids one set after the other.
     mask_sizes: torch.Tensor | None = None  # [R] int64
     mask_ids: torch.Tensor | None = None  # [sum of mask_sizes] int64
+    images: ImageRows | None = None
 
     def on_device(self) -> PackedMicroBatch:
         """Copy to the device of this rank."""
@@ -75,6 +77,7 @@ class PackedMicroBatch:
                 name: device.on_device(value) if isinstance(value, torch.Tensor) else value
                 for name, value in values.items()
             }
+            | {"images": None if self.images is None else self.images.on_device()}
         )
 
 
@@ -88,6 +91,8 @@ class RowLayout:
     context_size: int = 1
     share_prefix: bool = False
     """Whether a beginning that several samples share has one set of rows."""
+    takes_images: bool = False
+    """Whether the first pipeline stage has an encoder of images."""
 
     def shared(self, micro_batch: MicroBatch) -> list[int]:
         """Return how many first tokens of each sample have rows of the sample before it."""
@@ -101,7 +106,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
 
     Raises:
         DataError: the micro-batch is empty, or a sample has no prompt, so that no logit predicts
-            its first response token.
+            its first response token. Or a sample has images that the model does not take, or
+            whose spans are wrong.
     """
     if not micro_batch:
         raise DataError("cannot pack an empty micro-batch; give every rank at least one sample")
@@ -167,6 +173,21 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         else None,
         mask_sizes=mask_sizes,
         mask_ids=mask_ids,
+        images=_image_rows(micro_batch, layout),
+    )
+
+
+def _image_rows(micro_batch: MicroBatch, layout: RowLayout) -> ImageRows | None:
+    if not layout.takes_images and any(sample.images for sample in micro_batch):
+        raise DataError(
+            "a sample has images, and this model was built without its encoder of images; give "
+            "--multimodal-keys, or samples without images"
+        )
+    whole = replace(layout, context_rank=0, context_size=1)
+    return image_rows(
+        micro_batch,
+        held=held_tokens(micro_batch, layout),
+        whole=held_tokens(micro_batch, whole),
     )
 
 

@@ -92,6 +92,7 @@ class Rank(ABC):
             context_rank=parallel.context_parallel_group().rank(),
             context_size=self.config.perf.context_parallel_size,
             share_prefix=bool(self.config.perf.share_prefix),
+            takes_images=self.config.takes_images,
         )
 
     def communicators(self) -> Communicators | None:

@@ -8,6 +8,7 @@ rotated dimensions. All of it is computed in float32 with the operations of tran
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -94,6 +95,29 @@ def set_frequencies(table: RotaryEmbedding, options: RopeOptions) -> None:
     """Replace the frequencies of Megatron's module before its first use."""
     current = table.inv_freq
     table.inv_freq = inverse_frequencies(options, 2 * current.numel()).to(current.device)
+
+
+def angles_of_rows(
+    table: torch.Tensor, positions: torch.Tensor, sections: Sequence[int] = ()
+) -> torch.Tensor:
+    """Return the angles of each row: [T, 1, 1, width].
+
+    Args:
+        table: angles of each position: [longest sequence, 1, 1, width], frequencies twice.
+        positions: [T]; or [3, T], frame, row and column.
+        sections: the number of frequencies that rotate by each of the three. They take turns:
+            frame, row, column, frame, ...; those after the last turn rotate by the frame
+            (``apply_interleaved_mrope`` in ``modeling_qwen3_vl.py`` of transformers 5.12).
+    """
+    if positions.dim() == 1:
+        return table[positions]
+    angles = table[positions[0]]
+    half = table.size(-1) // 2
+    for axis in (1, 2):
+        turns = torch.arange(axis, min(3 * sections[axis], half), 3, device=table.device)
+        columns = torch.cat([turns, half + turns])
+        angles[..., columns] = table[positions[axis]][..., columns]
+    return angles
 
 
 def use_local_rotary(model: GPTModel, local: RotaryEmbedding) -> None:

@@ -9,7 +9,6 @@ context-parallel and tensor-parallel rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ import torch
 from rlpost.columns import RouteColumn
 from rlpost.errors import DataError
 from rlpost.trainer.packing import RowLayout, held_tokens
-from rlpost.types import MicroBatch, TrainSample
+from rlpost.types import MicroBatch, TrainSample, sequence_digest
 
 UNKNOWN = -1
 """In place of an expert's number: the trainer routes this token itself."""
@@ -143,4 +142,4 @@ def _of_rank(column: RouteColumn, shape: RouteShape) -> np.ndarray[object, objec
 
 
 def _key(sample: TrainSample) -> bytes:
-    return hashlib.blake2b(sample.token_ids.array.tobytes(), digest_size=16).digest()
+    return sequence_digest(sample.token_ids, sample.images, size=16).digest()

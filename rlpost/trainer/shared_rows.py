@@ -1,24 +1,35 @@
-"""Rows that several sequences share, in Megatron's model.
+"""Rows with images, and rows that several sequences share, in Megatron's model.
 
-Input: a packed micro-batch with ``key_rows``. Output: its parameters for ``GPTModel``. The queries of
-a sequence are its own rows, the last ones of its positions; its keys are the rows of all its tokens.
+Input: a packed micro-batch. Output: its parameters for ``GPTModel``.
 
-Megatron rotates each sequence of a row from position 0. Here it gets one sequence, which is the
-whole row, and the angle of each row's position. Core attention, TransformerEngine's or this
+Megatron rotates each sequence of a row from position 0. With images it gets the angles of all rows,
+of which ``_apply_rotary_pos_emb_thd`` (``rope_utils.py`` of 0.16.1) takes those of each sequence,
+and of this context-parallel rank. The encoder's rows are those of ``rlpost.trainer.vision``.
+
+Where sequences share rows, the queries of a sequence are its own rows, the last ones of its
+positions; its keys are the rows of all its tokens. Megatron gets one sequence, which is the whole
+row, and the angle of each row's position. Core attention, TransformerEngine's or this
 package's, gets copies of the keys and values of shared tokens, and separate boundaries of queries
 and keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from rlpost.trainer.packing import PackedMicroBatch
+from rlpost.trainer.rotary import angles_of_rows
+from rlpost.trainer.vision.rows import ImageRows
+
+P = TypeVar("P", bound=PackedSeqParams)
 
 
 class BottomRight(Enum):
@@ -31,41 +42,59 @@ class BottomRight(Enum):
 
 
 @dataclass
-class SharedRows(PackedSeqParams):
-    """Parameters of a row of T tokens in which sequences share rows; K keys of all sequences."""
+class RowParams(PackedSeqParams):
+    """Parameters of a row of T tokens whose angles, keys or embeddings are not Megatron's own.
 
-    positions: torch.Tensor | None = None  # [T] int64
+    K: keys of all sequences, where sequences share rows.
+    """
+
+    positions: torch.Tensor | None = None  # [T] int64, or [3, T] with images
     key_rows: torch.Tensor | None = None  # [K] int64, rows of T
     of_attention: PackedSeqParams | None = None  # bounds of the sequences in T and in K
+    images: ImageRows | None = None
+    deep_features: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Set by the first stage: rows [I] and what is added to them after the first layers
+    [I, layers, hidden]."""
 
 
-def shared_params(packed: PackedMicroBatch) -> SharedRows:
-    """Return the parameters of a micro-batch with ``key_rows``."""
-    assert packed.cu_keys is not None
-    row = packed.cu_seqlens[:: packed.cu_seqlens.numel() - 1]  # the first and the last
-    # no more queries than keys; the exact number would need a transfer from the GPU
-    longest = {"max_seqlen_q": packed.max_length, "max_seqlen_kv": packed.max_length}
-    return SharedRows(
+def row_params(packed: PackedMicroBatch) -> PackedSeqParams:
+    """Return the parameters of a micro-batch for Megatron's model."""
+    images = packed.images
+    if packed.key_rows is None and images is None:
+        return _params(PackedSeqParams, packed, packed.cu_seqlens, packed.cu_seqlens)
+    row = packed.cu_seqlens
+    if packed.key_rows is not None:
+        row = row[:: row.numel() - 1]  # the first and the last
+    params = _params(RowParams, packed, row, row)
+    params.positions = packed.positions[0] if images is None else images.positions
+    params.images = images
+    if packed.key_rows is not None:
+        assert packed.cu_keys is not None
+        params.key_rows = packed.key_rows
+        params.of_attention = _params(PackedSeqParams, packed, packed.cu_seqlens, packed.cu_keys)
+    return params
+
+
+def _params(
+    kind: type[P], packed: PackedMicroBatch, queries: torch.Tensor, keys: torch.Tensor
+) -> P:
+    return kind(
         qkv_format="thd",
-        cu_seqlens_q=row,
-        cu_seqlens_kv=row,
-        **longest,
-        positions=packed.positions[0],
-        key_rows=packed.key_rows,
-        of_attention=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=packed.cu_seqlens,
-            cu_seqlens_kv=packed.cu_keys,
-            **longest,
-        ),
+        cu_seqlens_q=queries,
+        cu_seqlens_kv=keys,
+        # no more queries than keys; the exact number would need a transfer from the GPU
+        max_seqlen_q=packed.max_length,
+        max_seqlen_kv=packed.max_length,
     )
 
 
-def let_rows_be_shared(model: GPTModel) -> None:
-    """Make each layer of a model know ``SharedRows``."""
+def use_row_params(model: GPTModel, sections: Sequence[int] | None) -> None:
+    """Make each layer of a model know ``RowParams``; ``sections`` are those of ``angles_of_rows``."""
     for layer in model.decoder.layers:
         attention = layer.self_attention
-        attention.register_forward_pre_hook(_with_angles_of_rows, with_kwargs=True)
+        attention.register_forward_pre_hook(
+            partial(_with_angles_of_rows, sections or ()), with_kwargs=True
+        )
         if hasattr(attention, "core_attention"):  # linear attention has none
             attention.core_attention.register_forward_pre_hook(
                 _with_keys_of_all_tokens, with_kwargs=True
@@ -76,13 +105,17 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 def _with_angles_of_rows(
-    _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    sections: Sequence[int],
+    _: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Arguments:
     """Replace the table of angles [longest sequence, 1, 1, width] by the rows' own [T, ...]."""
-    packed, angles = kwargs.get("packed_seq_params"), kwargs.get("rotary_pos_emb")
-    if not isinstance(packed, SharedRows) or not isinstance(angles, torch.Tensor):
+    packed, table = kwargs.get("packed_seq_params"), kwargs.get("rotary_pos_emb")
+    if not isinstance(packed, RowParams) or not isinstance(table, torch.Tensor):
         return args, kwargs
-    return args, {**kwargs, "rotary_pos_emb": angles[packed.positions]}
+    assert packed.positions is not None
+    return args, {**kwargs, "rotary_pos_emb": angles_of_rows(table, packed.positions, sections)}
 
 
 def _with_keys_of_all_tokens(
@@ -90,7 +123,7 @@ def _with_keys_of_all_tokens(
 ) -> Arguments:
     """Replace keys and values [T, ...] by those of all tokens of all sequences [K, ...]."""
     packed = kwargs.get("packed_seq_params")
-    if not isinstance(packed, SharedRows):
+    if not isinstance(packed, RowParams) or packed.key_rows is None:
         return args, kwargs
     query, key, value, *others = args
     return (query, key[packed.key_rows], value[packed.key_rows], *others), {

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpost.algorithm.loss import token_weights
@@ -39,7 +38,7 @@ from rlpost.trainer.logprobs import (
 from rlpost.trainer.own_time import OWN_TIME
 from rlpost.trainer.packing import PackedMicroBatch
 from rlpost.trainer.routing_replay import RoutingReplay
-from rlpost.trainer.shared_rows import shared_params
+from rlpost.trainer.shared_rows import row_params
 from rlpost.trainer.stop_points import StopPoints
 
 Losses = tuple[torch.Tensor, torch.Tensor, Stats]
@@ -240,7 +239,7 @@ def run(
                 micro_batch.input_ids,
                 micro_batch.positions,
                 None,
-                packed_seq_params=_packed_params(micro_batch),
+                packed_seq_params=row_params(micro_batch),
             )
         return logits, partial(loss_of, index, micro_batch)
 
@@ -261,15 +260,3 @@ def run(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-
-def _packed_params(packed: PackedMicroBatch) -> PackedSeqParams:
-    if packed.key_rows is not None:
-        return shared_params(packed)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_kv=packed.cu_seqlens,
-        max_seqlen_q=packed.max_length,
-        max_seqlen_kv=packed.max_length,
-    )

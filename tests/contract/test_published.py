@@ -7,6 +7,7 @@ images that no text depends on are left out.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from safetensors.torch import save_file
 
 from rlpost.cli.resolved_model import differences, engine_model, trainer_model
 from rlpost.cli.stack_check import text_model
+from rlpost.config.checks.images import image_model_problems
+from rlpost.config.plan.cards import CARDS
+from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.config.plan.step_time import step_time
+from rlpost.config.tree import Config
 from rlpost.errors import WeightError
 from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.models.config_file import language_model
 from rlpost.trainer.model_description import read_description
 from tests.contract.actor_ranks import look, run_ranks
 from tests.contract.families import load_folder, load_model, make_family
@@ -66,24 +73,34 @@ MISTRAL = {
     "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
     "sliding_window": None, "vocab_size": 131072,
 }  # fmt: skip
+ENCODER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3,
+    "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24], "out_hidden_size": 2048,
+}  # fmt: skip
+SMALLER_ENCODER = ENCODER | {
+    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
+    "out_hidden_size": 2560,
+}  # fmt: skip
 QWEN = "Qwen3VLForConditionalGeneration"
+VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}
 MODELS = {
     "Qwen3-VL-4B": whole(
         QWEN, "qwen3_vl",
         nested("qwen3_4b", "qwen3_vl_text", rope_scaling=MROPE, rope_theta=5e6,
                max_position_embeddings=262144, tie_word_embeddings=True),
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, vision_config=SMALLER_ENCODER,
     ),
     "Qwen3-VL-30B-A3B": whole(
         "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
         nested("qwen3_30b_a3b", "qwen3_vl_moe_text", rope_scaling=MROPE, rope_theta=5e6,
                max_position_embeddings=262144),
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, vision_config=ENCODER,
     ),
     "Qwen3.5-35B-A3B": whole(
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
         nested("qwen3_5_35b_a3b", "qwen3_5_moe_text", rope_parameters=MROPE_3_5, mtp_num_hidden_layers=1),
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, vision_config=ENCODER | {"deepstack_visual_indexes": []},
     ),
     "GLM-4.5V": whole(
         "Glm4vMoeForConditionalGeneration", "glm4v_moe", GLM_4_5V, tie_word_embeddings=False
@@ -144,6 +161,71 @@ def test_a_published_config_has_the_values_and_the_size_of_transformers(tmp_path
 def test_what_the_decoder_lacks_is_refused_by_name(tmp_path, config, reason):
     with pytest.raises(WeightError, match=reason):
         read_description(folder_of(tmp_path, config))
+
+
+def with_images(**values: Any) -> Config:
+    """The settings of ranks whose prompts have images."""
+    return rank_config("", multimodal_keys={"image": "images"}, bf16=True, **values)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_encoder_of_images_runs_or_is_refused_by_name(name):
+    hf = language_model(MODELS[name])
+    problems = image_model_problems(with_images(), hf)
+    if name.startswith("Qwen"):
+        assert problems == []
+    else:
+        (architecture,) = MODELS[name]["architectures"]
+        (problem,) = problems
+        assert f"the trainer has no encoder of images for {architecture}" in problem
+    assert image_model_problems(rank_config(""), hf) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"vision_config": {}}, "its vision_config has no out_hidden_size, deepstack_visual_indexes"),
+        ({"vision_config": ENCODER}, "out_hidden_size = 2048 of its vision_config is not hidden_size = 2560"),
+        ({"rope_scaling": MROPE | {"mrope_interleaved": False}}, "no mrope_section with mrope_interleaved"),
+    ],
+)  # fmt: skip
+def test_an_encoder_that_config_json_does_not_describe_is_refused(changed, reason):
+    (problem,) = image_model_problems(
+        with_images(), language_model(MODELS["Qwen3-VL-4B"]) | changed
+    )
+    assert reason in problem
+
+
+def test_the_first_stage_has_the_layers_that_add_features():
+    hf = language_model(MODELS["Qwen3-VL-4B"])  # 36 layers, of which three add features
+    stages = {"pipeline_model_parallel_size": 18}
+    uneven = {"decoder_first_pipeline_num_layers": 3}
+    for layout in (stages, VIRTUAL):
+        (problem,) = image_model_problems(with_images(**layout), hf)
+        assert "after its first 3 layers, and the first stage begins with 2" in problem
+    assert image_model_problems(with_images(**stages | uneven), hf) == []
+    (problem,) = image_model_problems(with_images(megatron={"apply_rope_fusion": True}), hf)
+    assert "--apply-rope-fusion true" in problem
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-4B", "Qwen3.5-35B-A3B"])
+def test_the_plan_counts_the_encoder_on_the_first_stage_alone(name):
+    hf = language_model(MODELS[name])
+    shape = hf_shape(hf)
+    layout = {"pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+    plans = [
+        estimate(config(**layout), shape, gpu_bytes=80 * 10**9)
+        for config in (with_images, partial(rank_config, "", bf16=True))
+    ]
+    (first, *others), (without, *same) = (plan.ranks for plan in plans)
+    assert others == same
+    assert shape.vision is not None
+    assert first.held.weights - without.held.weights == 2 * shape.vision.parameters
+    assert first.held.gradients == without.held.gradients
+    assert first.saved == without.saved
+    assert first.passing.kept > without.passing.kept
+    times = [step_time(plan, CARDS["H100"]) for plan in plans]
+    assert times[0].training > times[1].training
 
 
 def test_kimi_k2_5_is_deepseek_v3_with_other_names(tmp_path):

@@ -51,7 +51,7 @@ NUM_MICRO_BATCHES = 2
 """Enough for each part of the schedule of two pipeline stages: warm-up, steady state, cool-down."""
 DENSE, MOE = "qwen3", "glm4.5-moe"
 NEWER = ("deepseek-v3-moe", "glm4.7-flash-moe", "qwen3-next-moe", "qwen3.5", "gpt-oss-moe", "minimax-m2-moe",
-         "qwen2-moe", "qwen3-vl-moe", "qwen3.5-moe-published", "gemma3-published")  # fmt: skip
+         "qwen2-moe", "qwen3.5-moe-published", "gemma3-published")  # fmt: skip
 LORA = {"lora": {"lora_rank": 4}}
 LORA_EXPERTS = {
     "lora": {"lora_rank": 4, "lora_targets": ("linear_qkv", "linear_fc1", "linear_fc2", "experts")}
@@ -71,7 +71,9 @@ ONLY_ATTENTION = {
         "optimizer_cpu_offload": False,
     }
 }
+IMAGES = {"rollout": {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}}
 TRAININGS = {
+    "images": ("qwen3-vl-moe", IMAGES),
     "LoRA": (DENSE, LORA), "LoRA of experts": (MOE, LORA_EXPERTS), "LoRA with a reference": (
         DENSE, LORA | {"grpo": {"use_kl_loss": True}}
     ),

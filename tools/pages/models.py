@@ -160,10 +160,11 @@ recipe, copy the nearest in size from `jobs/recipes`, and change its `model`, `h
 A folder that is published with an encoder of images (`...ForConditionalGeneration`) is trained as text, as it is: the
 keys of its language model are read in `text_config`. The encoder is neither trained nor sent to engines; an export has
 its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their engines the
-trainer's log-probs after an update, on CPUs. Prompts with pictures, adapters and a critic are refused.
+trainer's log-probs after an update, on CPUs. Adapters and a critic are refused. *Images*: with `--multimodal-keys`
+they read [images in prompts](data.md#images), and the trainer [runs the encoder](actor.md#images), frozen.
 
-| series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP |
-|---|---|---|---|---|---|
+| series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP | images |
+|---|---|---|---|---|---|---|
 {rows}
 
 {sections}"""
@@ -185,9 +186,17 @@ def _rows(series: Series) -> Iterator[str]:
         family = FAMILIES[name]
         adapters = "yes" if family.adapters else "refused"
         extra = "trained" if family.trains_extra_layer else "-"
-        yield (
-            f"| [{series.title}](#{anchor}) | `{name}` | {models} | {adapters} | {context} | {extra} |"
+        images = "-" if family.vision is None else "yes"
+        cells = (
+            f"[{series.title}](#{anchor})",
+            f"`{name}`",
+            models,
+            adapters,
+            context,
+            extra,
+            images,
         )
+        yield f"| {' | '.join(cells)} |"
 
 
 def _section(series: Series) -> str:

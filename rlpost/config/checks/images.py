@@ -1,4 +1,4 @@
-"""Check what is not available for models that are published with an encoder of images. Pure.
+"""Check images of prompts, and models that are published with an encoder of images. Pure.
 
 Input: a ``Config``, the keys of the language model in config.json. Output: one line for each
 problem.
@@ -6,19 +6,150 @@ problem.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rlpost.config.engine_args import IMAGE_ARGS
+from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.plan.shape import layers_of, layout_of
 from rlpost.config.tree import Config
-from rlpost.models.families import family_of
+from rlpost.config.wording import spelled
+from rlpost.errors import ConfigError
+from rlpost.models.families import FAMILIES, family_of
+from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig
+
+KEYS = "--multimodal-keys"
+KIND = "image"
+
+
+def image_setting_problems(config: Config) -> list[str]:
+    """Return the settings that prompts with images do not allow."""
+    rollout = config.rollout
+    if not config.takes_images:
+        if rollout.image_max_pixels is None:
+            return []
+        return [
+            f"{spelled(config, 'image_max_pixels')} has no effect without images; add {KEYS} "
+            '\'{"image": "images"}\', or leave it out'
+        ]
+    keys = rollout.multimodal_keys
+    problems = [
+        f'{KEYS} {name}: prompts have images alone; give {{"{KIND}": KEY}}'
+        for name in keys
+        if name != KIND
+    ]
+    if KIND in keys and not (isinstance(keys[KIND], str) and keys[KIND]):
+        problems.append(f"{KEYS} {KIND}: {keys[KIND]!r} is no key; give the name of one")
+    if not rollout.apply_chat_template:
+        problems.append(
+            f"{KEYS}: the chat template writes the tokens of images; add --apply-chat-template"
+        )
+    return [*problems, *_not_with_images(config), *_engine_problems(config)]
+
+
+def _not_with_images(config: Config) -> Iterator[str]:
+    """Yield what would not see the images, or would lose them."""
+    rollout, grpo = config.rollout, config.grpo
+    rules = [
+        (config.answers_are_episodes, "environments, whose conversations are text"),
+        (
+            rollout.custom_generate_function_path is not None,
+            "--custom-generate-function-path, which gets tokens alone",
+        ),
+        (rollout.rm_type == "judge", "--rm-type judge, which reads text alone"),
+        (grpo.is_supervised, spelled(config, "loss_type") + ", which trains text alone"),
+        (config.distillation.use_opd, "--use-opd, whose teacher reads text alone"),
+        (grpo.enable_mtp_training, "--enable-mtp-training, whose layer embeds tokens alone"),
+        (
+            grpo.use_rollout_routing_replay,
+            "--use-rollout-routing-replay, whose routes of images are not compared",
+        ),
+        (
+            config.debug.load_debug_rollout_data is not None,
+            "--load-debug-rollout-data, which records no images",
+        ),
+    ]
+    for one in _sets(config):
+        rules += [
+            (one.rm_type == "judge", f"the judge of the evaluation set {one.name}"),
+            (
+                one.custom_generate_function_path is not None,
+                f"the generate function of the evaluation set {one.name}",
+            ),
+        ]
+    for is_so, what in rules:
+        if is_so:
+            yield f"{KEYS} with {what}: not supported; leave one of them out"
+
+
+def _sets(config: Config) -> list[EvalSet]:
+    try:
+        return list(eval_sets(config.eval))
+    except ConfigError:  # reported by another check
+        return []
+
+
+def _engine_problems(config: Config) -> Iterator[str]:
+    """Yield settings of engines that would read other pixels than the trainer, or none."""
+    args = config.sglang.server_args
+    for name, value in IMAGE_ARGS.items():
+        if args.get(name, value) != value:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield f"{flag} {args[name]}: images need {value}; leave it out"
+    for name in ("mm_process_config", "disable_fast_image_processor", "speculative_algorithm"):
+        if args.get(name):
+            yield f"--sglang-{name.replace('_', '-')}: not supported with {KEYS}; leave it out"
+    if args.get("load_format") == "dummy":
+        yield (
+            "--sglang-load-format dummy: no update sends the encoder of images, which would stay "
+            "random; leave it out"
+        )
+    if config.offload_rollout and args.get("enable_weights_cpu_backup") is False:
+        yield (
+            "--sglang-enable-weights-cpu-backup false: engines that are offloaded would lose the "
+            "encoder of images, which no update sends; leave it out"
+        )
 
 
 def image_model_problems(config: Config, hf: HfConfig) -> list[str]:
     """Return the settings that such a model does not allow; adapters are refused by family."""
-    family = family_of(hf)
-    if family is None or not family.carried or not config.use_critic:
-        return []
-    estimator = config.grpo.advantage_estimator
-    return [
-        f"--advantage-estimator {estimator}: a critic has the policy's layers, and transformers has no "
-        f"model with one value for {hf['architectures'][0]}; use an estimator without a critic, or the "
-        "language model saved alone"
-    ]
+    family, problems = family_of(hf), list[str]()
+    architecture = (hf.get("architectures") or ["?"])[0]
+    if config.takes_images and family is not None:
+        problems += [f"{KEYS}: {line}" for line in _encoder_problems(config, hf, family)]
+    if family is not None and family.carried and config.use_critic:
+        estimator = config.grpo.advantage_estimator
+        problems.append(
+            f"--advantage-estimator {estimator}: a critic has the policy's layers, and transformers has no "
+            f"model with one value for {architecture}; use an estimator without a critic, or the "
+            "language model saved alone"
+        )
+    return problems
+
+
+def _encoder_problems(config: Config, hf: HfConfig, family: Family) -> Iterator[str]:
+    """Yield why the trainer cannot run the model's encoder of images."""
+    name = hf["architectures"][0]
+    if family.vision is None:
+        known = ", ".join(each for each, one in FAMILIES.items() if one.vision is not None)
+        yield (
+            f"the trainer has no encoder of images for {name}, only for {known}; leave the flag out to "
+            "train on text"
+        )
+        return
+    if missing := family.vision.problem(hf):
+        yield f"{name}: {missing}; use the config.json of the model's page"
+        return
+    deep, layout = family.vision.num_deep_layers(hf), layout_of(config)
+    first = layout.chunk or len(layers_of(layout, hf["num_hidden_layers"], 0))
+    if first < deep:
+        yield (
+            f"{name} adds features of images after its first {deep} layers, and the first stage begins "
+            f"with {first}; use fewer stages (--pipeline-model-parallel-size), or "
+            f"--decoder-first-pipeline-num-layers {deep}"
+        )
+    if config.megatron.options.get("apply_rope_fusion"):
+        yield (
+            "--apply-rope-fusion true: the kernel rotates by one position a token, and those of images "
+            "have three; omit the option"
+        )

@@ -32,6 +32,12 @@ class RolloutConfig(Group):
     """Key of the prompt in a line."""
     label_key: str | None = None
     """Key of the expected answer in a line."""
+    multimodal_keys: JsonTable = Field(default={})
+    """Key of the images of a line, as a JSON object: {"image": "images"}. Each <image> in the text of
+    the prompt, and each part of type image in its messages, is the next of them (docs/data.md)."""
+    image_max_pixels: Positive | None = None
+    """Largest number of pixels of an image for the model; larger ones are scaled down. Default: that
+    of the processor in --hf-checkpoint."""
     metadata_key: str | None = None
     """Key of an object that is passed to the reward with the prompt. Default: all other keys of the
     line."""

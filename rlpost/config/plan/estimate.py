@@ -6,12 +6,13 @@ NCCL are counted by ``nccl_memory``, engines by ``engine_memory``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from rlpost.config.plan.activations import (
     Activations,
     Pass,
+    in_flight,
     stage_activations,
 )
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
@@ -33,10 +34,12 @@ from rlpost.config.plan.shape import (
     Parameters,
     Shape,
     critic_parameters,
+    layers_of,
     layout_of,
     rank_parameters,
 )
 from rlpost.config.plan.shortages import cache_problem, phase_problem
+from rlpost.config.plan.vision import NO_VISION, PlannedVision, planned_vision
 from rlpost.config.plan.weight_update import FP8_WIDTH, PlannedUpdate, weight_update
 from rlpost.config.tree import Config
 
@@ -68,6 +71,8 @@ class PlannedRank:
     passing: Activations
     context: int
     """CUDA and NCCL."""
+    vision: PlannedVision = NO_VISION
+    """The encoder of images, counted in ``held`` and ``passing``."""
 
     @property
     def train(self) -> int:
@@ -163,6 +168,7 @@ def estimate(
     ranks = tuple(
         _rank(config, shape, layout, one, stage=stage) for stage in range(layout.pipeline)
     )
+    ranks = (_with_vision(config, shape, layout, one, ranks[0]), *ranks[1:])
     stored = parameter_bytes(config)
     whole = trained_parameters(config, shape, Layout(), 0)
     matrices = muon_matrices(config, shape, Layout(), 0)
@@ -242,6 +248,26 @@ def _rank(
             shape, layout, one, stage, chunk_tokens=config.grpo.log_probs_chunk_size
         ),
         context=trainer_context(config, layout, shape),
+    )
+
+
+def _with_vision(
+    config: Config, shape: Shape, layout: Layout, one: Pass, rank: PlannedRank
+) -> PlannedRank:
+    """Add the encoder of images to a rank of the first stage."""
+    vision = planned_vision(config, shape.vision, width=one.width, tokens=one.tokens)
+    num_layers = len(layers_of(layout, shape.num_layers, 0))
+    features = round(vision.features * in_flight(layout, num_layers, 0))
+    passing = rank.passing
+    return replace(
+        rank,
+        vision=vision,
+        held=replace(rank.held, weights=rank.held.weights + vision.weights),
+        passing=replace(
+            passing,
+            kept=passing.kept + features,
+            layer=max(passing.layer, vision.activations),
+        ),
     )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from rlpost.config.plan.architecture import dense_ffn, head_dim
 from rlpost.config.plan.shape import Shape, latent_of, linear_attention
+from rlpost.config.plan.vision import VisionShape, vision_shape
 from rlpost.errors import WeightError
 from rlpost.models.families import family
+from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig
 
 
@@ -46,11 +48,19 @@ def hf_shape(hf: HfConfig) -> Shape:
             shared_gate=fields.get("moe_shared_expert_gate", False),
             topk=fields.get("moe_router_topk", 0),
             latent=latent_of(fields),
+            vision=_vision(known, hf),
         )
     except KeyError as error:
         raise WeightError(
             f"config.json has no {error}, which every {hf['architectures'][0]} has"
         ) from None
+
+
+def _vision(known: Family, hf: HfConfig) -> VisionShape | None:
+    """The encoder of images that the trainer can run; None if it cannot."""
+    if known.vision is None or known.vision.problem(hf):
+        return None
+    return vision_shape(hf["vision_config"], num_deep_layers=known.vision.num_deep_layers(hf))
 
 
 def weight_bytes(hf: HfConfig) -> int:

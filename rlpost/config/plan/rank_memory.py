@@ -27,6 +27,7 @@ from rlpost.config.plan.shape import (
     parameters_of_stage,
     rank_parameters,
 )
+from rlpost.config.plan.vision import PROMPT_TOKENS
 from rlpost.config.tree import Config
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -36,8 +37,6 @@ FP8_COPIES = 2
 
 TransformerEngine keeps them until the weights change (``get_weight_workspace``).
 """
-PROMPT_TOKENS = 1024
-"""Longest prompt where the settings do not bound it."""
 NONE = Parameters(0)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rlpost.config.plan.vision import VisionShape
 from rlpost.errors import ConfigError
 from rlpost.models.fp8 import SIDE, keeps_shared_experts
 from rlpost.models.model_types import ModelArguments
@@ -133,6 +134,8 @@ class Shape:
     topk: int = 0
     latent: Latent | None = None
     """Sizes of latent attention; ``head_dim`` is then the part of a query without position."""
+    vision: VisionShape | None = None
+    """The encoder of images, which runs with --multimodal-keys alone."""
     mtp: bool = False
     """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 

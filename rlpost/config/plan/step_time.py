@@ -26,6 +26,7 @@ from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 
 GENERATION, PASSES, CRITIC = "generation", "log-prob passes", "critic"
+IMAGES = "images"
 UPDATE, OFFLOAD = "weight update", "offload"
 SLICES = 16
 """Pieces of the longest answer, in each of which the decode batch is constant."""
@@ -82,6 +83,8 @@ def step_time(planned: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
     if config.use_critic:
         parts[CRITIC] = 4 * forward  # values, forward and backward
     training = sum(parts.values()) - parts.get(CRITIC, 0.0)
+    if operations := planned.ranks[0].vision.operations:
+        parts[IMAGES] = operations / job.peak / rates.products
     share = mfu(job, training / steps) * (3 + passes) / 3
     parts[GENERATION] = generation_time(planned, card, rates)
     parts[UPDATE] = update_time(planned, card, rates)

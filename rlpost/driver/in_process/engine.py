@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, Halted, RunEngines, Watch
+from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.routes import RouteFormat
+from rlpost.types import ImageSpan
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids, without special tokens."""
@@ -148,9 +150,14 @@ class InProcessConnection(Connection):
     """Requests to an engine in this process."""
 
     def __init__(
-        self, engine: InProcessEngine, engines: RunEngines, *, routes: RouteFormat | None = None
+        self,
+        engine: InProcessEngine,
+        engines: RunEngines,
+        *,
+        routes: RouteFormat | None = None,
+        images: ImageRequests | None = None,
     ) -> None:
-        super().__init__(engines, routes=routes)
+        super().__init__(engines, routes=routes, images=images)
         self._engine = engine
 
     async def generate(
@@ -159,13 +166,14 @@ class InProcessConnection(Connection):
         input_ids: Sequence[int],
         sampling_params: Mapping[str, object],
         *,
+        images: Sequence[ImageSpan] = (),
         fields: Mapping[str, object] | None = None,
         prompt: Hashable = None,
         turn_of: Hashable = None,
         watch: Watch | None = None,
     ) -> Answer:
         """See ``Connection``. Raises Halted."""
-        del what, fields, prompt, turn_of, watch
+        del what, images, fields, prompt, turn_of, watch
         if self.halted:
             raise Halted
         return await self._engine.generate(input_ids, sampling_params)

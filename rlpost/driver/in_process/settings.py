@@ -91,6 +91,7 @@ def _problems(config: Config) -> list[str]:
         "--use-opd": config.distillation.use_opd,
         "--use-rollout-routing-replay": grpo.use_rollout_routing_replay,
         "--use-rollout-sampling-mask": grpo.use_rollout_sampling_mask,
+        "--multimodal-keys": config.takes_images,
         "--rollout-stop": bool(config.rollout.rollout_stop),
         "[engines]": bool(config.engines.groups),
         "[debug]": bool(debug.changed_keys),

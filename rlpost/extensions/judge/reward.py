@@ -14,7 +14,7 @@ from rlpost.extensions.judge.judge_file import prompt_values, read_judge
 from rlpost.extensions.judge.special_text import SpecialText
 from rlpost.extensions.judge.verdicts import NoVerdict
 from rlpost.tasks.reward.grader import NoReward
-from rlpost.types import Prompt, Sample
+from rlpost.types import Prompt, Sample, refuse_images
 
 JUDGE = "judge"
 NO_VERDICT = "the judge gives no verdict (--judge: its template and grammar)"
@@ -30,7 +30,8 @@ class JudgeReward:
     async def rewards(
         self, prompt: Prompt, samples: Sequence[Sample]
     ) -> Sequence[float | NoReward]:
-        """See ``ModelReward``."""
+        """See ``ModelReward``. Raises ConfigError for a prompt with images."""
+        refuse_images(prompt.images, "a judge")
         values = prompt_values(prompt.text, prompt.label, prompt.metadata)
         verdicts = await self._judge.rewards(values, [sample.text for sample in samples])
         return [_no_reward(one) if isinstance(one, NoVerdict) else one for one in verdicts]

@@ -1,8 +1,8 @@
 """slime's ``Sample``, made from a prompt and an answer of rlpost.
 
 Input: a ``Prompt``, its partial or complete answer (or none), its reward. Output: a mutable sample
-for plug-ins. Changes reach the run only through ``rlpost.extensions.slime.generate``. Images and video
-are not supported: access to their attributes raises an error that says so.
+for plug-ins. Changes reach the run only through ``rlpost.extensions.slime.generate``. Images are not
+passed on: access to their attributes raises an error that says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlpost.types import Sample as Answer
 
 MULTIMODAL = ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")
 ABSENT = {
-    **dict.fromkeys(MULTIMODAL, "rlpost trains on text alone"),
+    **dict.fromkeys(MULTIMODAL, "functions of slime get no images"),
     "spec_info": "rlpost reports speculative decoding in its metrics, by engine",
     "prefix_cache_info": "rlpost reports prefix caches in its metrics, by engine",
 }

@@ -1,11 +1,11 @@
-"""Models that are published with images, trained as text.
+"""Models that are published with images, trained as text, and some with images.
 
 The language model is one of the other families. In the folder its keys are nested
 (``rlpost.models.config_file``), the names of its weights have another prefix, and the weights of
 the encoder of images and of what joins both are carried: an export has them unchanged, and no
 update sends them, so an engine that released its memory or started with random weights lacks them;
-text needs none. Names: ``conversion_mapping.py`` and the models of
-transformers 5.12.
+text needs none. ``Family.vision`` says whether the trainer runs the encoder. Names:
+``conversion_mapping.py`` and the models of transformers 5.12.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlpost.models.families import deepseek, gemma, glm, llama, qwen, qwen_hybrid
-from rlpost.models.family import Family
+from rlpost.models.family import Family, Vision
 from rlpost.models.names import Layout, Rule, of_all_experts, renamed
 
 LANGUAGE = "model.language_model."
@@ -34,6 +34,7 @@ def _published(
     defaults: Mapping[str, object] | None = None,
     tied_by_default: bool = False,
     refused: tuple[str, ...] = (),
+    vision: Vision | None = None,
 ) -> Family:
     """Return the family of a model with images.
 
@@ -47,6 +48,7 @@ def _published(
         defaults: keys that ``text_config`` may leave out, sizes included.
         tied_by_default: whether the output layer is the embedding where the file does not say.
         refused: more keys that must be absent or false.
+        vision: the encoder of images, if the trainer runs it.
     """
 
     prefixes = {"model.": language, "lm_head.": head}
@@ -65,6 +67,7 @@ def _published(
         models=models,
         describes=lambda arguments: False,  # [model] describes the language model
         carried=carried,
+        vision=vision,
         defaults={**text.defaults, **(defaults or {})},
         tied_by_default=tied_by_default,
         refused=(*text.refused, *refused),
@@ -92,25 +95,37 @@ _GEMMA3 = {
 }
 """transformers' defaults of ``Gemma3TextConfig``, which the published files leave out."""
 
+
+def _tower(name: str, kind: str, *, has_deep_features: bool = False) -> Vision:
+    """The encoder in transformers' package ``name``, whose classes begin with ``kind``."""
+    return Vision(f"{name}.modeling_{name}.{kind}VisionModel", has_deep_features)
+
+
 _MOE_3 = qwen.FAMILIES["Qwen3MoeForCausalLM"]
 _MOE_3_5 = qwen_hybrid.FAMILIES["Qwen3_5MoeForCausalLM"]
 
 FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": _published(
-        qwen_hybrid.FAMILIES["Qwen3_5ForCausalLM"], "dense models as published"
+        qwen_hybrid.FAMILIES["Qwen3_5ForCausalLM"],
+        "dense models as published",
+        vision=_tower("qwen3_5", "Qwen3_5"),
     ),
     "Qwen3_5MoeForConditionalGeneration": _published(
         _MOE_3_5,
         "35B-A3B and larger ones as published",
         rules=_stacked(_MOE_3_5.rules, "fused_gated", "plain"),
+        vision=_tower("qwen3_5_moe", "Qwen3_5Moe"),
     ),
     "Qwen3VLForConditionalGeneration": _published(
-        qwen.FAMILIES["Qwen3ForCausalLM"], "Qwen3-VL 2B to 32B"
+        qwen.FAMILIES["Qwen3ForCausalLM"],
+        "Qwen3-VL 2B to 32B",
+        vision=_tower("qwen3_vl", "Qwen3VL", has_deep_features=True),
     ),
     "Qwen3VLMoeForConditionalGeneration": _published(
         _MOE_3,
         "Qwen3-VL 30B-A3B, 235B-A22B",
         rules=_stacked(_MOE_3.rules, "transposed_gated", "transposed"),
+        vision=_tower("qwen3_vl_moe", "Qwen3VLMoe", has_deep_features=True),
     ),
     "Glm4vForConditionalGeneration": _published(
         glm.FAMILIES["Glm4ForCausalLM"], "GLM-4.1V-9B, GLM-4.6V-Flash"

@@ -24,7 +24,7 @@ from rlpost.trainer.model import build_model
 from rlpost.trainer.model_description import read_description
 from rlpost.trainer.packing import RowLayout, pack
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.shared_rows import shared_params
+from rlpost.trainer.shared_rows import row_params
 from tests.contract.test_shared_prefix import random_group
 from tests.settings import rank_config
 
@@ -68,7 +68,7 @@ def main(folder: str) -> None:
             None,
             attn_mask_type=AttnMaskType.causal,
             attention_bias=None,
-            packed_seq_params=shared_params(packed),
+            packed_seq_params=row_params(packed),
         )
     found = {"samples": [list(sample.token_ids) for sample in samples], "arguments": seen}
     print("OBSERVED " + json.dumps(found))

@@ -283,7 +283,8 @@ def register() -> None:
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     provide_kernels()
     for kernel in KERNELS:
-        if not hasattr(torch.ops.sgl_kernel, kernel.__name__):
+        known = getattr(torch.ops.sgl_kernel, kernel.__name__, None)
+        if not isinstance(known, torch._ops.OpOverloadPacket):  # none, or one that refuses
             setattr(torch.ops.sgl_kernel, kernel.__name__, kernel)
     around = HookType.AROUND
     HookRegistry.register(f"{NORMS}.fused_norm_gate.rms_norm_gated", norm_with_gate, around)

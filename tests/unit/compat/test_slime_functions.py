@@ -345,7 +345,7 @@ def test_a_label_that_is_an_object_reaches_a_reward_as_an_object() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("wants_images", "sample.multimodal_inputs: rlpost trains on text alone"),
+        ("wants_images", "sample.multimodal_inputs: functions of slime get no images"),
         (
             "wants_a_setting",
             "args.rolout_batch_size: this run has no such setting; did you mean 'rollout_batch_size'",

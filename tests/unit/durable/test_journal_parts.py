@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, TokenSetColumn
 from rlpost.durable.journal_chain import read_folder
-from rlpost.durable.journal_format import ANSWER, BATCH, GROUP, PART, STATE, STEP, TURN, Part
+from rlpost.durable.journal_format import (
+    ANSWER,
+    BATCH,
+    GROUP,
+    PART,
+    STATE,
+    STEP,
+    TURN,
+    Part,
+    prompt_digest,
+)
 from rlpost.durable.journal_segments import read_segment
 from rlpost.durable.open_parts import Kept
-from rlpost.types import Prompt
+from rlpost.types import ImageSpan, Prompt
 from tests.unit.durable.test_journal import begin, group, replayed, resumed
 
 OF_0_2 = Path(__file__).with_name("journal_of_0_2")
@@ -100,6 +110,21 @@ def test_turns_steps_and_states_read_back_equal_to_the_last_bit(
         journal.add_part(part, PROMPT)
     journal.close()
     assert parts_of(resumed(folder), 1) == written
+
+
+def test_images_of_an_answer_are_kept_and_its_prompt_is_that_with_the_same_ones(tmp_path):
+    images = (ImageSpan("ab" * 32, 1, 2, (1, 2, 4)),)
+    asked = replace(PROMPT, images=images)
+    part = answer(1)
+    part = replace(part, samples=(replace(part.samples[0], images=images),))
+    journal = resumed(tmp_path)
+    journal.add_part(part, asked)
+    journal.close()
+    journal = resumed(tmp_path)
+    assert asyncio.run(journal.kept_answers()) == {4: list(part.samples)}
+    (meta,) = journal.waiting_parts
+    other = replace(asked, images=(replace(images[0], hash="cd" * 32),))
+    assert meta["prompt"] == prompt_digest(asked) != prompt_digest(other)
 
 
 def test_answers_and_turns_of_an_unfinished_group_are_kept(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -517,3 +518,34 @@ def test_recorded_batches_are_replayed_for_their_own_prompts_only(tmp_path: Any)
     assert asyncio.run(replay(0)) == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match=r"recording of step 0 has 2 groups, of prompts 0\.\.1"):
         asyncio.run(replay(1))
+
+
+async def test_images_are_read_ahead_in_a_thread_before_groups_begin() -> None:
+    engine, calls = FakeEngine(answer=lambda body: generated([1], text="0")), []
+
+    def read() -> None:
+        calls.append((threading.current_thread(), engine.log.count("generate")))
+
+    async with collecting(engine, Rules(1, 1, 2), read_ahead=read) as (collector, _):
+        await collector.batch()
+    ((thread, num_requests),) = calls
+    assert thread is not threading.main_thread() and num_requests == 0
+
+
+async def test_a_stop_request_leaves_while_storage_of_images_hangs() -> None:
+    began, mends = threading.Event(), threading.Event()
+
+    def read() -> None:
+        began.set()
+        mends.wait(30)
+
+    engine = FakeEngine()
+    try:
+        async with collecting(
+            engine, Rules(1, 1, 2), read_ahead=read, stop_requested=began.is_set
+        ) as (collector, _):
+            with pytest.raises(Preempted):
+                await collector.batch()
+    finally:
+        mends.set()
+    assert "generate" not in engine.log

@@ -232,7 +232,7 @@ def test_openai_messages_are_supported(tmp_path: Path) -> None:
         ]
     ]
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(DataError, match="'role' and 'content'"):
+    with pytest.raises(DataError, match="a message with images, which --multimodal-keys"):
         check_prompt_file(write(tmp_path / "q.jsonl", {"input": picture}), PromptFields("input"))
 
 

@@ -41,10 +41,15 @@ def test_swiglu_is_not_compiled_on_a_cpu(caplog):
 
 
 def test_the_fused_rotation_that_lacks_the_factor_of_yarn_is_never_chosen(caplog, monkeypatch):
-    """TransformerEngine's kernel for packed sequences takes angles alone."""
+    """TransformerEngine's kernel for packed sequences takes angles alone, from position 0."""
     monkeypatch.setattr("rlpost.trainer.kernels._check", lambda *_, **__: None)
-    for description, is_fused in ((DENSE, True), (SCALED, False)):
-        fields = kernel_fields(description, rank_config(""), implementation="transformer_engine")
+    text, images = rank_config(""), rank_config("", multimodal_keys={"image": "images"})
+    for description, config, is_fused in (
+        (DENSE, text, True),
+        (SCALED, text, False),
+        (DENSE, images, False),
+    ):
+        fields = kernel_fields(description, config, implementation="transformer_engine")
         assert fields["apply_rope_fusion"] is is_fused
 
 

@@ -9,6 +9,7 @@ context of ``given_values`` they come from the plan:
 - a pipeline stage receives the shapes of the micro-batches in the order of the schedule;
 - routers are balanced: the k experts of row t are k t to k t + k - 1, modulo their number, and
   every rank of an expert group has as many rows as this one;
+- an image has features of the encoder's shape, which is not called;
 - a floating-point number that is read is 1; an integer that is not known is an error with its line.
 
 Attention is one operation that allocates what a fused kernel does: its output, and one float32 for
@@ -34,6 +35,8 @@ from rlpost.extensions.rehearsal.all_ranks.meta import MetaAsHost
 from rlpost.extensions.rehearsal.all_ranks.recorder import check_floating
 from rlpost.trainer import attention, device
 from rlpost.trainer.packing import PackedMicroBatch
+from rlpost.trainer.vision.images import Images
+from rlpost.types import ImageSpan
 
 P2P = p2p_communication.P2PCommunicator
 DISPATCHER = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -172,6 +175,7 @@ def given_values() -> Iterator[Schedule]:
         )
         stack.enter_context(patch.object(dist, "batch_isend_irecv", _one_by_one))
         stack.enter_context(patch.object(PackedMicroBatch, "on_device", _with_integers_on_host))
+        stack.enter_context(patch.object(Images, "_features_of", _features_of))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
         stack.enter_context(patch.object(attention, "attend_windowed", _fused_windowed))
         stack.enter_context(mode)
@@ -235,6 +239,14 @@ def _with_integers_on_host(self: PackedMicroBatch) -> PackedMicroBatch:
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
     return PackedMicroBatch(**(values | moved))
+
+
+def _features_of(self: Images, image: ImageSpan) -> torch.Tensor:
+    """The features of an image that does not exist; the encoder has no collectives."""
+    tower = self.tower
+    width = tower.module.config.out_hidden_size
+    shape = (image.num_tokens, 1 + tower.num_deep_layers, width)
+    return torch.empty(shape, dtype=tower.module.dtype, device="meta")
 
 
 class _FusedAttention(torch.autograd.Function):

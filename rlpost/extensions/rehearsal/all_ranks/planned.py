@@ -19,8 +19,9 @@ from rlpost.algorithm.schedule import (
 )
 from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.vision import image_tokens
 from rlpost.config.tree import Config
-from rlpost.types import MicroBatch, TrainBatch, TrainSample
+from rlpost.types import ImageSpan, MicroBatch, TrainBatch, TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> P
     num_micro_batches = config.perf.pipeline_model_parallel_size + 1 if limit is None else limit
     num_micro_batches += -num_micro_batches % multiple
     micro_batches = tuple(
-        tuple(_sample(lengths[index], config, index % 2) for index in micro)
+        tuple(_sample(lengths[index], config, shape, index % 2) for index in micro)
         for micro in dealt[0][:num_micro_batches]
     )
     batch = TrainBatch(
@@ -105,16 +106,25 @@ def _schedule(config: Config, lengths: list[int]) -> Schedule:
     )
 
 
-def _sample(length: int, config: Config, token: int) -> TrainSample:
-    """Return a sample of one repeated token: others share no beginning with it."""
+def _sample(length: int, config: Config, shape: Shape, token: int) -> TrainSample:
+    """Return a sample of one repeated token: others share no beginning with it.
+
+    With --multimodal-keys its prompt ends with an image, as large as fits.
+    """
     prompt = max(1, length - config.rollout.rollout_max_response_len)
     response = length - prompt
+    images: tuple[ImageSpan, ...] = ()
+    if config.takes_images and shape.vision is not None and prompt > 1:
+        count = min(prompt - 1, image_tokens(config, shape.vision))
+        grid = 1, shape.vision.merge, count * shape.vision.merge
+        images = (ImageSpan(f"{token}-{count}", prompt - count, count, grid),)
     return TrainSample(
         token_ids=[token] * length,  # type: ignore[arg-type]
         prompt_length=prompt,
         loss_mask=[1] * response,  # type: ignore[arg-type]
         rollout_logprobs=[0.0] * response,  # type: ignore[arg-type]
         advantage=1.0,
+        images=images,
     )
 
 

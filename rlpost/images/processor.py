@@ -1,0 +1,220 @@
+"""How a model's processor cuts an image into patches: sizes and token counts as pure functions, pixels.
+
+Engine and trainer must see the same pixels. So an image is scaled here once, and both get the
+result: the engine as a PNG file whose size its own processor keeps, the trainer through
+transformers' processor on PIL, which needs no torchvision. Read: ``smart_resize`` of transformers
+5.12 (``models/qwen2_vl/image_processing_pil_qwen2_vl.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.errors import ConfigError, ImageError
+from rlpost.images.limits import LIMITS, ImageLimits, open_image
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+Grid = tuple[int, int, int]
+
+FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", None))
+"""Files with the settings of the processor, and the key that has them; the first counts."""
+KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Values of ``image_processor_type`` whose arithmetic stands here: Qwen2-VL to Qwen3.5."""
+FIXED = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
+"""Settings that must have these values: bicubic scaling of 8 bits."""
+MOST_ELONGATED = 200
+"""Ratio of the sides above which transformers' processor refuses an image."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The settings of a processor of the family of Qwen2-VL.
+
+    Attributes:
+        patch_size: pixels of a side of a patch.
+        temporal_patch_size: frames of a patch; an image is repeated as often.
+        merge_size: patches of a side that become one token.
+        min_pixels: least pixels of a scaled image.
+        max_pixels: most pixels of one.
+        mean: of each channel, subtracted from values between 0 and 1.
+        std: of each channel, by which the difference is divided.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    limits: ImageLimits = LIMITS
+
+    @classmethod
+    def of(cls, model_folder: str | Path, *, max_pixels: int | None = None) -> ImageProcessor:
+        """Return the processor of a Hugging Face folder.
+
+        Args:
+            max_pixels: fewer pixels than the folder's maximum; None keeps it.
+
+        Raises:
+            ConfigError: the folder has no processor, one that is not known, or ``max_pixels`` does
+                not fit.
+        """
+        file, settings = _settings(Path(model_folder))
+        kind = settings.get("image_processor_type")
+        if kind not in KINDS:
+            raise ConfigError(
+                f"{file}: image_processor_type {kind!r} is not known; images need one of {', '.join(KINDS)}"
+            )
+        for key, value in FIXED.items():
+            if settings.get(key, value) != value:
+                raise ConfigError(f"{file}: {key} = {settings[key]}; images need {value}")
+        size = settings.get("size") or {}
+        least = settings.get("min_pixels") or size.get("shortest_edge", 56 * 56)
+        most = settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)
+        patch, merge = settings.get("patch_size", 14), settings.get("merge_size", 2)
+        token = (patch * merge) ** 2
+        fewest = max(2 * least, token)  # below, rounding down often passes the folder's minimum
+        if max_pixels is not None and not fewest <= max_pixels <= most:
+            raise ConfigError(
+                f"--image-max-pixels {max_pixels}: {file} scales images to {least} to {most} pixels; "
+                f"use {fewest} to {most}"
+            )
+        return cls(
+            patch_size=patch,
+            temporal_patch_size=settings.get("temporal_patch_size", 2),
+            merge_size=merge,
+            min_pixels=least,
+            max_pixels=most if max_pixels is None else max_pixels,
+            mean=tuple(settings.get("image_mean") or _CLIP_MEAN),
+            std=tuple(settings.get("image_std") or _CLIP_STD),
+        )
+
+    def scaled_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of the scaled image: multiples of a token's side, within the bounds.
+
+        The processor of an engine, which reads the scaled image, keeps this size.
+
+        Raises:
+            ImageError: one side is too many times the other.
+        """
+        side = self.patch_size * self.merge_size
+        across, down = (round(length / side) * side for length in (width, height))
+        if across * down > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            across, down = (
+                max(side, math.floor(length / shrink / side) * side) for length in (width, height)
+            )
+        elif across * down < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            across, down = (math.ceil(length * grow / side) * side for length in (width, height))
+        is_even = max(width, height) <= MOST_ELONGATED * min(width, height)
+        is_even &= max(across, down) <= MOST_ELONGATED * min(across, down)
+        if not is_even or not self.min_pixels <= across * down <= self.max_pixels:
+            raise ImageError(
+                f"an image of {width} x {height} pixels, which is {across} x {down} for the model; it takes "
+                f"{self.min_pixels} to {self.max_pixels} pixels and one side of at most {MOST_ELONGATED} times "
+                "the other"
+            )
+        return across, down
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Return the patches of an image: frames (1), rows, columns. Raises as ``scaled_size``."""
+        across, down = self.scaled_size(width, height)
+        return 1, down // self.patch_size, across // self.patch_size
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens that stand for an image. Raises as ``scaled_size``."""
+        return self.tokens_of(self.grid(width, height))
+
+    def tokens_of(self, grid: Grid) -> int:
+        """Return the number of tokens of a grid of patches."""
+        return math.prod(grid) // self.merge_size**2
+
+    def scaled(self, data: bytes) -> Image:
+        """Return the image as the model sees it.
+
+        Raises:
+            ImageError: it cannot be decoded, or breaks a bound.
+        """
+        from PIL.Image import Resampling
+
+        image = open_image(data, self.limits)
+        return image.resize(self.scaled_size(*image.size), Resampling.BICUBIC)
+
+    def png(self, data: bytes) -> bytes:
+        """Return the scaled image as PNG, which holds every pixel. Raises as ``scaled``."""
+        file = io.BytesIO()
+        self.scaled(data).save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+    def size_of(self, grid: Grid) -> tuple[int, int]:
+        """Return width and height of the scaled image with this grid."""
+        return grid[2] * self.patch_size, grid[1] * self.patch_size
+
+    def pixel_values(self, data: bytes) -> tuple[np.ndarray, Grid]:
+        """Return the patches of an image, and its grid.
+
+        Returns:
+            values: float32 [patches, channels * frames * side * side] in the order of the processor.
+            grid: frames (1), rows, columns of patches.
+
+        Raises:
+            ImageError: as ``scaled``.
+        """
+        image = self.scaled(data)
+        patches = self._of_transformers(images=[image], do_resize=False, return_tensors="np")
+        frames, rows, columns = patches["image_grid_thw"][0].tolist()
+        return patches["pixel_values"].astype("float32", copy=False), (frames, rows, columns)
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        """The processor of transformers. Its module, because the package asks for torchvision."""
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+        return module.Qwen2VLImageProcessorPil(
+            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            patch_size=self.patch_size,
+            temporal_patch_size=self.temporal_patch_size,
+            merge_size=self.merge_size,
+            image_mean=list(self.mean),
+            image_std=list(self.std),
+        )
+
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def _settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Return the settings of a folder's processor and their file, in the order of transformers."""
+    for name, key in FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text())
+            settings = content if key is None else content.get(key)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from error
+        if isinstance(settings, dict):
+            return file, settings
+    names = " or ".join(name for name, _ in FILES)
+    raise ConfigError(f"{folder}: no {names} in it; images need one, copy it from the model's page")

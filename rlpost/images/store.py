@@ -1,0 +1,130 @@
+"""The images of a run: files in its folder, each named by its SHA-256 digest and written once.
+
+    images/ab/abcdef...         the bytes as they came
+    images/ab/abcdef...-WxH.png the same at the size that the model sees, which engines read
+
+Invariant: a digest that ``add`` returned has its file, also after a crash of the machine. So a
+record may name it from then on. The second file can be made again from the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from common.files import discard, sync, write_all
+from rlpost.errors import CheckpointError, ImageError
+
+FOLDER = "images"
+
+
+class ImageStore:
+    """Reads and writes the images of a run. Methods block and may be called from several threads."""
+
+    def __init__(self, run_folder: str | Path) -> None:
+        self.folder = Path(run_folder) / FOLDER
+        self._synced: set[str] = set()  # digests whose file this process wrote or compared
+
+    def add(self, data: bytes) -> str:
+        """Store the bytes of an image and return their digest.
+
+        Raises:
+            OSError: they could not be written and synced.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._synced:
+            path = self.path(digest)
+            _make_folders(path.parent)
+            if not _holds(path, data):
+                _write(path, data)
+            sync(path.parent)  # also the name of a file that another attempt wrote before it died
+            self._synced.add(digest)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """Return the bytes of an image.
+
+        Raises:
+            ImageError: the file is missing or damaged; the message names it.
+        """
+        path = self.path(digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ImageError(f"{path}: its {len(data)} bytes are not those that were stored")
+        return data
+
+    def complete(self, digests: Iterable[str], others: Sequence[Path] = ()) -> None:
+        """Take images that are not here from other run folders, and check that all are here.
+
+        A checkpoint of another run names the images of its prompts, and has none of their bytes.
+
+        Raises:
+            CheckpointError: one is in no folder; the message names it and the remedy.
+            OSError: one could not be written.
+        """
+        for digest in sorted(set(digests)):
+            stores = [self, *map(ImageStore, others)]
+            holder = next((one for one in stores if one.path(digest).is_file()), None)
+            if holder is None:
+                raise CheckpointError(
+                    f"{self.path(digest)}: an image of the checkpoint's prompts is missing; copy the folder "
+                    f"{FOLDER} of the run that wrote the checkpoint to {self.folder}"
+                )
+            if holder is not self:
+                self.add(holder.read(digest))
+
+    def scaled(self, digest: str, size: tuple[int, int], make: Callable[[bytes], bytes]) -> Path:
+        """Return the file with an image at ``size`` (width, height); ``make`` converts its bytes to PNG.
+
+        Raises:
+            ImageError: the image is missing or damaged.
+            OSError: the file could not be written.
+        """
+        path = self.path(digest).with_name(f"{digest}-{size[0]}x{size[1]}.png")
+        if path.name not in self._synced or not path.is_file():
+            _write(path, make(self.read(digest)))
+            self._synced.add(path.name)
+        return path
+
+    def path(self, digest: str) -> Path:
+        """Return the file of a digest."""
+        return self.folder / digest[:2] / digest
+
+
+def _make_folders(folder: Path) -> None:
+    """Create the folder of a file and the store's own, synced in the folder above."""
+    for path in (folder.parent, folder):
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync(path.parent)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file has exactly ``data``."""
+    try:
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, sync and rename it."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(beside, flags, 0o600)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except BaseException:
+        discard(beside)
+        raise

@@ -1,0 +1,126 @@
+"""The token that stands for an image, and sequences with one or with all tokens of each image.
+
+A sequence is kept *expanded*: an image has as many equal tokens as the model sees for it. An engine
+is sent the *collapsed* sequence with one token for each image, and expands it itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpost.columns import IntColumn
+from rlpost.errors import ConfigError, RolloutError
+from rlpost.images.processor import ImageProcessor
+from rlpost.types import ImageSpan
+
+IMAGE, VIDEO = "image_token_id", "video_token_id"
+
+
+SAME_SIZES = (
+    ("patch_size", "patch_size"),
+    ("temporal_patch_size", "temporal_patch_size"),
+    ("spatial_merge_size", "merge_size"),
+)
+"""Sizes in ``vision_config`` and in the settings of the processor."""
+DEEP_LAYERS = "deepstack_visual_indexes"
+WITH_DEEP_LAYERS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Values of ``model_type`` for which SGLang (0.5.21) has deep layers where config.json names none."""
+
+
+def check_encoder(model_folder: str | Path, processor: ImageProcessor) -> None:
+    """Check that config.json and the processor of a folder describe the same patches and tokens.
+
+    Raises:
+        ConfigError: they differ, or config.json lacks what an engine would assume.
+    """
+    file = Path(model_folder) / "config.json"
+    ImageTokens.of(model_folder)
+    config = _read(file)
+    vision = config.get("vision_config") or {}
+    for name, of_processor in SAME_SIZES:
+        size = getattr(processor, of_processor)
+        if vision.get(name, size) != size:
+            raise ConfigError(
+                f"{file}: {name} of vision_config is {vision[name]}, and {of_processor} of the processor is "
+                f"{size}; use the files of one model"
+            )
+    if config.get("model_type") in WITH_DEEP_LAYERS and DEEP_LAYERS not in vision:
+        raise ConfigError(
+            f"{file}: its vision_config has no {DEEP_LAYERS}, and the first image would end an engine, which "
+            "assumes three layers; copy the file from the model's page, or add an empty list if the model has none"
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """Ids of a model's tokens that an engine replaces by features.
+
+    Attributes:
+        image: the token of an image.
+        others: those of videos, which no sequence may have.
+    """
+
+    image: int
+    others: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model_folder: str | Path) -> ImageTokens:
+        """Read them from config.json.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        file = Path(model_folder) / "config.json"
+        config = _read(file)
+        if not isinstance(config.get(IMAGE), int):
+            raise ConfigError(f"{file}: no {IMAGE}; images need a model that was made for them")
+        video = config.get(VIDEO)
+        return cls(config[IMAGE], frozenset([video] if isinstance(video, int) else []))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The ids at which an answer ends: a sampled one would stand for an image that is not there."""
+        return tuple(sorted({self.image, *self.others}))
+
+    def count(self, ids: IntColumn) -> int:
+        """Return how many tokens of images or videos a sequence has."""
+        return int(np.isin(ids.array, self.all).sum())
+
+    def collapse(self, ids: IntColumn, images: Sequence[ImageSpan]) -> IntColumn:
+        """Return the sequence with one token for each image.
+
+        Raises:
+            RolloutError: the tokens of images are not exactly those of ``images``. An engine would
+                ignore an image without a token, and read a token without an image as text.
+        """
+        array = ids.array
+        kept = np.ones(len(array), dtype=bool)
+        end = 0
+        for span in images:
+            is_image = array[span.start : span.end] == self.image
+            if span.start < end or len(is_image) != span.num_tokens or not is_image.all():
+                raise RolloutError(
+                    f"the tokens {span.start} to {span.end - 1} of a request are not those of image {span.hash}"
+                )
+            kept[span.start + 1 : span.end] = False
+            end = span.end
+        extra = self.count(ids) - sum(span.num_tokens for span in images)
+        if extra:
+            raise RolloutError(
+                f"a request has {extra} tokens of images or videos beside those of its {len(images)} images"
+            )
+        return IntColumn.view(array[kept])

@@ -1,0 +1,91 @@
+"""The encoder of images: transformers' vision model, frozen.
+
+Input: the patches of an image. Output: its features, one for each of its tokens. Every rank of the
+first pipeline stage has the whole encoder. Its weights are those of the folder: they are not
+trained, not sent to engines and not in checkpoints, and an export has the folder's bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpost.errors import WeightError
+from rlpost.models.family import Vision
+from rlpost.models.model_types import HfConfig
+from rlpost.trainer import device
+from rlpost.trainer.weights.importer import HuggingFaceFolder
+
+Grid = tuple[int, int, int]
+
+
+class Tower:
+    """The encoder of one rank."""
+
+    def __init__(self, vision: Vision, hf: HfConfig, dtype: torch.dtype) -> None:
+        """Build it on the current device, with uninitialised weights of ``dtype``.
+
+        ``hf`` has the keys of the language model and ``vision_config``.
+        """
+        self._vision = vision
+        self.num_deep_layers = vision.num_deep_layers(hf)
+        self.module = _build(vision, hf["vision_config"]).to(device.current(), dtype)
+        self.module.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def read_weights(self, source: HuggingFaceFolder) -> None:
+        """Fill the weights from a folder.
+
+        Raises:
+            WeightError: a tensor is missing, unused, or has another shape.
+        """
+        prefix = self._vision.prefix
+        weights = dict(self.module.named_parameters())
+        stored = {name for name in source.file_of if name.startswith(prefix)}
+        if unused := sorted(stored - {prefix + name for name in weights}):
+            raise WeightError(
+                f"{source.folder} has {len(unused)} tensors that its encoder of images does not use, "
+                f"starting with {unused[0]}; check that config.json belongs to these weights"
+            )
+        for name, weight in weights.items():
+            tensor = source.read(prefix + name)
+            if tensor.shape != weight.shape:
+                raise WeightError(
+                    f"{prefix}{name} in {source.folder} has shape {tuple(tensor.shape)}, but the encoder "
+                    f"needs {tuple(weight.shape)}; check that config.json belongs to these weights"
+                )
+            weight.copy_(tensor)
+
+    @torch.no_grad()
+    def encode(self, values: np.ndarray, grid: Grid) -> torch.Tensor:
+        """Return the features of one image.
+
+        One image at a time: its features do not depend on the others of a micro-batch, and the
+        encoder's activations are those of the largest image.
+
+        Args:
+            values: float32 [patches, width], as the model's processor gives them.
+            grid: frames, rows and columns of patches.
+
+        Returns:
+            [tokens, 1 + deep layers, hidden]: for the embedding, and for each of the first layers.
+        """
+        pixels = torch.from_numpy(values).to(self.module.device)
+        output: Any = self.module(pixels, grid_thw=torch.tensor([grid], device=self.module.device))
+        deep = output.deepstack_features if self.num_deep_layers else ()
+        return torch.stack([output.pooler_output, *deep], dim=1)
+
+
+def _build(vision: Vision, config: HfConfig) -> Any:
+    """transformers' class, without initial values of weights."""
+    from transformers.initialization import no_init_weights
+
+    module, _, name = vision.tower.rpartition(".")
+    kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    with no_init_weights():
+        return kind._from_config(
+            kind.config_class.from_dict(dict(config)), attn_implementation="sdpa"
+        )

@@ -1,0 +1,67 @@
+"""A tiny Qwen3-VL with a tokenizer of bytes, a chat template with images, and images of noise."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.unit.tasks.sets import byte_tokenizer
+
+START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}"
+    f"{START}{IMAGE}{END}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor",
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}, "patch_size": 16,
+    "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+def make_image_folder(folder: Path) -> Any:
+    """Save tokenizer, processor and config.json, without weights; return transformers' config."""
+    import transformers
+
+    marks = (START, END, IMAGE, VIDEO)
+    special = ("<|end|>", "<|user|>", "<|assistant|>", *marks)
+    tokenizer = byte_tokenizer(folder, TEMPLATE, special=special)
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in marks]
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    text = dict(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, **sections},
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    tower = dict(
+        depth=3, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=16,
+        out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=tower, vision_start_token_id=ids[0],
+        vision_end_token_id=ids[1], image_token_id=ids[2], video_token_id=ids[3],
+        tie_word_embeddings=False, architectures=["Qwen3VLForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    video = PROCESSOR | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return config
+
+
+def noise(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
+    """An image of coarse noise, as the bytes of a file."""
+    small = (height // 8 + 1, width // 8 + 1, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, small, dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((width, height)).save(file, kind)
+    return file.getvalue()

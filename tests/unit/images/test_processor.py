@@ -1,0 +1,142 @@
+"""Sizes, token counts and pixels are those of transformers' processor, as the folder configures it."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
+
+from rlpost.errors import ConfigError, ImageError
+from rlpost.images.processor import ImageProcessor
+from rlpost.images.tokens import check_encoder
+
+QWEN3_VL = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor",
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16,
+    "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+"""preprocessor_config.json of Qwen3-VL and Qwen3.5 as published."""
+QWEN2_5_VL = {
+    "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056,
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
+SIZES = [(1, 1), (640, 480), (90, 130), (5, 1000), (8000, 100), (1024, 1024), (333, 77), (31, 31)]
+
+
+def folder(path, settings, name="preprocessor_config.json"):
+    (path / name).write_text(json.dumps(settings))
+    return path
+
+
+def noise(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("settings", [QWEN3_VL, QWEN2_5_VL], ids=["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("size", SIZES)
+def test_pixels_and_counts_are_those_of_transformers(tmp_path, settings, size):
+    reference = Qwen2VLImageProcessorPil.from_pretrained(folder(tmp_path, settings))
+    processor, data = ImageProcessor.of(tmp_path), noise(*size)
+    expected = reference(images=[Image.open(io.BytesIO(data))], return_tensors="np")
+    values, grid = processor.pixel_values(data)
+    assert [list(grid)] == expected["image_grid_thw"].tolist() == [list(processor.grid(*size))]
+    assert values.dtype == np.float32 and np.array_equal(values, expected["pixel_values"])
+    assert processor.num_tokens(*size) == values.shape[0] // 4
+    # what an engine reads: its own processor neither scales nor changes it
+    served = processor.png(data)
+    assert Image.open(io.BytesIO(served)).size == processor.size_of(grid)
+    again = reference(images=[Image.open(io.BytesIO(served))], return_tensors="np")
+    assert np.array_equal(again["pixel_values"], values)
+
+
+@pytest.mark.parametrize("most", [None, 131_072, 150_000, 200_000, 1_000_000])
+def test_a_scaled_image_keeps_its_size_under_the_folders_own_bounds(tmp_path, most):
+    processor = ImageProcessor.of(folder(tmp_path, QWEN3_VL), max_pixels=most)
+    draw, refused = random.Random(7), 0
+    for _ in range(2000):
+        width, height = (int(10 ** draw.uniform(0.5, 3.9)) for _ in range(2))
+        if max(width, height) > 200 * min(width, height):
+            continue
+        try:
+            size = processor.scaled_size(width, height)
+        except ImageError:
+            refused += 1
+            continue
+        assert smart_resize(size[1], size[0], 32, 65536, 16777216) == size[::-1], (width, height)
+    assert refused < 60  # thin ones, which transformers refuses itself at the second pass
+
+
+def test_fewer_pixels_give_fewer_tokens_and_impossible_ones_are_refused(tmp_path):
+    folder(tmp_path, QWEN3_VL)
+    whole, small = ImageProcessor.of(tmp_path), ImageProcessor.of(tmp_path, max_pixels=256 * 1024)
+    assert whole.num_tokens(1024, 1024) == 1024 and small.num_tokens(1024, 1024) == 256
+    for most in (131071, 16777217):
+        with pytest.raises(
+            ConfigError, match=f"--image-max-pixels {most}: .*use 131072 to 16777216"
+        ):
+            ImageProcessor.of(tmp_path, max_pixels=most)
+    with pytest.raises(ImageError, match="at most 200 times the other"):
+        whole.num_tokens(2001, 10)
+
+
+def test_settings_are_read_in_the_order_of_transformers(tmp_path):
+    folder(tmp_path, QWEN2_5_VL)
+    folder(tmp_path, {"image_processor": QWEN3_VL}, "processor_config.json")
+    assert ImageProcessor.of(tmp_path).patch_size == 16
+    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path).patch_size == 16
+    folder(tmp_path, {"processor_class": "Qwen3VLProcessor"}, "processor_config.json")
+    assert ImageProcessor.of(tmp_path).patch_size == 14
+    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path).patch_size == 14
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (QWEN3_VL | {"image_processor_type": "Gemma3ImageProcessor"}, "'Gemma3ImageProcessor' is not known"),
+        (QWEN3_VL | {"do_resize": False}, "do_resize = False; images need True"),
+        (QWEN3_VL | {"resample": 2}, "resample = 2; images need 3"),
+    ],
+)  # fmt: skip
+def test_another_processor_is_refused(tmp_path, settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        ImageProcessor.of(folder(tmp_path, settings))
+
+
+@pytest.mark.parametrize(
+    ("vision", "reason"),
+    [
+        (
+            {"patch_size": 14},
+            "patch_size of vision_config is 14, and patch_size of the processor is 16",
+        ),
+        ({"spatial_merge_size": 4}, "spatial_merge_size of vision_config is 4, and merge_size"),
+        ({}, "its vision_config has no deepstack_visual_indexes"),
+    ],
+)
+def test_an_encoder_of_other_patches_is_refused(tmp_path, vision, reason):
+    processor = ImageProcessor.of(folder(tmp_path, QWEN3_VL))
+    sizes = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = {"model_type": "qwen3_5", "image_token_id": 5, "vision_config": sizes | vision}
+    folder(tmp_path, config, "config.json")
+    with pytest.raises(ConfigError, match=reason):
+        check_encoder(tmp_path, processor)
+    config["vision_config"] = sizes | {"deepstack_visual_indexes": []}
+    check_encoder(folder(tmp_path, config, "config.json"), processor)
+    folder(tmp_path, config | {"image_token_id": None}, "config.json")
+    with pytest.raises(ConfigError, match="no image_token_id; images need a model"):
+        check_encoder(tmp_path, processor)
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no processor_config.json or preproc"):
+        ImageProcessor.of(tmp_path)
