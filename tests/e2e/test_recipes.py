@@ -108,6 +108,6 @@ def test_the_decoupled_recipe_differs_from_the_async_one_in_its_mode_alone() -> 
 def settings_of(name: str) -> dict[str, object]:
     """Return all settings of a recipe by their names, without their tables."""
     settings: dict[str, object] = {}
-    for table in load(files_of(JOBS / f"recipes/{name}.toml", {}), {}).config.model_dump().values():
+    for table in load(files_of(JOBS / f"recipes/{name}.toml"), {}).config.model_dump().values():
         settings |= table
     return settings

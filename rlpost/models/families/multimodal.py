@@ -63,7 +63,6 @@ def _published(
         other_rules=prefixed(text.rules) if rules else (),
         renamed=prefixes,
         models=models,
-        describes=lambda arguments: False,  # [model] describes the language model
         carried=carried,
         defaults={**text.defaults, **(defaults or {})},
         tied_by_default=tied_by_default,

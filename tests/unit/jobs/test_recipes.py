@@ -29,6 +29,7 @@ from slurm.container import Container
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
 from tests.unit.cli.projects import MODEL, make_project
+from tests.unit.config.test_models import PUBLISHED
 from tests.unit.config.test_seeds import resolved, without, words_of
 from tests.unit.jobs.assets import make_assets
 from tools.pages.recipes import recipes_page
@@ -101,7 +102,7 @@ DIFFERENT = {  # key: why a recipe differs from its source
 def read(name: str, assets: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Config:
     """A recipe at a site that keeps its models in ``assets``."""
     monkeypatch.setenv("RLPOST_ASSETS", str(assets))
-    return load(files_of(JOBS / "recipes" / f"{name}.toml", {}), flags).config
+    return load(files_of(JOBS / "recipes" / f"{name}.toml"), flags).config
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_every_recipe_has_its_layout_here():
 @pytest.mark.parametrize("name", LARGE)
 def test_a_recipe_without_its_assets_names_the_missing_variable(name, monkeypatch):
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml"), {}).config
     with pytest.raises(ConfigError) as caught:
         check(config)
     (line,) = str(caught.value).splitlines()
@@ -159,7 +160,7 @@ def test_a_recipe_without_its_assets_names_the_missing_variable(name, monkeypatc
 def test_assets_dir_replaces_the_variable(assets, monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/elsewhere")
     config = load(
-        files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}),
+        files_of(JOBS / "recipes/qwen3_4b.toml", "site"),
         {"cluster": {"assets_dir": str(assets)}},
     ).config
     assert config.checkpoint.hf_checkpoint == str(assets / "Qwen3-4B")
@@ -219,7 +220,7 @@ def test_a_complete_profile_leaves_no_variable(assets, monkeypatch, tmp_path):
         "container_mounts = ['$RLPOST_ASSETS']\n"
     )
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
-    config = load(files_of(JOBS / "recipes/glm45_355b.toml", {"cluster": str(site)}), {}).config
+    config = load(files_of(JOBS / "recipes/glm45_355b.toml", str(site)), {}).config
     check(config)
     text = render_sbatch(job_spec(config))
     assert "RLPOST_ASSETS" not in text and "not set" not in text
@@ -352,10 +353,9 @@ def test_errors_of_the_sources_are_corrected(monkeypatch):
     """
     config = read("glm45_355b", Path("/root"), monkeypatch)
     assert config.model_parallel_size * config.data_parallel_size == config.actor_world_size == 64
-    assert (
-        config.model.num_experts == 160
-        and config.model.num_experts % config.perf.expert_model_parallel_size == 0
-    )
+    assert config.checkpoint.model == "glm45_355b"
+    experts = PUBLISHED["glm45_355b"]["n_routed_experts"]
+    assert experts == 160 and experts % config.perf.expert_model_parallel_size == 0
     assert config.samples_per_rollout // config.num_steps_per_rollout == 256
 
 
