@@ -63,7 +63,7 @@ OVERRIDABLE = {
 
 They do not change the shape of a weight.
 """
-_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True} | {
     "false": False, "0": False, "no": False, "off": False
 }  # fmt: skip
@@ -93,15 +93,15 @@ def known_overrides(given: Mapping[str, float]) -> dict[str, float]:
     return {name: int(one) if name == "moe_router_topk" else one for name, one in given.items()}
 
 
-def problems(given: Mapping[str, Any], expected: Mapping[str, object]) -> list[str]:
+def problems(arguments: Mapping[str, Any], expected: Mapping[str, object]) -> list[str]:
     """Return one line per given value that contradicts config.json.
 
     Args:
-        given: values by argument.
+        arguments: given values by name.
         expected: what config.json says by argument; None or no entry for an absent feature.
     """
     lines = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in WITHOUT_EFFECT:
             continue
         spelled = f"--{name.replace('_', '-')} {value_text(value)}"
@@ -117,22 +117,22 @@ def problems(given: Mapping[str, Any], expected: Mapping[str, object]) -> list[s
     return lines
 
 
-def layer_pattern(given: object) -> tuple[int, ...] | None:
+def layer_pattern(pattern: object) -> tuple[int, ...] | None:
     """Expand ``[0]*3+[1]*89`` (Megatron's syntax) to 3 zeros and 89 ones; None if it is none.
 
     >>> layer_pattern("[0]*1+[1]*2")
     (0, 1, 1)
     """
-    if isinstance(given, (list, tuple)):
-        return tuple(given) if given and set(given) <= {0, 1} else None
-    if not isinstance(given, str):
+    if isinstance(pattern, (list, tuple)):
+        return tuple(pattern) if pattern and set(pattern) <= {0, 1} else None
+    if not isinstance(pattern, str):
         return None
-    terms = given.replace(" ", "").removeprefix("(").removesuffix(")").split("+")
-    found = [_TERM.fullmatch(term) for term in terms]
-    if not all(found):
+    terms = pattern.replace(" ", "").removeprefix("(").removesuffix(")").split("+")
+    matches = [_TERM.fullmatch(term) for term in terms]
+    if not all(matches):
         return None
     return tuple(
-        int(digit) for term in found if term for digit in term[1].split(",") * int(term[2] or 1)
+        int(digit) for term in matches if term for digit in term[1].split(",") * int(term[2] or 1)
     )
 
 

@@ -20,10 +20,13 @@ from rlpost.cli.job import job_spec
 from rlpost.cli.plan_engines import planned_groups
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.model_arguments import NAMES, ONLY_ZERO, WITHOUT_EFFECT, problems
+from rlpost.config.plan.architecture import architecture
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.extensions.rehearsal.nodes import nodes_check
+from rlpost.models.families import family
 from slurm.batch.options import Options, needed_variables
 from slurm.container import Container
 from slurm.errors import SpecError
@@ -78,6 +81,8 @@ DIFFERENT = {  # key: why a recipe differs from its source
     "buffer_filter_path": "the same function here",
     "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
     "no_save_optim": "a resume is exact: Adam's state is saved, through a bounded buffer",
+    "moe_permute_fusion": "the default where TransformerEngine is installed",
+    "no_rope_fusion": "a rotary embedding of neighbours is never fused",
     "use_wandb": "needs a key: --use-wandb",
     **dict.fromkeys(
         ("recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -289,10 +294,19 @@ def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
     published: dict[str, Any] = {}
     for source in SOURCES[name]:
         published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
+    hf = PUBLISHED[str(config.checkpoint.model)]
+    says = architecture(family(hf["architectures"][0]), hf)
     rows = []
     for key, value in sorted(published.items()):
-        ours = setting_of(config, key)
-        rows.append((key, value, ours, "" if ours == value else DIFFERENT.get(key, "?")))
+        if key in WITHOUT_EFFECT:
+            continue
+        if key in NAMES:
+            ours = 0.0 if key in ONLY_ZERO else says[key]
+            is_equal = problems({key: value}, says) == []
+        else:
+            ours = setting_of(config, key)
+            is_equal = ours == value
+        rows.append((key, value, ours, "" if is_equal else DIFFERENT.get(key, "?")))
     return rows
 
 
@@ -342,6 +356,7 @@ def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatc
         ("cluster", "job_name"),
         ("checkpoint", "hf_checkpoint"),
         ("checkpoint", "ref_load"),
+        ("checkpoint", "model"),
         ("assets", "hub_models"),
         ("wandb", "wandb_group"),
     }

@@ -154,7 +154,9 @@ def test_the_pattern_of_layers_is_read_as_megatron_writes_it(written):
     assert problems(given, {"moe_layer_freq": (0, 0, 0, 1, 1)}) == []
 
 
-@pytest.mark.parametrize("written", ["[0]*3-[1]", "[2]*3", "__import__('os')", "1", []])
+@pytest.mark.parametrize(
+    "written", ["[0]*3-[1]", "[2]*3", "[1]*99999999999", "__import__('os')", "1", []]
+)
 def test_a_malformed_layer_pattern_is_refused_and_never_evaluated(written):
     (problem,) = problems({"moe_layer_freq": written}, SAYS)
     assert "[0]*3+[1]*89" in problem
