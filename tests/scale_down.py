@@ -161,7 +161,8 @@ def scaled_model(hf: HfConfig, layout: Layout) -> HfConfig:
     }
     if key := next((key for key in EXPERT_KEYS if key in hf), None):
         changed |= _experts(hf, key, layout, factor=factor, num_layers=num_layers)
-    return {key: value for key, value in (hf | changed).items() if key != DESCRIPTION}
+    left_out = (DESCRIPTION, "max_position_embeddings")  # of the tiny model
+    return {key: value for key, value in (hf | changed).items() if key not in left_out}
 
 
 def _experts(hf: HfConfig, key: str, layout: Layout, *, factor: int, num_layers: int) -> Values:

@@ -83,7 +83,7 @@ from rlpost.tasks.prompt_settings import check_prompts
 from rlpost.tasks.reward.grader import check_reward
 from rlpost.tasks.tokenizer import check_tokenizer_folder
 from rlpost.trainer.attention_backends import BEST_GPU, Options, attention_of, choose
-from rlpost.trainer.model_description import read_description
+from rlpost.trainer.model_description import description_of, read_description
 from rlpost.trainer.weights.safetensors_files import file_problems, tensor_files
 
 ANY_GPU_BYTES = 80 * 10**9  # a checkpoint does not depend on it
@@ -225,7 +225,9 @@ def _model_folder_problems(config: Config) -> list[str]:
         return ["--hf-checkpoint is not given; give the Hugging Face folder of the model to train"]
     path, key = Path(folder), f"--hf-checkpoint {folder}"
     if not has_folder(folder):  # also False without permission
-        return []  # ``missing_problems`` reports it
+        # ``missing_problems`` reports it
+        named = config.checkpoint.model is not None
+        return lines_of(lambda: description_of(config)) if named else []
     problems = [] if (other := other_model_problem(config.checkpoint)) is None else [other]
     try:
         hf_config = read_config(path)

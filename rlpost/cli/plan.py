@@ -55,6 +55,7 @@ from rlpost.config.wording import near_path, with_values
 from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, WeightError
 from rlpost.observe.earlier_runs import earlier_step_times
+from rlpost.trainer.model_description import description_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -310,6 +311,8 @@ def model_of(config: Config) -> tuple[Shape, int]:
     path, folder = model_path(config.checkpoint), Path(config.checkpoint.hf_checkpoint)
     hf = read_model(path)
     try:
+        if config.checkpoint.model_args:
+            description_of(config)  # names those that contradict the file
         shape, width = hf_shape(hf), weight_bytes(hf)
     except WeightError as error:
         raise ConfigError(f"{near_path(str(path))}: {error}") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlpost.config import model_arguments
 from rlpost.config.groups.checkpoint import CheckpointConfig
-from rlpost.config.model_file import model_path
+from rlpost.config.model_file import model_path, read_model
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
@@ -196,7 +196,9 @@ def description_of(config: Config) -> ModelDescription:
         ConfigError: there is neither.
         WeightError, ConfigError: as ``read_description``.
     """
-    return _described(model_path(config.checkpoint), config.checkpoint)
+    path = model_path(config.checkpoint)
+    read_model(path)  # names a file that cannot be read
+    return _described(path, config.checkpoint)
 
 
 def read_description(

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli import plan
+from rlpost.cli.check_settings import check
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.model_file import (
     MODELS,
@@ -116,3 +118,14 @@ def test_a_recipe_overrides_the_keys_of_its_base(tmp_path: Path) -> None:
 def test_a_name_that_is_no_model_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match=r"qwen9: no such model; .*jobs/models has \w+, "):
         load([], {"checkpoint": {"model": "qwen9"}})
+
+
+def test_arguments_that_contradict_the_published_file_are_named_before_the_folder_is_here():
+    stated = {"checkpoint": {"model": "qwen3_4b", "model_args": {"num_layers": "5"}}}
+    with pytest.raises(ConfigError, match=r"--num-layers 5, .* says 36; use --num-layers 36"):
+        plan.model_of(load([], stated).config)
+    stated["checkpoint"]["hf_checkpoint"] = "/nowhere"
+    with pytest.raises(ConfigError, match=r"--num-layers 5, .* says 36"):
+        check(load([], stated).config, is_dry=True)
+    with pytest.raises(ConfigError, match=r"mine\.json: cannot be read"):
+        description_of(load([], {"checkpoint": {"model": "/nowhere/mine.json"}}).config)
