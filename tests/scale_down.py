@@ -2,8 +2,9 @@
 
 Algorithm and rollout stay the same; the model is a small one of the same family.
 
-Input: the settings of a recipe with a table [model], the number of training ranks, and a folder for
-the model. Output: the scaled settings. ``tests.scaled_models`` writes the model.
+Input: the settings of a recipe, the config.json of its model in ``jobs/models``, the number of
+training ranks, and a folder for the model. Output: the scaled settings and the scaled config.json,
+with which ``tests.scaled_models`` writes the model.
 
 Scaled down: the model (layers, widths, heads, experts, by powers of two, which keeps their ratios),
 the parallel layout (to the number of ranks), engines and nodes, groups of engines, the batch, and lengths.
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.groups.engines import EngineGroup
+from rlpost.config.model_file import DESCRIPTION, published_path, read_model
 from rlpost.config.plan.shape import Layout, layout_of
 from rlpost.config.tree import Config
-from rlpost.models.model_types import ModelArguments
+from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 
 HIDDEN, HEAD, HEADS, LAYERS, EXPERTS, TOPK = 128, 16, 8, 4, 8, 2
 """Sizes up to these are not scaled down (TOPK: the minimum after scaling)."""
@@ -79,10 +81,8 @@ def scale_down(config: Config, folder: Path, *, ranks: int, kept: Collection[str
         ranks: number of training ranks.
         kept: ``group.key`` of settings given for this run, which are not changed.
     """
-    arguments = model_arguments(config)
     layout = folded(layout_of(config), ranks)
-    values = {f"model.{name}": value for name, value in scaled_model(arguments, layout).items()}
-    values |= _layout_values(config, layout)
+    values = _layout_values(config, layout)
     values |= _cluster_values(config, layout, given_gpus="cluster.rollout_num_gpus" in kept)
     values |= _batch_values(config)
     values |= _assets(config, folder)
@@ -90,9 +90,10 @@ def scale_down(config: Config, folder: Path, *, ranks: int, kept: Collection[str
     return _changed(config, {name: value for name, value in values.items() if name not in kept})
 
 
-def model_arguments(config: Config) -> ModelArguments:
-    """Return the architecture that the recipe's table [model] describes."""
-    return {name: value for name, value in config.model.model_dump().items() if value is not None}
+def published_model(config: Config) -> HfConfig:
+    """Return the config.json in ``jobs/models`` that the recipe names."""
+    assert config.checkpoint.model is not None
+    return read_model(published_path(config.checkpoint.model))
 
 
 def infers_in_fp8(config: Config) -> bool:
@@ -135,78 +136,48 @@ def folded(layout: Layout, ranks: int) -> Layout:
     )
 
 
-def scaled_model(arguments: ModelArguments, layout: Layout) -> Values:
-    """Return scaled sizes of the architecture that the sizes of ``layout`` divide."""
-    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
-    groups = arguments.get("num_query_groups") or heads
-    head_dim = arguments.get("kv_channels") or hidden // heads
+def scaled_model(hf: HfConfig, layout: Layout) -> HfConfig:
+    """Return config.json with scaled sizes, which those of ``layout`` divide."""
+    hidden, heads, groups = (
+        hf[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
     while heads > HEADS and heads % 2 == groups % 2 == 0 and (groups // 2) % layout.tensor == 0:
         heads, groups = heads // 2, groups // 2
     factor = 1
     while hidden / factor > HIDDEN:
         factor *= 2
     chunks = layout.pipeline * (2 if layout.chunk else 1)
-    num_layers = _halved(arguments["num_layers"], max(LAYERS, chunks))
-    if num_layers != arguments["num_layers"]:
+    num_layers = _halved(hf["num_hidden_layers"], max(LAYERS, chunks))
+    if num_layers != hf["num_hidden_layers"]:
         num_layers = -(-num_layers // chunks) * chunks
-    model = {
-        "num_layers": num_layers,
+    changed = {
+        "num_hidden_layers": num_layers,
         "hidden_size": _width(hidden, factor),
-        "ffn_hidden_size": _width(arguments["ffn_hidden_size"], factor),
+        "intermediate_size": _width(hf["intermediate_size"], factor),
         "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": _halved(head_dim, HEAD),
-        "vocab_size": min(arguments["vocab_size"], VOCAB),
+        "num_key_value_heads": groups,
+        "head_dim": _halved(hf["head_dim"], HEAD),
+        "vocab_size": min(hf["vocab_size"], VOCAB),
     }
-    if arguments.get("multi_latent_attention"):
-        model |= _latent(arguments, factor=factor)
-    if arguments.get("num_experts"):
-        model |= _experts(arguments, layout, factor=factor, num_layers=num_layers)
-    return model
+    if key := next((key for key in EXPERT_KEYS if key in hf), None):
+        changed |= _experts(hf, key, layout, factor=factor, num_layers=num_layers)
+    left_out = (DESCRIPTION, "max_position_embeddings")  # of the tiny model
+    return {key: value for key, value in (hf | changed).items() if key not in left_out}
 
 
-def _latent(arguments: ModelArguments, *, factor: int) -> Values:
-    width = _halved(arguments["qk_head_dim"], HEAD)
-    made: Values = {
-        "kv_channels": width,
-        "kv_lora_rank": _width(arguments["kv_lora_rank"], factor),
-        "qk_head_dim": width,
-        "qk_pos_emb_head_dim": _halved(arguments["qk_pos_emb_head_dim"], HEAD // 2),
-        "v_head_dim": _halved(arguments["v_head_dim"], HEAD),
-    }
-    if rank := arguments.get("q_lora_rank"):
-        made["q_lora_rank"] = _width(rank, factor)
-    return made
-
-
-def _experts(arguments: ModelArguments, layout: Layout, *, factor: int, num_layers: int) -> Values:
-    experts, divisor = arguments["num_experts"], 1
+def _experts(hf: HfConfig, key: str, layout: Layout, *, factor: int, num_layers: int) -> Values:
+    experts, divisor = hf[key], 1
     while experts > EXPERTS and experts % 2 == 0 and (experts // 2) % layout.expert == 0:
         experts, divisor = experts // 2, divisor * 2
-    pattern = tuple(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"])
-    topk = arguments["moe_router_topk"]
-    made = {
-        "num_experts": experts,
-        "moe_router_topk": topk if divisor == 1 else max(TOPK, topk // divisor),
-        "moe_ffn_hidden_size": _width(arguments["moe_ffn_hidden_size"], factor),
-        "moe_layer_freq": _pattern(pattern, num_layers),
+    topk = hf["num_experts_per_tok"]
+    made: Values = {
+        key: experts,
+        "num_experts_per_tok": topk if divisor == 1 else max(TOPK, topk // divisor),
+        "moe_intermediate_size": _width(hf["moe_intermediate_size"], factor),
     }
-    if (groups := arguments.get("moe_router_num_groups") or 1) > 1:
-        # As in the recipe several experts of a group score it, and groups are left out.
-        scores = topk // arguments["moe_router_group_topk"]
-        made["moe_router_num_groups"] = min(groups, experts // (2 * scores))
-        made["moe_router_group_topk"] = made["moe_router_topk"] // scores
-    if shared := arguments.get("moe_shared_expert_intermediate_size"):
-        made["moe_shared_expert_intermediate_size"] = (
-            shared // arguments["moe_ffn_hidden_size"] * made["moe_ffn_hidden_size"]
-        )
+    if dense := hf.get("first_k_dense_replace"):
+        made["first_k_dense_replace"] = max(1, dense * num_layers // hf["num_hidden_layers"])
     return made
-
-
-def _pattern(pattern: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Sample the layer pattern evenly; if all dense layers are lost, make the first one dense."""
-    chosen = tuple(pattern[index * len(pattern) // num_layers] for index in range(num_layers))
-    return (0, *chosen[1:]) if 0 in pattern and 0 not in chosen else chosen
 
 
 def _width(size: int, factor: int) -> int:
@@ -317,6 +288,7 @@ def _assets(config: Config, folder: Path) -> Values:
     path = {name: str(folder / name) for name in (MODEL, MODEL_FP8, TRAIN, HELDOUT)}
     fp8 = infers_in_fp8(config)
     values: Values = {
+        "checkpoint.model": None,
         "checkpoint.hf_checkpoint": path[MODEL_FP8] if fp8 else path[MODEL],
         "checkpoint.ref_load": path[MODEL] if config.checkpoint.ref_load or fp8 else None,
         "critic.critic_load": None,

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from rlpost.cli.tiny_model import make_model, make_problems, make_tokenizer
 from rlpost.config.load import files_of, load
+from rlpost.config.plan.shape import layout_of
 from rlpost.models.model_types import HfConfig
-from rlpost.trainer.hf_config import hf_config
 from rlpost.trainer.weights.fp8_folder import write_fp8_folder
 from tests.scale_down import (
     FP8_BLOCK,
     MODEL,
     MODEL_FP8,
+    folded,
     infers_in_fp8,
-    model_arguments,
-    scale_down,
+    published_model,
+    scaled_model,
 )
 
 PREDICTS_MORE = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
@@ -36,9 +37,9 @@ def write_model(home: Path, recipe: Path, ranks: int) -> None:
     """Write the model that ``scale_down`` names, with random weights, and its problems."""
     import torch
 
-    config = load(files_of(recipe, {}), {}).config
+    config = load(files_of(recipe), {}).config
     folder = scaled_folder(home, recipe)
-    hf = hf_config(model_arguments(scale_down(config, folder, ranks=ranks)))
+    hf = scaled_model(published_model(config), folded(layout_of(config), ranks))
     (folder / MODEL).mkdir(parents=True)
     make_problems(folder)
     torch.manual_seed(0)

@@ -41,9 +41,7 @@ def rendered(name: str) -> str:
     recipe = f"jobs/recipes/{name}.toml"
     overrides = JOBS.get(name, {})
     profile = None if overrides else SITE
-    config = load(
-        files_of(PROJECT / recipe, {"cluster": profile}), {"cluster": dict(overrides)}
-    ).config
+    config = load(files_of(PROJECT / recipe, profile), {"cluster": dict(overrides)}).config
     flags = ["--cluster", profile] if profile else []
     for key, value in overrides.items():
         flags += [flag(key), str(value)]
@@ -69,9 +67,9 @@ def rendered_conversion(name: str) -> str:
         "nodes": CONVERSION_NODES.get(name, 1),
         "time": TIME,
     }
-    config = load(files_of(recipe, {"cluster": SITE}), {"cluster": job}).config
+    config = load(files_of(recipe, SITE), {"cluster": job}).config
     target = target_of(config)
-    spec = conversion_spec(config, read_toml(recipe)["model"], target)
+    spec = conversion_spec(config, target)
     return render_conversion(for_any_home(spec, config), target.folder)
 
 

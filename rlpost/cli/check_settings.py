@@ -43,7 +43,6 @@ from rlpost.config.checks.missing import (
     is_there,
     missing_problems,
 )
-from rlpost.config.checks.model_file import name_wrong_model_file
 from rlpost.config.checks.no_effect import no_effect_notes, no_effect_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
@@ -58,9 +57,9 @@ from rlpost.config.checks.rollout import (
 )
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
-from rlpost.config.load import recipe_file
 from rlpost.config.masking import masking_problems
 from rlpost.config.megatron_options import option_names
+from rlpost.config.model_file import other_model_problem
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.architecture import mtp_problem, sharding_problem
 from rlpost.config.plan.estimate import estimate
@@ -84,7 +83,7 @@ from rlpost.tasks.prompt_settings import check_prompts, image_processor
 from rlpost.tasks.reward.grader import check_reward
 from rlpost.tasks.tokenizer import check_tokenizer_folder
 from rlpost.trainer.attention_backends import BEST_GPU, Options, attention_of, choose
-from rlpost.trainer.model_description import read_description
+from rlpost.trainer.model_description import description_of, read_description
 from rlpost.trainer.weights.safetensors_files import file_problems, tensor_files
 
 ANY_GPU_BYTES = 80 * 10**9  # a checkpoint does not depend on it
@@ -126,8 +125,6 @@ def check(
     if problems:
         lines = list(dict.fromkeys(problems))
         if origins is not None:
-            own = str(recipe_file(None if recipe is None else Path(recipe)) or "")
-            lines = name_wrong_model_file(lines, config, origins, recipe=own)
             lines = [with_origins(line, config, origins) for line in lines]
         raise ConfigError("\n".join(lines))
 
@@ -229,8 +226,10 @@ def _model_folder_problems(config: Config) -> list[str]:
         return ["--hf-checkpoint is not given; give the Hugging Face folder of the model to train"]
     path, key = Path(folder), f"--hf-checkpoint {folder}"
     if not has_folder(folder):  # also False without permission
-        return []  # ``missing_problems`` reports it
-    problems = []
+        # ``missing_problems`` reports it
+        named = config.checkpoint.model is not None
+        return lines_of(lambda: description_of(config)) if named else []
+    problems = [] if (other := other_model_problem(config.checkpoint)) is None else [other]
     try:
         hf_config = read_config(path)
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
@@ -260,7 +259,7 @@ def _model_folder_problems(config: Config) -> list[str]:
 def _check_description(config: Config, path: Path) -> None:
     """Raise ConfigError or WeightError if the model is not supported, or not at this layout."""
     perf = config.perf
-    description = read_description(path, config.model.model_dump())
+    description = read_description(path, config.checkpoint)
     problem = sharding_problem(
         description.fields,
         tensor=perf.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""The shared part of every command line: recipe, model, cluster profile and a flag per setting."""
+"""The shared part of every command line: recipe, cluster profile and a flag per setting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,8 @@ NUM_ROLLOUT = "rollout.num_rollout"
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with a flag for every setting, --model and --cluster."""
+    """A parser with a flag for every setting, and --cluster."""
     parser = flags.make_parser(prog, description)
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="FILE.toml or a name (rlpost recipes models), or none: the config.json of --hf-checkpoint "
-        "alone; the recipe's table [model] overrides it",
-    )
     parser.add_argument(
         "--cluster",
         metavar="PROFILE",
@@ -48,7 +42,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 def settings(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, Loaded]:
-    """Parse and merge: defaults < model < recipe < cluster profile < flags. Raises ConfigError.
+    """Parse and merge: defaults < recipe < cluster profile < flags. Raises ConfigError.
 
     Without --cluster, a cluster recipe uses the profile of its batch file (``site_profile``).
 
@@ -59,7 +53,7 @@ def settings(
         print(f"note: {note}", file=sys.stderr)
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     cluster = namespace.cluster or site_profile(recipe)
-    files = files_of(recipe, {"model": namespace.model, "cluster": cluster})
+    files = files_of(recipe, cluster)
     loaded = with_epochs(with_runs_dir(load(files, values), os.environ))
     if namespace.print_config:
         keys = [

@@ -275,7 +275,7 @@ NO_KERNELS = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "no_rope_f
 def _prepared(config: Config, origin: str | None, num_ranks: int) -> Config:
     """Fill in settings that are not given: precision from config.json, layers over all ranks."""
     folder = origin or config.checkpoint.hf_checkpoint
-    hf = read_description(folder, config.model.model_dump()).hf_config
+    hf = read_description(folder, config.checkpoint).hf_config
     update: dict[str, object] = {"hf_checkpoint": folder, **NO_KERNELS}
     if config.perf.bf16 is None:
         update["bf16"] = (hf.get("dtype") or hf.get("torch_dtype")) == "bfloat16"

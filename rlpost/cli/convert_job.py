@@ -18,7 +18,6 @@ from pathlib import Path
 from common.run_folder import claim_folder
 from rlpost.cli.job import job_spec
 from rlpost.config.arguments import add_switch
-from rlpost.config.load import recipe_file, with_base
 from rlpost.config.tree import Config
 from rlpost.config.wording import COMMAND_LINE, with_values
 from rlpost.errors import ConfigError
@@ -70,17 +69,14 @@ def target_of(config: Config, to: str = "torch_dist") -> Target:
     return Target(save, save.removesuffix(CONVERTED), "to-torch-dist", f"--ref-load {save}")
 
 
-def conversion_spec(config: Config, model: str | None, target: Target) -> JobSpec:
+def conversion_spec(config: Config, target: Target) -> JobSpec:
     """Return the job of a conversion.
 
     Args:
         config: has its name, nodes and time.
-        model: a name in jobs/models or an absolute path; None if the weights' own config.json is
-            the only description.
         target: what it writes.
     """
     words = [target.direction]
-    words += [] if model is None else ["--model", model]
     words += ["--hf-checkpoint", target.source, "--distributed-timeout-minutes", "60"]
     if config.cluster.gpu_type is not None:
         words += ["--gpu-type", config.cluster.gpu_type]
@@ -122,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{config.cluster.job_name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     )
     try:
-        spec = conversion_spec(config, _model_word(recipe, options.model), target)
+        spec = conversion_spec(config, target)
         if not options.dry_run:
             _require_slurm()
             folder = claim_folder(folder)  # another conversion may start in the same second
@@ -155,18 +151,6 @@ def _require_weights(target: Target, recipe: str, *, is_dry: bool) -> None:
     if not is_dry:
         raise ConfigError(line)
     print(f"note: {line}", file=sys.stderr)
-
-
-def _model_word(recipe: Path, given: str | None) -> str | None:
-    """The model's description, in addition to config.json: a name in jobs/models, or a path."""
-    word, base = given, Path.cwd()
-    for file, values in with_base(recipe_file(recipe)) if given is None else ():
-        if isinstance(values.get("model"), str):
-            word, base = str(values["model"]), file.absolute().parent
-    if word is None:
-        return None
-    is_path = word.endswith(".toml") or "/" in word
-    return str(base / Path(word).expanduser()) if is_path else word
 
 
 def _require_slurm() -> None:

@@ -176,7 +176,7 @@ def _settings(run: RunFolder, options: argparse.Namespace) -> Config:
     """Return the run's settings with those of the engine jobs in [cluster]."""
     changed: dict[str, Any] = {}
     if options.cluster is not None:
-        for profile in files_of(None, {"cluster": options.cluster}):
+        for profile in files_of(None, options.cluster):
             changed |= read_toml(profile).get("cluster", {})
     changed |= {name: value for name in PLACES if (value := getattr(options, name)) is not None}
     changed = {name: unset_if_none("cluster", name, value) for name, value in changed.items()}

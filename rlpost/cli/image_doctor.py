@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     add_switch(parser, "--dry-run", "print the job and submit nothing")
     options = parser.parse_args(arguments)
     words = [f"--{name}" for name in ("cpu", "json") if getattr(options, name)]
-    config = load(files_of(options.recipe, {"cluster": options.cluster}), {}).config
+    config = load(files_of(options.recipe, options.cluster), {}).config
     if options.recipe is not None:
         words += _needs_of(config)
     try:
@@ -84,7 +84,7 @@ def words_of_recipes(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         if word.endswith(".toml"):
-            found += _needs_of(load(files_of(Path(word), {}), {}).config)
+            found += _needs_of(load(files_of(Path(word)), {}).config)
         else:
             found.append(word)
     return found

@@ -1,6 +1,6 @@
 """``rlpost plan RECIPE``: estimate GPU memory, nodes and disks of a run before submitting it.
 
-Input: a recipe, a cluster profile, flags; the model by its config.json, or by the table [model]
+Input: a recipe, a cluster profile, flags; the model by its config.json, or by the published one
 where the weights are not here yet. Output: a table, a bar for each phase, what does not fit and the
 nearest layout that does (exit code 2); with --suggest the best layouts for that number of GPUs;
 with --json the same as one object. Imports neither torch nor anything of the training stack.
@@ -34,6 +34,7 @@ from rlpost.cli.terminal import console, terminal_width
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.layout import layout_problems, model_problems
 from rlpost.config.flags import flag
+from rlpost.config.model_file import model_path, read_model
 from rlpost.config.plan.cards import CARDS, nearest_card
 from rlpost.config.plan.estimate import Estimate, MemoryPhase, Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
@@ -47,15 +48,14 @@ from rlpost.config.plan.save_interval import (
     interval_words,
     save_interval,
 )
-from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.plan.shape import Shape
 from rlpost.config.plan.step_time import Faster, faster_settings
 from rlpost.config.tree import Config
-from rlpost.config.wording import value_of, with_values
+from rlpost.config.wording import near_path, with_values
 from rlpost.engines.server_args import check_server_args
 from rlpost.errors import ConfigError, WeightError
-from rlpost.models.config_file import read_config
-from rlpost.models.model_types import HfConfig
 from rlpost.observe.earlier_runs import earlier_step_times
+from rlpost.trainer.model_description import description_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,18 +65,6 @@ GPU_MEMORY = "H100"
 NUM_SUGGESTED = 5
 WIDTH, BAR = 110, 60
 _BESIDE_BAR = 38  # the name of the phase, and its gigabytes
-HF_SIZES = {
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "intermediate_size": "ffn_hidden_size",
-    "num_experts": "num_experts",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-}
-"""Keys of config.json that parallel sizes divide, and the settings of [model] with their value."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "G": 10**9}
 NAMED_CARDS = [name for name, card in CARDS.items() if card.gib is not None]
 """Values of --gpu-memory that name a GPU."""
@@ -313,31 +301,23 @@ def on_gpus(config: Config, gpus: int) -> Config:
 
 def size_problems(config: Config) -> list[str]:
     """Parallel sizes that the GPUs or the model do not divide into."""
-    return layout_problems(config) or model_problems(config, _hf_sizes(config))
-
-
-def _hf_sizes(config: Config) -> HfConfig:
-    """The model's config.json, or the sizes of [model] under its keys."""
-    path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    if path.is_file():
-        return read_config(path.parent)
-    sizes = {key: value_of(config, name) for key, name in HF_SIZES.items()}
-    return {key: value for key, value in sizes.items() if value is not None}
+    if problems := layout_problems(config):
+        return problems
+    return model_problems(config, read_model(model_path(config.checkpoint)))
 
 
 def model_of(config: Config) -> tuple[Shape, int]:
     """Return the model's shape, and the bytes of a weight in its engines."""
-    folder = Path(config.checkpoint.hf_checkpoint)
-    path = folder / "config.json"
-    if path.is_file():
-        try:
-            hf = read_config(folder)
-            shape, width = hf_shape(hf), weight_bytes(hf)
-        except (ValueError, WeightError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-    else:
-        shape = shape_of(config.model.model_dump())
-        width = 1 if folder.name.endswith("FP8") else 2
+    path, folder = model_path(config.checkpoint), Path(config.checkpoint.hf_checkpoint)
+    hf = read_model(path)
+    try:
+        if config.checkpoint.model_args:
+            description_of(config)  # names those that contradict the file
+        shape, width = hf_shape(hf), weight_bytes(hf)
+    except WeightError as error:
+        raise ConfigError(f"{near_path(str(path))}: {error}") from None
+    if path.parent != folder and folder.name.endswith("FP8"):
+        width = 1  # the published file is of the weights in bfloat16
     return replace(shape, mtp=config.grpo.enable_mtp_training), width
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from common.units import counted
 from rlpost.config.engine_groups import group_config
-from rlpost.config.load import JOBS, load
+from rlpost.config.model_file import MODELS, read_model
 from rlpost.config.plan.engine_memory import PlannedEngine, planned_engine
 from rlpost.config.plan.estimate import Estimate, Sizes
 from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
 from rlpost.config.plan.loading_note import loading_note
-from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.plan.shape import Shape
 from rlpost.config.plan.weight_update import PlannedUpdate
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
@@ -88,10 +88,8 @@ def _model(folder: str) -> tuple[Shape, int] | None:
     except (OSError, ValueError, WeightError):
         pass
     name = path.name.lower().replace("-", "_").replace(".", "_")
-    table = JOBS / "models" / f"{name}.toml"
-    if not table.is_file():
-        return None
-    return shape_of(load([table], {}).config.model.model_dump()), 2
+    file = MODELS / f"{name}.json"
+    return (hf_shape(read_model(file)), 2) if file.is_file() else None
 
 
 def route_words(made: Estimate, kv_tokens: int) -> str:

@@ -1,7 +1,8 @@
 """``rlpost recipes``: the recipes, models and cluster profiles that have a name.
 
-Input: the TOML files in ``jobs/``. Output: name and description of each, or JSON. Settings are not
-loaded: a description is the first sentence of the comment at the top of a file.
+Input: the files in ``jobs/``. Output: name and description of each, or JSON. Settings are not
+loaded: a description is the first sentence of the comment at the top of a TOML file, or of
+``_description`` in the config.json of a model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from rlpost.cli.terminal import named_lines
 from rlpost.config.arguments import Parser, add_switch
+from rlpost.config.model_file import named_in
 
 JOBS = Path(__file__).parents[2] / "jobs"
 KINDS = {
@@ -43,8 +45,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def named_files(folder: Path) -> dict[str, str]:
-    """Return the description of each TOML file of a folder, by its name."""
-    return {path.stem: description(path.read_text()) for path in sorted(folder.glob("*.toml"))}
+    """Return the description of each file of a folder, by its name."""
+    found = {path.stem: description(path.read_text()) for path in sorted(folder.glob("*.toml"))}
+    return found | {
+        path.stem: first_sentence(named_in(path)) for path in sorted(folder.glob("*.json"))
+    }
 
 
 def description(text: str) -> str:
@@ -58,8 +63,12 @@ def description(text: str) -> str:
         if not line.startswith("# "):
             break
         lines.append(line.removeprefix("# "))
-    comment = " ".join(lines)
-    return comment.partition(". ")[0].rstrip(".") + "." if comment else ""
+    return first_sentence(" ".join(lines))
+
+
+def first_sentence(text: str) -> str:
+    """Return the text up to the first full stop before a space; empty for an empty text."""
+    return text.partition(". ")[0].rstrip(".") + "." if text else ""
 
 
 def page(found: Mapping[str, Mapping[str, str]], width: int) -> list[str]:

@@ -29,6 +29,7 @@ from rlpost.config.keys import without_keys
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.tree import Config
+from rlpost.config.wording import value_text
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.models.config_file import TIED, language_model, read_config
 from rlpost.models.families import FAMILIES
@@ -139,7 +140,7 @@ def model_problems(config: Config) -> tuple[list[str], list[str]]:
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
     try:
-        description = read_description(path.parent, config.model.model_dump())
+        description = read_description(path.parent, config.checkpoint)
         ends = eos_token_ids(path.parent)
     except ConfigError as error:
         return str(error).splitlines(), []
@@ -214,8 +215,8 @@ def _resolved(config: Config, folder: Path) -> Any:
 def _remedy(config: Config) -> str:
     if config.sglang.server_args.get("json_model_override_args"):
         return f"write the value into config.json for both sides, without {OVERRIDES}"
-    if names := config.model.override_hf_config:
-        return f"write the value into config.json instead of --override-hf-config {' '.join(names)}"
+    if overrides := config.checkpoint.override_hf_config:
+        return f"write the value into config.json instead of --override-hf-config {value_text(overrides)}"
     return "write the value into config.json, where both sides read it"
 
 

@@ -27,6 +27,8 @@ from rlpost.config.slime_flags import meant
 from rlpost.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
+_MODEL_ARGS = "model_args"
+"""The setting of [checkpoint] that holds the flags of MODEL_ARGS."""
 
 
 def groups() -> dict[str, type[Group]]:
@@ -65,7 +67,25 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
             section.add_argument(
                 flag(key), dest=f"{name}.{key}", default=argparse.SUPPRESS, **_shape(field)
             )
+    _add_model_arguments(parser)
     return parser
+
+
+def _add_model_arguments(parser: SettingsParser) -> None:
+    """Accept Megatron's MODEL_ARGS, each as a flag; ``parse`` makes them one setting."""
+    # Imported here: that module spells settings in messages.
+    from rlpost.config.model_arguments import NAMES, SWITCHES
+
+    section = parser.add_argument_group(
+        "MODEL_ARGS of Megatron", "Each must agree with config.json, which alone decides."
+    )
+    parser.settings_sections.append(section)
+    switch: dict[str, Any] = {"nargs": "?", "const": "true", "metavar": "BOOL"}
+    for name in sorted(NAMES):
+        shape = switch if name in SWITCHES else {"metavar": "X"}
+        section.add_argument(
+            flag(name), dest=f"{_MODEL_ARGS}.{name}", default=argparse.SUPPRESS, **shape
+        )
 
 
 class SettingsParser(Parser):
@@ -165,8 +185,14 @@ def parse(
     for dest, value in list(vars(namespace).items()):
         if "." in dest:
             name, key = dest.split(".")
-            values.setdefault(name, {})[key] = value
             delattr(namespace, dest)
+            if name != _MODEL_ARGS:
+                values.setdefault(name, {})[key] = value
+                continue
+            model_args: Any = values.setdefault("checkpoint", {}).setdefault(name, {})
+            if not isinstance(model_args, dict):
+                raise ConfigError(f"{flag(key)}: --model-args is given too; add {key} to its table")
+            model_args[key] = value
     return namespace, values
 
 

@@ -1,4 +1,4 @@
-"""Merge files and flags into one ``Config``: defaults < model < recipe < cluster profile < flags.
+"""Merge files and flags into one ``Config``: defaults < recipe < cluster profile < flags.
 
 A recipe may name another one as its ``base``, whose values it overrides.
 
@@ -26,6 +26,8 @@ from rlpost.config.flags import Values, fields, flag, groups, kinds
 from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
+from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
+from rlpost.config.model_file import model_word
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
 from rlpost.config.toml_faults import toml_fault
@@ -36,9 +38,12 @@ from rlpost.errors import ConfigError, suggestion
 
 NONE = "none"
 JOBS = Path(__file__).parents[2] / "jobs"
-SITE, BASE = "site", "base"
-PROFILES = {"model": "models", "cluster": "clusters"}
-"""Tables that may have a separate file, and the folders of ``jobs/`` for these files."""
+SITE, BASE, CLUSTER, MODEL = "site", "base", "cluster", "model"
+CHOICES = (
+    "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
+    "no_rope_fusion",
+)  # fmt: skip
+"""Settings of [perf] that earlier versions had in the table [model], beside the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
     origins: dict[str, str] = {}
     problems: list[str] = []
     for values, origin in [
-        *((read_toml(path), str(path)) for path in files),
+        *((with_model_word(read_toml(path)), str(path)) for path in files),
         (flag_values, COMMAND_LINE),
     ]:
         problems += unknown_keys(values, origin)
@@ -72,6 +77,10 @@ def load(files: Sequence[Path], flag_values: Values, *, base: Path | None = None
                 origins[f"{group}.{key}"] = origin
     if problems:
         raise ConfigError("\n".join(problems))
+    if isinstance(word := merged.get("checkpoint", {}).get(MODEL), str):
+        origin = origins[f"checkpoint.{MODEL}"]
+        folder = (base or Path.cwd()) if origin == COMMAND_LINE else Path(origin).parent
+        merged["checkpoint"][MODEL] = model_word(word, folder)
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -103,9 +112,11 @@ def without_idle_groups(config: Config) -> Config:
 def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> object:
     """Return the later value.
 
-    ``cluster.environment`` is merged by variable name instead, a group of engines by key.
+    ``cluster.environment`` is merged by variable name instead, a group of engines and MODEL_ARGS by
+    key.
     """
-    if group == "engines" and isinstance(earlier, dict) and isinstance(value, dict):
+    is_merged = group == "engines" or key == "model_args"
+    if is_merged and isinstance(earlier, dict) and isinstance(value, dict):
         return {**earlier, **value}
     # Variables of a recipe, a site and a command line serve different purposes.
     if (group, key) != ("cluster", "environment") or not earlier:
@@ -125,39 +136,38 @@ def unset_if_none(group: str, key: str, value: object) -> object:
     return value if any(NONE in typing.get_args(kind) for kind in kinds(field.annotation)) else None
 
 
-def files_of(recipe: Path | None, profiles: Mapping[str, str | None]) -> list[Path]:
-    """The files of a run in the order of ``load``: model, base, recipe, cluster profile.
+def files_of(recipe: Path | None, cluster: str | None = None) -> list[Path]:
+    """The files of a run in the order of ``load``: base, recipe, cluster profile.
 
     Args:
-        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``model = "NAME"`` or
-            ``cluster = "FILE.toml"`` in it, instead of the table, names the file, and ``base =
-            "NAME"`` a recipe whose values it overrides.
-        profiles: what the command line names for "model" and "cluster"; it wins over the recipe.
+        recipe: the recipe, a file or the NAME of one in ``jobs/recipes``; ``cluster = "FILE.toml"``
+            in it, instead of the table, names the profile, and ``base = "NAME"`` a recipe whose
+            values it overrides.
+        cluster: the profile that the command line names; it wins over the recipe.
 
-    ``none`` is no file. A NAME is a file in ``jobs/models`` or ``jobs/clusters``. A path is relative
-    to the recipe, or to the working directory if it is from the command line. Raises ConfigError for
-    an unreadable recipe.
+    ``none`` is no file. A NAME is a file in ``jobs/clusters``. A path is relative to the recipe, or
+    to the working directory if it is from the command line. Raises ConfigError for an unreadable
+    recipe.
     """
     recipes = with_base(recipe_file(recipe))
-    files: dict[str, list[Path]] = {}
-    for table, folder in PROFILES.items():
-        word, base = profiles.get(table), Path()
-        for path, named in recipes:
-            if profiles.get(table) is None and isinstance(named.get(table), str):
-                word, base = str(named[table]), path.parent
-        if word is not None and word != NONE:
-            is_path = word.endswith(".toml") or "/" in word
-            what = "model" if table == "model" else "cluster profile"
-            files[table] = [
-                base / Path(word).expanduser()
-                if is_path
-                else _named_file(Path(word), what, JOBS / folder)
-            ]
-    return [
-        *files.get("model", []),
-        *(path for path, _ in recipes),
-        *files.get("cluster", []),
-    ]
+    files = [path for path, _ in recipes]
+    word, base = cluster, Path()
+    for path, named in recipes:
+        if cluster is None and isinstance(named.get(CLUSTER), str):
+            word, base = str(named[CLUSTER]), path.parent
+    if word is None or word == NONE:
+        return files
+    if word.endswith(".toml") or "/" in word:
+        return [*files, base / Path(word).expanduser()]
+    return [*files, _named_file(Path(word), "cluster profile", JOBS / "clusters")]
+
+
+def with_model_word(values: Values) -> Values:
+    """Return the tables of a file with the line ``model = "NAME"`` as the setting that it is."""
+    if not isinstance(values.get(MODEL), str) or not isinstance(values.get("checkpoint", {}), dict):
+        return values
+    others = {name: table for name, table in values.items() if name != MODEL}
+    return others | {"checkpoint": {MODEL: values[MODEL], **values.get("checkpoint", {})}}
 
 
 def with_base(recipe: Path | None) -> list[tuple[Path, Values]]:
@@ -257,8 +267,11 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
     tables, owner = groups(), fields()
     origin = near_path(origin)
     for group, entries in values.items():
-        if group in (*PROFILES, BASE) and isinstance(entries, str):
+        if group in (CLUSTER, BASE) and isinstance(entries, str):
             continue  # another file: ``files_of``
+        if group == MODEL and isinstance(entries, dict):
+            problems.append(_model_table(entries, origin))
+            continue
         if group not in tables:
             where = suggestion(group, tables)
             if group in owner:
@@ -280,6 +293,16 @@ def unknown_keys(values: Values, origin: str) -> list[str]:
             hint = f"; it belongs in [{owner[key]}]" if key in owner else _hint(key, known_keys)
             problems.append(f"{origin}: unknown key '{key}' in [{group}]{hint}")
     return problems
+
+
+def _model_table(entries: Mapping[str, object], origin: str) -> str:
+    """The line for a table [model], which recipes of earlier versions have."""
+    line = f"{origin}: [model]: config.json of --hf-checkpoint states the architecture; delete the table"
+    if moved := [key for key in CHOICES if key in entries]:
+        line += f", and move {listed(moved, 'and')} to [perf]"
+    if "override_hf_config" in entries:
+        line += ", and give overrides as [checkpoint] override_hf_config = {rotary_base = 10000}"
+    return line
 
 
 def _unknown_group_keys(tables: Values, origin: str) -> Iterator[str]:
@@ -304,12 +327,15 @@ def _is_passed_through(group: str, key: str, owner: Mapping[str, str]) -> bool:
     return (
         group in ("sglang", "megatron")
         and key not in owner
+        and key not in MODEL_ARGUMENTS
         and pass_through.owner(key, ()) == group
     )
 
 
 def _hint(key: str, there: Iterable[str]) -> str:
     """Suggest the key behind an abbreviation, another program's name or a close spelling."""
+    if key in MODEL_ARGUMENTS:
+        return "; the model's config.json states it: leave it out"
     words = ABBREVIATIONS.get(key.replace("_", "-"))
     if words is not None:
         return f"; use {listed(word.removeprefix('--').replace('-', '_') for word in words)}"
@@ -405,6 +431,7 @@ def read_dump(text: str) -> tuple[Config, list[str]]:
     Also returns a line for each of these, but for unset ones and values of GONE.
     """
     tables = json.loads(text)
+    _move_model_table(tables)
     for name, group in groups().items():
         if group.model_config["extra"] == "forbid":
             known = group.model_fields
@@ -421,6 +448,22 @@ def read_dump(text: str) -> tuple[Config, list[str]]:
         table, *key = (str(part) for part in fault["loc"][:2])
         (tables[table] if key else tables).pop(key[0] if key else table, None)
     return Config.model_validate_json(json.dumps(tables)), [_describe_gone(one) for one in faults]
+
+
+def _move_model_table(tables: Values) -> None:
+    """Move the table [model] of an earlier version's settings to the settings that it has become.
+
+    config.json states the architecture now, so its values become MODEL_ARGS, which are compared
+    with it.
+    """
+    given = {key: value for key, value in tables.pop(MODEL, {}).items() if value is not None}
+    if not given:
+        return
+    names = given.pop("override_hf_config", ())
+    perf, checkpoint = tables.setdefault("perf", {}), tables.setdefault("checkpoint", {})
+    perf |= {key: given.pop(key) for key in CHOICES if key in given}
+    checkpoint["override_hf_config"] = {name: given[name] for name in names if name in given}
+    checkpoint["model_args"] = given
 
 
 def _describe_gone(fault: ErrorDetails) -> str:

@@ -16,7 +16,9 @@ from rlpost.config.wording import value_text
 
 if TYPE_CHECKING:
     from rlpost.config.groups.optimizer import OptimizerConfig
+    from rlpost.config.groups.perf import PerfConfig
     from rlpost.config.tree import Config
+    from rlpost.models.model_types import MegatronFields
 
 PAGE = "docs/actor.md"
 RULED_OUT = "which --transformer-impl local rules out"
@@ -74,16 +76,16 @@ FlashAttention is available without it.
 
 
 def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
-    """Return the settings that use TransformerEngine: first those that require it."""
-    return needs(config.model.given, config)
+    """Return the settings that use TransformerEngine, for any model: first those that require it."""
+    return needs(config, None)
 
 
-def needs(model: Mapping[str, object], config: Config) -> tuple[Need, ...]:
-    """Like ``needs_transformer_engine``, with the values of ``model`` in place of [model]."""
+def needs(config: Config, fields: MegatronFields | None) -> tuple[Need, ...]:
+    """Like ``needs_transformer_engine``, for the model with these fields of TransformerConfig."""
     found = [
         *_of_implementation(config.perf.transformer_impl),
         *_of_optimizer(config.optimizer),
-        *_of_model(model),
+        *_of_model(config.perf, fields),
         *_of(config.megatron.options),
     ]
     return tuple(sorted(found, key=lambda need: not need.is_required))
@@ -117,36 +119,41 @@ def _of_optimizer(optimizer: OptimizerConfig) -> Iterable[Need]:
             )
 
 
-def _of_model(model: Mapping[str, object]) -> Iterable[Need]:
+def _of_model(perf: PerfConfig, fields: MegatronFields | None) -> Iterable[Need]:
+    """Settings of kernels; those of experts are ignored for a dense model."""
+    if fields is None or "num_moe_experts" in fields:
+        yield from _of_experts(perf, has_experts=fields is not None)
+    if not perf.no_rope_fusion and not (fields or {}).get("rotary_interleaved"):
+        yield Need(
+            "--no-rope-fusion false",
+            "its kernel rotates queries and keys",
+            "without it each layer waits for the GPU to read the lengths of the sequences",
+            is_required=False,
+        )
+
+
+def _of_experts(perf: PerfConfig, *, has_experts: bool) -> Iterable[Need]:
     one_by_one = "the experts of a rank then run one after the other, which is several times slower"
-    grouped = model.get("moe_grouped_gemm")
-    if grouped:
+    if perf.moe_grouped_gemm:
         yield Need(
             "--moe-grouped-gemm true",
             "its kernel computes the experts of a rank together",
             f"give --moe-grouped-gemm false: {one_by_one}",
             is_required=True,
         )
-    elif grouped is None and model.get("num_experts"):
+    elif perf.moe_grouped_gemm is None and has_experts:
         yield Need(
             "--moe-grouped-gemm, not given",
             "its kernel computes the experts of a rank together",
             one_by_one,
             is_required=False,
         )
-    if model.get("moe_permute_fusion"):
+    if perf.moe_permute_fusion:
         yield Need(
             "--moe-permute-fusion true",
             "its kernel sorts tokens by expert",
             "give --moe-permute-fusion false: torch then sorts them, in more kernels and with more memory",
             is_required=True,
-        )
-    if not model.get("no_rope_fusion") and not model.get("rotary_interleaved"):
-        yield Need(
-            "--no-rope-fusion false",
-            "its kernel rotates queries and keys",
-            "without it each layer waits for the GPU to read the lengths of the sequences",
-            is_required=False,
         )
 
 

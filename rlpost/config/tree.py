@@ -32,7 +32,6 @@ from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.groups.megatron import MegatronConfig
-from rlpost.config.groups.model import ModelConfig
 from rlpost.config.groups.observe import ObserveConfig
 from rlpost.config.groups.optimizer import OptimizerConfig
 from rlpost.config.groups.perf import PerfConfig, fp8_rows
@@ -50,7 +49,6 @@ class Tree(Group):
     cluster: ClusterConfig = ClusterConfig()
     assets: AssetsConfig = AssetsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
     perf: PerfConfig = PerfConfig()
@@ -162,7 +160,7 @@ class Tree(Group):
             return bool(chosen)
         recomputed = options.get("recompute_modules") or ()
         return (
-            self.model.moe_token_dispatcher_type == "alltoall"
+            self.perf.moe_token_dispatcher_type == "alltoall"
             and not options.get("overlap_moe_expert_parallel_comm")
             and "shared_experts" not in recomputed  # type: ignore[operator]
         )

@@ -44,7 +44,7 @@ def role_variables(config: Config, environment: Mapping[str, str]) -> tuple[Role
         ),
         RoleVariable(
             DEEP_EP,
-            "1" if config.model.moe_token_dispatcher_type == "flex" else None,
+            "1" if config.perf.moe_token_dispatcher_type == "flex" else None,
             None,
             "ranks import DeepEP only where they dispatch with it (rlpost/trainer/optional_packages.py)",
         ),

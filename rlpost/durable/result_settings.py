@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rlpost.config.flags import groups
 from rlpost.config.masking import mask
+from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
 from rlpost.config.tree import Config
 
 CONTENT = "content of "
@@ -52,7 +53,7 @@ def _keys(text: str) -> frozenset[str]:
 TABLE: Mapping[str, Rule] = MappingProxyType(
     {
         # Weights are compared by content, prompt files too (``journal_format.Header.data``).
-        "checkpoint": Rule(),
+        "checkpoint": Rule(generated=_keys("override_hf_config")),
         "rollout": Rule(
             "generated",
             neither=_keys(
@@ -79,20 +80,9 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
         ),
         # What the adapter adds to the base changes with these at once, in the checkpoint too.
         "lora": Rule("generated", trained=_keys("lora_dropout"), neither=_keys("lora_export")),
-        "model": Rule(
-            "generated",
-            trained=_keys(
-                "attention_dropout hidden_dropout moe_router_load_balancing_type "
-                "moe_aux_loss_coeff moe_router_bias_update_rate"
-            ),
-            neither=_keys(
-                "moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm moe_permute_fusion "
-                "no_rope_fusion override_hf_config"
-            ),
-        ),
         "megatron": Rule("trained"),
         "perf": Rule(
-            generated=_keys("bf16"),
+            generated=_keys("bf16 moe_router_dtype"),
             trained=_keys("accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32"),
         ),
         "distillation": Rule(
@@ -208,13 +198,33 @@ def compare(before: str, now: str) -> Change:
     if before == now:
         return Change()
     try:
-        one, other = json.loads(before), json.loads(now)
+        one, other = _current(json.loads(before), json.loads(now)), json.loads(now)
         for kind in ("generated", "trained"):
             for key in one[kind].keys() & _FREE - other[kind].keys():
                 del one[kind][key]
         return Change(*(difference(one[kind], other[kind]) for kind in ("generated", "trained")))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Change(generated=("recorded by another version of rlpost",))
+
+
+def _current(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier version's record, which holds MODEL_ARGS, as this version would make it.
+
+    They agreed with config.json, whose folder has a fingerprint, but for overrides, which such a
+    record does not name: those of now count if they have the recorded values.
+    """
+    if "num_layers" not in before["generated"]:
+        return before
+    generated, overrides = before["generated"], now["generated"].get("override_hf_config", {})
+    kept = {name: generated[name] for name in overrides if name in generated}
+    return {
+        "generated": _without_arguments(generated) | {"override_hf_config": kept},
+        "trained": _without_arguments(before["trained"]),
+    }
+
+
+def _without_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in MODEL_ARGUMENTS}
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlpost.models.model_types import HfConfig, MegatronFields, ModelArguments
+from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import MTP_LAYER, Rule
 from rlpost.models.rope import axis_sections
 
@@ -25,10 +25,6 @@ def _is_stacked(rule: Rule) -> bool:
 
 def _no_fields(hf: HfConfig) -> MegatronFields:
     return {}
-
-
-def _same(arguments: ModelArguments, hf: HfConfig) -> HfConfig:
-    return hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +75,6 @@ class Family:
     """
     fields: Callable[[HfConfig], MegatronFields] = _no_fields
     """Fields of Megatron's TransformerConfig, from a config.json that is ``resolved``."""
-    hf_config: Callable[[ModelArguments, HfConfig], HfConfig] = _same
-    """The inverse: config.json, from the arguments of [model] and the keys that all families share
-    (``rlpost.trainer.hf_config``)."""
-    describes: Callable[[ModelArguments], Any] = lambda given: False
-    """True for arguments of [model] that have the features of this family. If a family that follows in
-    ``families.FAMILIES`` has them too, they describe that one."""
     model_type: str = ""
     """transformers' ``model_type``."""
     page: str = ""
@@ -175,23 +165,6 @@ def window_fields(hf: HfConfig, layer_types: Sequence[str]) -> dict[str, object]
     if not any(windowed):
         return {}
     return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": windowed}
-
-
-def window_keys(arguments: ModelArguments, default: Sequence[int]) -> dict[str, object]:
-    """Keys of config.json for the windows; ``default``: 1 for each layer that has one."""
-    kinds = ("full_attention", "sliding_attention")
-    return {
-        "sliding_window": arguments.get("sliding_window") or 128,
-        "layer_types": [kinds[one] for one in arguments.get("window_attn_skip_freq") or default],
-    }
-
-
-def expert_keys(arguments: ModelArguments) -> dict[str, object]:
-    """Keys of config.json that mixtures of experts of several families have."""
-    return {
-        "num_experts_per_tok": arguments["moe_router_topk"],
-        "moe_intermediate_size": arguments["moe_ffn_hidden_size"],
-    }
 
 
 def expert_fields(

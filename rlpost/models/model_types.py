@@ -1,4 +1,4 @@
-"""Types for the three forms in which the architecture of a model is given."""
+"""Types for the two forms in which the architecture of a model is given."""
 
 from __future__ import annotations
 
@@ -11,5 +11,3 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys of the number of experts in config.json, by model family."""
 MegatronFields = dict[str, Any]
 """Fields of Megatron's ``TransformerConfig``, by name."""
-ModelArguments = Mapping[str, Any]
-"""Values of the table [model], named as Megatron's arguments."""

@@ -34,7 +34,7 @@ def with_mtp_layer(config: Config, source: str | Path) -> Config:
     Raises:
         WeightError: ``source`` is a Hugging Face folder that cannot be read.
     """
-    description = read_description(config.checkpoint.hf_checkpoint, config.model.given)
+    description = read_description(config.checkpoint.hf_checkpoint, config.checkpoint)
     if mtp_problem(description.family, description.hf_config) is not None:
         return config
     folder = find_checkpoint(source)
@@ -58,7 +58,7 @@ class Converter:
             PlacementError: the layout does not fit the number of ranks.
         """
         description = self.description = read_description(
-            config.checkpoint.hf_checkpoint, config.model.given
+            config.checkpoint.hf_checkpoint, config.checkpoint
         )
         # No rows are routed, so no package of a dispatcher is needed.
         config = with_values(config, moe_token_dispatcher_type="alltoall", moe_enable_deepep=False)

@@ -41,7 +41,7 @@ def kernel_fields(
         ConfigError: requested kernels are not available here; one line for each.
     """
     _check(description, config, implementation=implementation)
-    model, fields = config.model, description.fields
+    perf, fields = config.perf, description.fields
     with_engine, interleaved = implementation != LOCAL, bool(fields.get("rotary_interleaved"))
     is_grouped = _is_grouped(config, implementation=implementation)
     chosen = {
@@ -61,17 +61,17 @@ def kernel_fields(
         and not config.takes_images  # the kernel knows one position a token
         # Latent attention has another kernel, for YaRN alone; --apply-rope-fusion true selects it.
         and not fields.get("multi_latent_attention")
-        and not model.no_rope_fusion,
+        and not perf.no_rope_fusion,
         # Megatron's default dispatcher requires rows of equal length.
-        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
+        "moe_token_dispatcher_type": perf.moe_token_dispatcher_type,
     }
     if "num_moe_experts" not in fields:
         return chosen
     return chosen | {
-        "moe_router_dtype": model.moe_router_dtype,
-        "moe_enable_deepep": model.moe_enable_deepep,
+        "moe_router_dtype": perf.moe_router_dtype,
+        "moe_enable_deepep": perf.moe_enable_deepep,
         "moe_grouped_gemm": is_grouped,
-        "moe_permute_fusion": with_engine and model.moe_permute_fusion,
+        "moe_permute_fusion": with_engine and perf.moe_permute_fusion is not False,
         # On a second CUDA stream.
         "moe_shared_expert_overlap": with_engine
         and torch.cuda.is_available()
@@ -156,7 +156,7 @@ def _check(description: ModelDescription, config: Config, *, implementation: str
 
 def _is_grouped(config: Config, *, implementation: str) -> bool:
     """Return whether one kernel computes the experts of a rank."""
-    return implementation != LOCAL and config.model.moe_grouped_gemm is not False
+    return implementation != LOCAL and config.perf.moe_grouped_gemm is not False
 
 
 def _clamps_before_bias(description: ModelDescription) -> bool:
@@ -171,7 +171,7 @@ def _clamps_before_bias(description: ModelDescription) -> bool:
 
 def _packages_missing(config: Config) -> list[str]:
     problems = []
-    if config.model.moe_token_dispatcher_type == "flex" and (
+    if config.perf.moe_token_dispatcher_type == "flex" and (
         problem := optional_packages.deep_ep_problem()
     ):
         problems.append(f"--moe-token-dispatcher-type flex: {problem}; or choose alltoall")
@@ -210,21 +210,9 @@ def _wrong_rotation(description: ModelDescription, config: Config) -> list[str]:
 
 
 def _needs(description: ModelDescription, config: Config) -> list[Need]:
-    """Return the features of this model that need TransformerEngine and that local layers lack.
-
-    Settings of experts are ignored for a dense model.
-    """
-    fields = description.fields
-    model = config.model.given
-    if "num_moe_experts" not in fields:
-        model = {name: value for name, value in model.items() if not name.startswith("moe_")}
-    model |= {
-        "num_experts": fields.get("num_moe_experts"),
-        "rotary_interleaved": fields.get("rotary_interleaved"),
-    }
-    return [
-        need for need in needs(model, config) if need.is_of_layers or not has_transformer_engine()
-    ]
+    """Return the features of this model that need TransformerEngine and that local layers lack."""
+    found = needs(config, description.fields)
+    return [need for need in found if need.is_of_layers or not has_transformer_engine()]
 
 
 def _lack() -> str:

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from rlpost.config import model_arguments
 from rlpost.config.checks.images import image_model_problems
+from rlpost.config.groups.checkpoint import CheckpointConfig
+from rlpost.config.model_file import model_path, read_model
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
@@ -37,7 +40,7 @@ class ModelDescription:
     hf_config: HfConfig
     """Keys of the language model."""
     file_config: HfConfig = field(default_factory=dict)
-    """config.json for an export: the file's content, with the values that [model] overrides."""
+    """config.json for an export: the file's content, with the values that are overridden."""
     tensors: Collection[str] = ()
     """Names in the folder's weights; empty without weights."""
 
@@ -189,22 +192,39 @@ NEEDED = (
 """Other required keys of config.json."""
 
 
+def description_of(config: Config) -> ModelDescription:
+    """Describe a run's model: by its folder or, before it is here, by its published config.json.
+
+    Raises:
+        ConfigError: there is neither.
+        WeightError, ConfigError: as ``read_description``.
+    """
+    path = model_path(config.checkpoint)
+    read_model(path)  # names a file that cannot be read
+    return _described(path, config.checkpoint)
+
+
 def read_description(
-    hf_checkpoint: str | Path, model_values: Mapping[str, object] | None = None
+    hf_checkpoint: str | Path, settings: CheckpointConfig | None = None
 ) -> ModelDescription:
-    """Read config.json of a Hugging Face folder and apply ``model_values``, the values of [model].
+    """Read config.json of a Hugging Face folder and apply the overrides of ``settings``.
 
     Raises:
         WeightError: config.json is missing or lacks a key, the architecture is unknown, or the
             model has a feature that is not supported. It would compute other results than its
             checkpoint.
-        ConfigError: [model] contradicts config.json; one line per value.
+        ConfigError: MODEL_ARGS in ``settings`` contradict config.json; one line per value.
     """
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         raise WeightError(
             f"--hf-checkpoint {hf_checkpoint} has no config.json; use a Hugging Face folder"
         )
+    return _described(path, settings or CheckpointConfig())
+
+
+def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
+    overrides = settings.override_hf_config
     try:
         content = json.loads(path.read_text())
         hf = language_model(content)
@@ -213,8 +233,8 @@ def read_description(
         description = ModelDescription(
             path,
             known,
-            architecture.overridden(model_values or {}, hf),
-            with_language_model(content, partial(architecture.overridden, model_values or {})),
+            architecture.overridden(overrides, hf),
+            with_language_model(content, partial(architecture.overridden, overrides)),
             _tensors(path.parent),
         )
         if problem := tied_problem(content):
@@ -230,7 +250,8 @@ def read_description(
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         if problem := architecture.rotary_problem(description.hf_config):
             raise WeightError(problem)
-        problems = architecture.problems(model_values or {}, description.family, hf)
+        stated = architecture.architecture(description.family, description.hf_config)
+        problems = model_arguments.problems(settings.model_args, stated)
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
     except KeyError as error:

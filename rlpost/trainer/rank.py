@@ -52,7 +52,7 @@ class Rank(ABC):
         self.config = config
         self.stop_points = StopPoints()
         self.description = description or read_description(
-            config.checkpoint.hf_checkpoint, config.model.given
+            config.checkpoint.hf_checkpoint, config.checkpoint
         )
         self.description.check_layout(config)
 

@@ -21,10 +21,10 @@ from rlpost.config.plan.weight_update import weight_update
 from rlpost.config.tree import Config
 from rlpost.extensions.rehearsal.all_ranks import contradictions, coverage
 from rlpost.extensions.rehearsal.all_ranks.contradictions import Expected, Plan, update_plans
-from rlpost.extensions.rehearsal.all_ranks.model import description_of
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.extensions.rehearsal.all_ranks.rank_coordinates import place
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
+from rlpost.trainer.model_description import description_of
 from rlpost.trainer.weights.layouts import tensor_bytes
 
 GPU_BYTES = 80 * 10**9

@@ -13,10 +13,9 @@ import pytest
 
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.activations import Pass, kept_and_recomputed
-from rlpost.config.plan.architecture import architecture
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.rank_memory import held_memory
-from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters, shape_of
-from rlpost.models.families import family
+from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters
 from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,10 +72,6 @@ def stage_bytes(shape: Shape, layout: Layout, one: Pass, stage: int) -> int:
     return sum(kept_and_recomputed(shape, layout, one, stage))
 
 
-def shape(hf: dict[str, Any]) -> Shape:
-    return shape_of(architecture(family(hf["architectures"][0]), hf))
-
-
 def small(name: str) -> dict[str, Any]:
     hf = PUBLISHED[name] | SMALL
     return hf | SMALL_EXPERTS if "moe_intermediate_size" in hf else hf
@@ -87,7 +82,7 @@ def spread_experts(name: str) -> int:
 
     Building all experts in one process is slow.
     """
-    return shape(PUBLISHED[name]).num_experts or 1
+    return hf_shape(PUBLISHED[name]).num_experts or 1
 
 
 COUNTS = [(name, stage) for name, (_, layout) in RANKS.items() for stage in range(layout.pipeline)]
@@ -139,7 +134,7 @@ def found() -> dict[Any, dict[str, int]]:
 @pytest.mark.parametrize(("name", "stage"), COUNTS)
 def test_a_rank_of_the_full_size_holds_as_many_parameters_as_planned(name, stage, found):
     """The numbers are exact, with experts counted separately."""
-    said = rank_parameters(shape(PUBLISHED[name]), RANKS[name][1], stage)
+    said = rank_parameters(hf_shape(PUBLISHED[name]), RANKS[name][1], stage)
     assert {"dense": said.dense, "expert": said.expert} == found[name, stage]
 
 
@@ -156,11 +151,13 @@ def test_the_layout_of_every_recipe_is_among_the_counted_ones(recipe):
     """Data parallelism may differ: it only repeats the same parameters."""
     named = model_of(recipe)
     model = "glm45_355b" if named in AS_GLM45 else named
-    assert shape(PUBLISHED[model]) == shape(PUBLISHED[named])
-    used, (_, counted) = layout_of(load(files_of(recipe, {}), {}).config), RANKS[model]
+    assert hf_shape(PUBLISHED[model]) == hf_shape(PUBLISHED[named])
+    used, (_, counted) = layout_of(load(files_of(recipe), {}).config), RANKS[model]
     sizes = ("tensor", "pipeline", "context", "expert", "first", "last")
     assert [getattr(used, name) for name in sizes] == [getattr(counted, name) for name in sizes]
-    assert shape(PUBLISHED[model]).num_experts == 0 or used.expert_tensor == counted.expert_tensor
+    assert (
+        hf_shape(PUBLISHED[model]).num_experts == 0 or used.expert_tensor == counted.expert_tensor
+    )
 
 
 SIZES = {
@@ -182,7 +179,7 @@ def test_a_whole_model_has_its_published_size(name, published, found):
     """
     rank = found[name, "whole"]
     total = rank["dense"] + spread_experts(name) * rank["expert"]
-    assert shape(PUBLISHED[name]).parameters.total == total
+    assert hf_shape(PUBLISHED[name]).parameters.total == total
     assert total == pytest.approx(published, rel=0.01)
 
 
@@ -191,12 +188,12 @@ def test_activations_are_those_that_autograd_keeps(name, bf16, found):
     """Within a tenth, measured with hooks on saved tensors."""
     one = Pass(tokens=512, width=2 if bf16 else 4, fused=False)
     kept = found[name, "bf16" if bf16 else "fp32"]["kept"]
-    assert stage_bytes(shape(small(name)), Layout(), one, 0) == pytest.approx(kept, rel=0.1)
+    assert stage_bytes(hf_shape(small(name)), Layout(), one, 0) == pytest.approx(kept, rel=0.1)
 
 
 def test_recomputed_layers_keep_their_inputs(found):
     """Within a tenth of the plan less what one layer needs while it is recomputed."""
-    hf = shape(small("qwen3_4b"))
+    hf = hf_shape(small("qwen3_4b"))
     plain = Pass(tokens=512, width=4, fused=False)
     full = Pass(tokens=512, width=4, fused=False, recompute="full", method="uniform")
     norm = 2 * 512 * 256 * 4
@@ -213,7 +210,7 @@ def test_weights_gradients_and_adam_take_as_many_bytes_as_planned(name, bf16, fo
     Adam's state is main weights and both moments.
     """
     config = load([], {"perf": {"bf16": bf16}, "cluster": {"actor_num_gpus_per_node": 1}}).config
-    held, _ = held_memory(config, Layout(), shape(small(name)).parameters)
+    held, _ = held_memory(config, Layout(), hf_shape(small(name)).parameters)
     measured = found[name, "bf16" if bf16 else "fp32"]
     assert held.weights == pytest.approx(measured["weights"], rel=0.05)
     assert held.gradients == pytest.approx(measured["grads"], rel=0.05)

@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlpost.cli.plan import model_of
 from rlpost.config.plan.nccl_memory import communicators
 from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_rounding
-from rlpost.config.plan.shape import layout_of, rank_parameters, shape_of
+from rlpost.config.plan.shape import layout_of, rank_parameters
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import (
@@ -32,7 +33,6 @@ from rlpost.extensions.rehearsal.all_ranks.distributed_calls import (
 from rlpost.extensions.rehearsal.all_ranks.given import BalancedMap
 from rlpost.extensions.rehearsal.all_ranks.hangs import Fault, hangs
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaResults
-from rlpost.extensions.rehearsal.all_ranks.model import description_of
 from rlpost.extensions.rehearsal.all_ranks.other_layout import unread
 from rlpost.extensions.rehearsal.all_ranks.phases import Phases, rehearse_phases, run_phases
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
@@ -41,7 +41,7 @@ from rlpost.extensions.rehearsal.all_ranks.recorder import CallRecorder
 from rlpost.extensions.rehearsal.all_ranks.result import memory_check, memory_use
 from rlpost.extensions.rehearsal.all_ranks.symmetry import classes, record
 from rlpost.trainer import logprobs, passes
-from rlpost.trainer.model_description import ModelDescription
+from rlpost.trainer.model_description import ModelDescription, description_of
 from rlpost.types import TrainBatch, TrainSample
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.cuda.test_every_rank import SMALL, recipe_config
@@ -56,7 +56,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Megatron repeats its warnings for every rank
 ]
 EIGHT = {
-    "model": SMALL | {"num_layers": 2, "moe_layer_freq": (0, 1)},
+    "hf": SMALL | {"num_hidden_layers": 2},
     "perf": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
         "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
@@ -165,7 +165,7 @@ def test_a_rank_uses_the_communicators_that_the_planner_counts(perf, tmp_path):
         rehearse_phases(
             config, description, phases, rank=WORLD - 1, world=WORLD, facts=facts, results=RESULTS
         )
-    planned = communicators(layout, shape_of(config.model.model_dump()))
+    planned = communicators(layout, model_of(config)[0])
     found = [(len(ranks), ranks[1] - ranks[0]) for ranks in used.values() if len(ranks) > 1]
     assert sorted(found) == sorted((one.size, one.stride) for one in planned if one.size > 1)
 
@@ -179,7 +179,7 @@ def test_pinned_gradients_take_as_much_host_memory_as_planned(recipe, rank, tmp_
     sizes = [4 * (one.optimizer[1] - one.optimizer[0]) for one in facts.weights if one.optimizer]
     rounded = sum(1 << (size - 1).bit_length() for size in sizes)
     assert rounded > 1.05 * sum(sizes)
-    shape, stage = shape_of(config.model.model_dump()), rank * layout.pipeline // layout.world
+    shape, stage = model_of(config)[0], rank * layout.pipeline // layout.world
     _, in_host_memory = held_memory(config, layout, rank_parameters(shape, layout, stage))
     planned = 4 * in_host_memory // HOST_BYTES + pinned_rounding(config, shape, layout, stage)
     assert planned == pytest.approx(rounded, rel=0.05)

@@ -22,10 +22,9 @@ from rlpost.extensions.rehearsal.all_ranks.published import published
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
 from rlpost.extensions.rehearsal.all_ranks.result import RehearsalResult
 from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
-from rlpost.models.config_file import language_model
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
 from tests.contract.all_ranks import num_optimized, rehearse
-from tests.contract.cuda.test_every_rank import recipe_config, words_of
+from tests.contract.cuda.test_every_rank import recipe_config
 from tests.contract.families import make_family_config
 
 pytestmark = [
@@ -92,9 +91,8 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
     Its config.json is written to the folder that they name.
     """
     make_family_config(folder / "model", model)
-    hf = json.loads((folder / "model" / "config.json").read_text())
     experts = {"perf": {"expert_model_parallel_size": 2 if "moe" in model else 1}}
-    merged: dict[str, dict[str, Any]] = {"model": words_of(language_model(hf))}
+    merged: dict[str, dict[str, Any]] = {}
     for given in (EIGHT, experts, changed):
         for group, values in given.items():
             merged[group] = merged.get(group, {}) | values

@@ -38,15 +38,15 @@ INTERLEAVED = AGAIN | {
 }  # fmt: skip
 WHOLE_STATE = AGAIN | {"use_distributed_optimizer": False, "overlap_param_gather": False}
 DENSE, EXPERTS, LARGE = "qwen3_4b", "qwen3_30b_a3b", "glm45_355b"
-FOUR_LAYERS = {"model": {"num_layers": 4}, "perf": AGAIN}
-FOUR_OF_EXPERTS = {"model": {"num_layers": 4, "moe_layer_freq": (1, 1, 1, 1)}}
+FOUR_LAYERS = {"hf": {"num_hidden_layers": 4}, "perf": AGAIN}
+FOUR_OF_EXPERTS = {"hf": {"num_hidden_layers": 4}}
 LONG_BATCHES = {
     "tensor_model_parallel_size": 4,
     "context_parallel_size": 1,
     "max_tokens_per_gpu": 20480,
 }
 ALL_SIZES = {
-    "model": {"num_layers": 8, "moe_layer_freq": (0, 0, 0, *(1,) * 5), "num_experts": 40},
+    "hf": {"num_hidden_layers": 8, "n_routed_experts": 40},
     "perf": {
         "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 4, "max_tokens_per_gpu": 2048,
         "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3,
@@ -61,7 +61,7 @@ Case = tuple[str, dict[str, dict[str, Any]], float]
 CASES: dict[str, Case] = {
     "dense": (DENSE, FOUR_LAYERS, 1.0),
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
-    "dense, interleaved": (DENSE, {"model": {"num_layers": 8}, "perf": INTERLEAVED}, 0.98),
+    "dense, interleaved": (DENSE, {"hf": {"num_hidden_layers": 8}, "perf": INTERLEAVED}, 0.98),
     "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
     "experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": AGAIN | LONG_BATCHES}, 0.989),
     "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0165),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.models.config_file import read_config
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from tests.e2e.scaled import assert_two_steps_are_trained, make_models, run_scaled
 
@@ -85,7 +86,8 @@ def test_glm45_trains_a_pipeline_with_filtered_groups_and_replayed_routes(home: 
     )
     assert (first["rollout/staleness_max"], last["rollout/staleness_max"]) == (0, 1)
     names = HuggingFaceFolder(config.checkpoint.hf_checkpoint).file_of
-    assert f"model.layers.{config.model.num_layers}.eh_proj.weight" in names
+    layers = read_config(config.checkpoint.hf_checkpoint)["num_hidden_layers"]
+    assert f"model.layers.{layers}.eh_proj.weight" in names
     for line in run.trained:
         assert line["train/routing_replayed_frac"] > 0.9, "all but the last token of an answer"
         assert line["rollout/routes_unknown_frac"] < 0.1
@@ -108,6 +110,6 @@ def test_the_decoupled_recipe_differs_from_the_async_one_in_its_mode_alone() -> 
 def settings_of(name: str) -> dict[str, object]:
     """Return all settings of a recipe by their names, without their tables."""
     settings: dict[str, object] = {}
-    for table in load(files_of(JOBS / f"recipes/{name}.toml", {}), {}).config.model_dump().values():
+    for table in load(files_of(JOBS / f"recipes/{name}.toml"), {}).config.model_dump().values():
         settings |= table
     return settings

@@ -453,7 +453,8 @@ def test_figures_that_the_repository_can_show_are_those_of_its_pages():
     assert f"[{len(FAMILIES)} architectures]" in readme
     assert f"[{with_adapters} of {len(FAMILIES)} architectures]" in comparison
     models, recipes = (
-        len(list((ROOT / "jobs" / name).glob("*.toml"))) for name in ("models", "recipes")
+        len(list((ROOT / "jobs" / name).glob(names)))
+        for name, names in (("models", "*.json"), ("recipes", "*.toml"))
     )
     shipped = f"{models} files, {len(FAMILIES)} architectures, {recipes} recipes"
     assert shipped in comparison

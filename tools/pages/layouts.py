@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
 from rlpost.config.flags import flag
-from rlpost.config.load import files_of, load
+from rlpost.config.load import load
 from rlpost.config.plan.estimate import Estimate, estimate
 from rlpost.config.plan.layout_search import layout_words, suggest
 from rlpost.config.tree import Config
@@ -273,7 +273,7 @@ def _loaded(model: str, values: Mapping[str, Mapping[str, object]]) -> Config:
     texts = {}
     for group, table in values.items():
         texts[group] = {key: str(value) for key, value in table.items()}
-    return load(files_of(None, {"model": model}), texts).config
+    return load([], texts | {"checkpoint": {"model": model}}).config
 
 
 def planned(start: Start) -> Estimate:
@@ -305,7 +305,7 @@ def planned(start: Start) -> Estimate:
 def _row(start: Start, made: Estimate) -> str:
     training = next(phase.total for phase in made.phases if phase.name == "train")
     cells = (
-        f"[{start.title}](../jobs/models/{start.model}.toml)",
+        f"[{start.title}](../jobs/models/{start.model}.json)",
         f"{made.shape.parameters.total / 1e9:.1f}B",
         str(made.layout.world),
         layout_words(made),

@@ -6,17 +6,18 @@ docs/layouts.md, and the notes below. Output: the text of the page, the same on 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from rlpost.cli.plan import GPU_MEMORY
-from rlpost.cli.recipes import description
+from rlpost.cli.recipes import first_sentence
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.model_file import MODELS, named_in
 from rlpost.config.plan.layout_search import layout_words
 from rlpost.models.families import FAMILIES
-from rlpost.trainer.hf_config import architecture_of
 
 from .layouts import STARTS, planned
 
@@ -209,16 +210,8 @@ def _section(series: Series) -> str:
 @cache
 def _architectures() -> dict[str, str]:
     """For each file of jobs/models its architecture."""
-    return {
-        path.stem: architecture_of(_arguments(path.stem))
-        for path in sorted((JOBS / "models").glob("*.toml"))
-    }
-
-
-@cache
-def _arguments(model: str) -> dict[str, object]:
-    config = load([JOBS / "models" / f"{model}.toml"], {}).config
-    return config.model.model_dump()
+    paths = sorted(MODELS.glob("*.json"))
+    return {path.stem: json.loads(path.read_text())["architectures"][0] for path in paths}
 
 
 def _files(series: Series) -> list[str]:
@@ -227,15 +220,17 @@ def _files(series: Series) -> list[str]:
 
 def _file_lines(series: Series) -> Iterator[str]:
     for name in _files(series):
-        text = description((JOBS / "models" / f"{name}.toml").read_text())
-        yield f"- [`{name}`](../jobs/models/{name}.toml): {text}"
+        text = first_sentence(named_in(MODELS / f"{name}.json"))
+        yield f"- [`{name}`](../jobs/models/{name}.json): {text}"
 
 
 def _recipes(series: Series) -> list[str]:
     """The names of the recipes of these models; the shortest first, because variants have longer ones."""
-    files = {JOBS / "models" / f"{model}.toml" for model in _files(series)}
+    models = _files(series)
     recipes = (JOBS / "recipes").glob("*.toml")
-    names = (path.stem for path in recipes if files & set(files_of(path, {})))
+    names = (
+        path.stem for path in recipes if load(files_of(path), {}).config.checkpoint.model in models
+    )
     return sorted(names, key=lambda name: (len(name), name))
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from rlpost.cli.plan import model_of, parse_size
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.model_file import MODELS, read_model
 from rlpost.config.plan.cards import CARDS, RATES
 from rlpost.config.plan.estimate import Estimate, estimate
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.layout_search import layout_words
-from rlpost.config.plan.shape import Layout, Shape, shape_of
+from rlpost.config.plan.shape import Layout, Shape
 from rlpost.config.plan.step_time import StepTime, step_time
 from rlpost.config.plan.train_time import Training, mfu, train_step
 
@@ -181,7 +183,7 @@ def _bridge_runs() -> Iterator[PublishedRun]:
 
 def _shape(model: str) -> Shape:
     """The shape of a model of jobs/models, which has that of its published config.json."""
-    return shape_of(load(files_of(None, {"model": model}), {}).config.model.model_dump())
+    return hf_shape(read_model(MODELS / f"{model}.json"))
 
 
 def _gpt_oss(card: str, layout: Layout, rows: int = 1) -> Training:
@@ -253,7 +255,7 @@ def grpo_runs() -> Iterator[PublishedRun]:
             "sglang": {"sglang_mem_fraction_static": 0.6},
             "grpo": {"keep_old_actor": True, "use_kl_loss": True, "kl_loss_coef": 0.01},
         }
-        config = load(files_of(None, {"model": run.model}), tables).config
+        config = load([], tables | {"checkpoint": {"model": run.model}}).config
         planned = estimate(config, model_of(config)[0], gpu_bytes=parse_size("H100"))
         share = run.mean / run.longest
         rates = replace(RATES, mean_share=share, attended_share=share + (1 - share) / 3)
@@ -294,7 +296,7 @@ def recipes_table() -> str:
     ]
     for name, source in SOURCES.items():
         for perf in (source, {}):
-            config = load(files_of(JOBS / f"recipes/{name}.toml", {}), {"perf": perf}).config
+            config = load(files_of(JOBS / f"recipes/{name}.toml"), {"perf": perf}).config
             planned = estimate(config, model_of(config)[0], gpu_bytes=parse_size("H100"))
             lines.append(_row(name, planned, step_time(planned, CARDS["H100"]), is_own=not perf))
     return "\n".join(lines)

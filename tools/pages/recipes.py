@@ -150,7 +150,7 @@ def recipes_page() -> str:
 
 
 def _planned(name: str) -> Estimate:
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml"), {}).config
     shape, width = model_of(config)
     return estimate(config, shape, gpu_bytes=parse_size(GPU_MEMORY), engine_width=width)
 

@@ -27,9 +27,10 @@ def settings_page() -> str:
         "",
         f"{count} settings in {len(groups())} tables. A TOML key, its flag and the Config attribute share one name:",
         "`rollout_batch_size` in `[rollout]` of a recipe is the flag `--rollout-batch-size`. Flags override the",
-        "cluster profile (`--cluster`), which overrides the recipe, which overrides the model file (`--model`), which",
-        "overrides the defaults. `none` unsets a value where the default is no value; a flag without words (`[]` in a",
-        "file) empties a list. `python -m rlpost check RECIPE --print-config` prints every value and its origin.",
+        "cluster profile (`--cluster`), which overrides the recipe, which overrides the defaults. `none` unsets a",
+        "value where the default is no value; a flag without words (`[]` in a file) empties a list. Megatron's",
+        "MODEL_ARGS (`--num-layers`, ...) are flags too, which must [agree with config.json](actor.md#model_args).",
+        "`python -m rlpost check RECIPE --print-config` prints every value and its origin.",
     ]
     for name, group in groups().items():
         lines += [

@@ -13,6 +13,7 @@ from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import pass_through
 from rlpost.config.flags import fields, flag
 from rlpost.config.megatron_options import OURS
+from rlpost.config.model_arguments import NAMES
 from rlpost.config.published_flags import (
     ACCEPTED,
     FALSE_OF_FIELD,
@@ -85,7 +86,7 @@ def _megatron_lines() -> list[str]:
 
 
 def _is_setting(name: str) -> bool:
-    return _key(name) in fields() or f"--{name}" in KEY_FLAGS
+    return _key(name) in fields() or _key(name) in NAMES or f"--{name}" in KEY_FLAGS
 
 
 def _table(title: str, texts: Mapping[str, str]) -> list[str]:

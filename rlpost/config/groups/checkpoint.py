@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from rlpost.config.groups.base import FilePath, Group, Positive, PositiveNumber
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from rlpost.config.groups.base import (
+    FilePath,
+    Group,
+    JsonTable,
+    Positive,
+    PositiveNumber,
+    variables,
+)
+from rlpost.config.model_arguments import known_arguments, known_overrides
+
+Overrides = Annotated[dict[str, float], BeforeValidator(variables), AfterValidator(known_overrides)]
 
 
 class CheckpointConfig(Group):
@@ -11,6 +25,16 @@ class CheckpointConfig(Group):
     hf_checkpoint: FilePath = ""
     """Hugging Face folder with the initial weights, the tokenizer and the architecture that SGLang
     loads."""
+    model: str | None = None
+    """Name in jobs/models, or a config.json: the published one, which describes the model for plan
+    and rehearse while the folder of --hf-checkpoint is not here. In a recipe also the line model =
+    "NAME" before any table."""
+    model_args: Annotated[JsonTable, AfterValidator(known_arguments)] = Field(default={})
+    """MODEL_ARGS of a command line for Megatron, each of which must agree with config.json; each is
+    also a flag, such as --num-layers 36."""
+    override_hf_config: Overrides = Field(default={})
+    """NAME=VALUE words that change config.json for the trainer and exports: norm_epsilon,
+    rotary_base, rotary_percent, moe_router_topk, moe_router_topk_scaling_factor."""
     ref_load: FilePath | None = None
     """Weights of the reference model, and initial weights of a run that has no checkpoint to resume
     from: a torch_dist folder written by tools/convert_hf_to_torch_dist.py, or a Hugging Face

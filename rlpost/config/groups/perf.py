@@ -75,6 +75,19 @@ class PerfConfig(Group):
     """Attention softmax in float32; only true is supported."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
     """Implementation of the layers. Default: TransformerEngine where it is installed."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    """Token dispatcher of the experts; flex needs --moe-enable-deepep."""
+    moe_enable_deepep: bool = False
+    """Dispatch tokens with DeepEP, which must be installed on the nodes."""
+    moe_grouped_gemm: bool | None = None
+    """Compute the experts of a rank with one grouped GEMM instead of one after the other; on GPUs
+    this needs TransformerEngine. Default: on where it is installed."""
+    moe_permute_fusion: bool | None = None
+    """Permute tokens with TransformerEngine's fused kernel. Default: on where it is installed."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Precision of the router."""
+    no_rope_fusion: bool = False
+    """Do not use TransformerEngine's fused RoPE kernel."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

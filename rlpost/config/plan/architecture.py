@@ -1,45 +1,23 @@
-"""Compare the architecture in config.json with the [model] table of a recipe. Pure.
+"""What config.json says of an architecture, and what of it cannot be trained. Pure.
 
-Input: config.json of a Hugging Face folder, and the recipe's values (MODEL_ARGS of Megatron
-recipes).
-Output: one line per value that differs, with both values; or config.json with the few values that a
-recipe may override. Standard library only, because the login node runs it too.
+Input: config.json of a Hugging Face folder. Output: sizes, features by the names of Megatron's
+MODEL_ARGS, problems; or config.json with the few values that a recipe may override. Standard library
+only, because the login node runs it too.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 from common.units import counted
-from rlpost.config.wording import value_text
+from rlpost.config.model_arguments import OVERRIDABLE
 from rlpost.models.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.models.family import Family
-from rlpost.models.model_types import HfConfig, MegatronFields, ModelArguments
+from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.rope import FULL, local_rope, rope, rope_type
-
-OVERRIDABLE = {
-    "norm_epsilon": "rms_norm_eps",
-    "rotary_base": "rope_theta",
-    "rotary_percent": "partial_rotary_factor",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_router_topk_scaling_factor": "routed_scaling_factor",
-}
-"""Values that may differ from config.json, with their key there.
-
-They do not change the shape of a weight.
-"""
 
 SCORES_OF_A_GROUP = 2
 """Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
-NO_ARCHITECTURE = (
-    "no_rope_fusion", "moe_router_dtype", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm",
-    "moe_permute_fusion", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate",
-    "attention_dropout", "hidden_dropout", "override_hf_config",
-)  # fmt: skip
-"""Names in [model] that are not compared.
-
-They select an implementation, or have only one valid value.
-"""
 
 
 def head_dim(hf: HfConfig) -> int:
@@ -155,7 +133,7 @@ def routing_problem(fields: MegatronFields) -> str | None:
 
 
 def architecture(family: Family, hf: HfConfig) -> dict[str, object]:
-    """Return the values of a correct recipe by their names in [model]; None for absent features."""
+    """Return the features of a model by the names of MODEL_ARGS; None for absent ones."""
     hf = family.resolved(hf)
     fields = family.fields(hf)
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
@@ -232,57 +210,11 @@ def _experts(fields: MegatronFields) -> dict[str, object]:
     }
 
 
-def problems(arguments: ModelArguments, family: Family, hf: HfConfig) -> list[str]:
-    """Return one line per value of [model] that contradicts config.json without an override."""
-    allowed = tuple(arguments.get("override_hf_config", ()))
-    contradictions = [
-        f"--override-hf-config {name}: cannot be overridden, the weights are made for it; only "
-        f"{', '.join(OVERRIDABLE)} can"
-        for name in allowed
-        if name not in OVERRIDABLE
-    ]
-    compared = {
-        name: value
-        for name, value in arguments.items()
-        if value is not None and name not in NO_ARCHITECTURE
-    }
-    expected = architecture(family, hf) if compared else {}
-    for name, value in compared.items():
-        if name in allowed or _equal(value, expected.get(name)):
-            continue
-        contradictions.append(_difference(name, value, expected.get(name)))
-    return contradictions
-
-
-def _difference(name: str, value: object, expected: object) -> str:
-    """Return the line for a value of [model] that differs.
-
-    ``expected`` is None for an absent feature.
-    """
-    flag = "--" + name.replace("_", "-")
-    if expected is None:
-        statement, correct = "has no such setting", f"{flag} none"
-    else:
-        statement, correct = f"says {value_text(expected)}", f"{flag} {value_text(expected)}"
-    override = (
-        f", or keep the value with --override-hf-config {name}" if name in OVERRIDABLE else ""
-    )
-    return f"{flag} {value_text(value)}, but the model's config.json {statement}; use {correct}{override}"
-
-
-def _equal(ours: object, theirs: object) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=1e-9)
-    return bool((tuple(ours) if isinstance(ours, list) else ours) == theirs)
-
-
-def overridden(given: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """Return config.json with the values of [model] that ``override_hf_config`` names."""
+def overridden(overrides: Mapping[str, float], hf: HfConfig) -> dict[str, object]:
+    """Return config.json with the values of ``--override-hf-config``, by argument."""
     changed = dict(hf)
-    for name in given.get("override_hf_config", ()):
-        key, value = OVERRIDABLE.get(name), given.get(name)
-        if key is None or value is None:
-            continue
+    for name, value in overrides.items():
+        key = OVERRIDABLE[name]
         nested = changed.get("rope_parameters") or {}
         if key in nested.get(FULL, {}):
             changed["rope_parameters"] = nested | {FULL: nested[FULL] | {key: value}}

@@ -2,7 +2,7 @@
 
 The counts are exactly those of Megatron-core's modules.
 
-Input: the architecture in the arguments of the table [model], and the sizes of a layout.
+Input: the shape of a model, and the sizes of a layout.
 Output: counts for a pipeline stage, routed experts apart from the rest, because they are sharded by
 separate sizes. A rank's share of a matrix is that of tensor parallelism (Shoeybi et al., arXiv
 1909.08053): columns of QKV and of the first MLP matrix, rows of the others; norms, the router and,
@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlpost.config.plan.vision import VisionShape
-from rlpost.errors import ConfigError
 from rlpost.models.fp8 import SIDE, keeps_shared_experts
-from rlpost.models.model_types import ModelArguments
+from rlpost.models.model_types import MegatronFields
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
-
-NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,63 +165,20 @@ class Shape:
         return rank_parameters(self, Layout(), 0)
 
 
-def shape_of(arguments: ModelArguments) -> Shape:
-    """The shape that [model] describes. Raises ConfigError naming what is missing."""
-    if missing := [name for name in NEEDED if arguments.get(name) is None]:
-        raise ConfigError(
-            f"model.{', model.'.join(missing)}: not known; the model's config.json is not there; bring it with "
-            "rlpost fetch RECIPE, or name a file of jobs/models with --model or in the recipe"
-        )
-
-    def word(name: str, default: object) -> Any:
-        value = arguments.get(name)
-        return default if value is None else value
-
-    heads, layers = arguments["num_attention_heads"], arguments["num_layers"]
-    experts = word("num_experts", 0)
-    pattern = word("moe_layer_freq", (1,) * layers if experts else (0,) * layers)
-    return Shape(
-        hidden=arguments["hidden_size"],
-        ffn=arguments["ffn_hidden_size"],
-        heads=heads,
-        groups=word("num_query_groups", heads),
-        # of latent attention, whose kv_channels have no meaning
-        head_dim=word("qk_head_dim", word("kv_channels", arguments["hidden_size"] // heads)),
-        vocab=arguments["vocab_size"],
-        sparse=tuple(bool(one) for one in pattern),
-        tied=not word("untie_embeddings_and_output_weights", False),
-        qkv_bias=word("add_qkv_bias", False),
-        qk_norm=word("qk_layernorm", False),
-        qk_norm_per_layer=word("qk_norm_type", "per_head") == "per_layer",
-        sandwich=word("post_self_attn_layernorm", False),
-        linear_bias=not word("disable_bias_linear", True),
-        sinks=word("softmax_type", "vanilla") == "learnable",
-        stacked_experts=not word("disable_bias_linear", True),
-        output_gate=word("attention_output_gate", False),
-        linear=linear_attention(arguments),
-        num_experts=experts,
-        expert_ffn=word("moe_ffn_hidden_size", 0),
-        shared_ffn=word("moe_shared_expert_intermediate_size", 0),
-        shared_gate=word("moe_shared_expert_gate", False),
-        topk=word("moe_router_topk", 0),
-        latent=latent_of(arguments),
-    )
-
-
-def latent_of(arguments: ModelArguments) -> Latent | None:
-    """The sizes of latent attention in Megatron's arguments; None for a model without it."""
-    if not arguments.get("multi_latent_attention"):
+def latent_of(fields: MegatronFields) -> Latent | None:
+    """The sizes of latent attention in a family's fields; None for a model without it."""
+    if not fields.get("multi_latent_attention"):
         return None
     return Latent(
-        query_rank=arguments.get("q_lora_rank") or 0,
-        kv_rank=arguments["kv_lora_rank"],
-        position=arguments["qk_pos_emb_head_dim"],
-        value=arguments["v_head_dim"],
+        query_rank=fields.get("q_lora_rank") or 0,
+        kv_rank=fields["kv_lora_rank"],
+        position=fields["qk_pos_emb_head_dim"],
+        value=fields["v_head_dim"],
     )
 
 
-def linear_attention(fields: ModelArguments) -> LinearAttention | None:
-    """The linear attention that [model] or a family's fields describe; None if there is none."""
+def linear_attention(fields: MegatronFields) -> LinearAttention | None:
+    """The linear attention that a family's fields describe; None if there is none."""
     pattern = fields.get("linear_attention_freq")
     if not pattern:
         return None

@@ -111,7 +111,7 @@ def training_of(planned: Estimate, card: Card, rates: Rates = RATES) -> Training
         batches=samples * mean / tokens,
         attended=planned.longest * rates.attended_share,
         recompute=config.perf.recompute_granularity == "full",
-        deduplicates=config.model.moe_token_dispatcher_type == "flex",
+        deduplicates=config.perf.moe_token_dispatcher_type == "flex",
         overlaps_reduce=bool(config.perf.overlap_grad_reduce),
         overlaps_shared=config.overlaps_shared_experts,
         fuses_gradients=config.megatron.options.get("gradient_accumulation_fusion") is not False,

@@ -58,7 +58,7 @@ def one_process_config(recipe: str | Path, settings: Mapping[str, object]) -> Co
     for values in (ONE_DEVICE, given):
         for group, entries in values.items():
             merged[group] = merged.get(group, {}) | entries
-    config = load(files_of(Path(recipe), {}), merged).config
+    config = load(files_of(Path(recipe), None), merged).config
     if problems := _problems(config):
         raise ConfigError("\n".join(problems))
     return config

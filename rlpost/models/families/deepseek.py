@@ -14,18 +14,15 @@ from dataclasses import replace
 
 from rlpost.errors import WeightError
 from rlpost.models import names
-from rlpost.models.families.glm import EXPERTS, mixture, mixture_keys
+from rlpost.models.families.glm import EXPERTS, mixture
 from rlpost.models.family import Family
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import in_layer
 from rlpost.models.rope import rope as options_of
 from rlpost.models.rope import rope_type
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the narrow vectors: a constant in transformers, not ``rms_norm_eps``."""
-
-YARN_CONTEXT = 4096
-"""Megatron's context before YaRN, if the arguments name none."""
 
 ATTENTION: tuple[names.Rule, ...] = (
     in_layer("input_layernorm.weight", "input_layernorm.weight"),
@@ -123,41 +120,6 @@ def _rotary(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _lite_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """Keys of latent attention and experts; ``rope_parameters`` with YaRN if the arguments have it."""
-    rope = hf["rope_parameters"]
-    if _is_scaled(arguments):
-        context = arguments.get("original_max_position_embeddings") or YARN_CONTEXT
-        rope = rope | {
-            "rope_type": "yarn",
-            "factor": arguments["rotary_scaling_factor"],
-            "original_max_position_embeddings": context,
-            "mscale": arguments.get("mscale", 1.0),
-            "mscale_all_dim": arguments.get("mscale_all_dim", 0.0),
-        }
-    return {
-        **{key: value for key, value in hf.items() if key != "head_dim"},
-        "q_lora_rank": arguments.get("q_lora_rank"),
-        "kv_lora_rank": arguments["kv_lora_rank"],
-        "qk_nope_head_dim": arguments["qk_head_dim"],
-        "qk_rope_head_dim": arguments["qk_pos_emb_head_dim"],
-        "v_head_dim": arguments["v_head_dim"],
-        "attention_bias": bool(arguments.get("add_qkv_bias")),
-        "rope_parameters": rope,
-        **(mixture_keys(arguments) if arguments.get("num_experts") else {}),
-    }
-
-
-def _v3_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """SGLang reads the last keys of the published config.json, transformers does not have them."""
-    of_experts = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return _lite_config(arguments, hf) | (of_experts if arguments.get("num_experts") else {})
-
-
-def _is_scaled(arguments: ModelArguments) -> bool:
-    return arguments.get("rope_type") == "yarn" or bool(arguments.get("rotary_scaling_factor"))
-
-
 _LITE = Family(
     rules=(
         *names.OUTSIDE_LAYERS,
@@ -168,8 +130,6 @@ _LITE = Family(
         *names.MTP_LAYER,
     ),
     fields=_fields,
-    hf_config=_lite_config,
-    describes=lambda given: given.get("multi_latent_attention"),
     model_type="glm4_moe_lite",
     page="deepseek-v3",
     models="GLM-4.7-Flash: one group of experts",
@@ -183,8 +143,6 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": _LITE,
     "DeepseekV3ForCausalLM": replace(
         _LITE,
-        hf_config=_v3_config,
-        describes=lambda given: given.get("multi_latent_attention") and _is_scaled(given),
         model_type="deepseek_v3",
         models="DeepSeek-V3, V3.1, R1, Kimi-K2: YaRN, sigmoid router with groups",
         defaults={**_LITE.defaults, **_V3},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlpost.errors import WeightError
 from rlpost.models import names
 from rlpost.models.family import Family, window_fields
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import in_layer
 from rlpost.models.rope import FULL, SLIDING
 
@@ -55,19 +55,6 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    scale, local = arguments.get("softmax_scale"), arguments.get("local_rotary_base")
-    return {
-        **{key: value for key, value in hf.items() if key != "hidden_act"},
-        "hidden_activation": ACTIVATION,
-        "query_pre_attn_scalar": round(scale**-2) if scale else hf["head_dim"],
-        "rope_parameters": {
-            FULL: hf["rope_parameters"],
-            SLIDING: {"rope_type": "default", "rope_theta": local or 10000.0},
-        },
-    }
-
-
 def _layer_types(hf: HfConfig) -> list[str]:
     """Kind of each layer; older configurations give only the pattern, or nothing."""
     if kinds := hf.get("layer_types"):
@@ -93,8 +80,6 @@ FAMILIES: dict[str, Family] = {
             in_layer("mlp.linear_fc2.end_norm.weight", "post_feedforward_layernorm.weight"),
         ),
         fields=_fields,
-        hf_config=_hf_config,
-        describes=lambda given: given.get("geglu"),
         model_type="gemma3_text",
         page="gemma3",
         models="text models 270M and 1B, and the text part of larger ones saved as such",

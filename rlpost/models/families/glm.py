@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rlpost.errors import WeightError
 from rlpost.models import names
-from rlpost.models.family import Family, expert_fields, expert_keys
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.family import Family, expert_fields
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import in_layer
 
 
@@ -50,40 +50,6 @@ def mixture(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _dense_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """Keys of attention; both families state the share of a head that is rotated."""
-    share = arguments.get("rotary_percent") or 1.0
-    return {
-        **hf,
-        "partial_rotary_factor": share,
-        "rope_parameters": hf["rope_parameters"] | {"partial_rotary_factor": share},
-        "attention_bias": bool(arguments.get("add_qkv_bias")),
-    }
-
-
-def _mixture_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    return {
-        **_dense_config(arguments, hf),
-        **mixture_keys(arguments),
-        "use_qk_norm": bool(arguments.get("qk_layernorm")),
-    }
-
-
-def mixture_keys(arguments: ModelArguments) -> dict[str, object]:
-    """Keys of config.json for a ``mixture``."""
-    sparse = [*(arguments.get("moe_layer_freq") or (1,) * arguments["num_layers"]), 1]
-    shared = arguments.get("moe_shared_expert_intermediate_size") or 0
-    return expert_keys(arguments) | {
-        "n_routed_experts": arguments["num_experts"],
-        "n_shared_experts": shared // arguments["moe_ffn_hidden_size"],
-        "first_k_dense_replace": sparse.index(1),
-        "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
-        "norm_topk_prob": True,
-        "n_group": arguments.get("moe_router_num_groups") or 1,
-        "topk_group": arguments.get("moe_router_group_topk") or 1,
-    }
-
-
 EXPERTS: dict[str, object] = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
@@ -109,10 +75,6 @@ FAMILIES: dict[str, Family] = {
             in_layer("mlp.linear_fc2.end_norm.weight", "post_mlp_layernorm.weight"),
         ),
         fields=_dense,
-        hf_config=_dense_config,
-        describes=lambda given: (
-            given.get("post_self_attn_layernorm") and not given.get("num_experts")
-        ),
         model_type="glm4",
         page="glm4",
         models="GLM-4-0414, GLM-Z1: sandwich norms, interleaved partial rotary embedding",
@@ -132,10 +94,6 @@ FAMILIES: dict[str, Family] = {
             *names.MTP_LAYER,
         ),
         fields=mixture,
-        hf_config=_mixture_config,
-        describes=lambda given: (
-            given.get("num_experts") and given.get("moe_router_score_function") == "sigmoid"
-        ),
         model_type="glm4_moe",
         page="glm4.5",
         models="sigmoid router with a bias, shared expert, dense first layers",

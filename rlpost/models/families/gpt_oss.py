@@ -7,8 +7,8 @@ in bfloat16 or MXFP4.
 from __future__ import annotations
 
 from rlpost.models import names
-from rlpost.models.family import Family, expert_fields, window_fields, window_keys
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.family import Family, expert_fields, window_fields
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import in_layer
 
 SWIGLU_LIMIT = 7.0
@@ -52,19 +52,6 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """No argument gives the scaling of positions, which is that of all published checkpoints."""
-    rotary = {"rope_theta": arguments.get("rotary_base") or 150000.0}
-    return {
-        **hf,
-        **window_keys(arguments, (1, 0) * (arguments["num_layers"] // 2)),
-        "attention_bias": True,
-        "rope_parameters": _YARN | rotary,
-        "num_experts_per_tok": arguments["moe_router_topk"],
-        "num_local_experts": arguments["num_experts"],
-    }
-
-
 def _layer_types(hf: HfConfig) -> list[str]:
     """Kind of each layer; without them every other layer has a window, the first one included."""
     if kinds := hf.get("layer_types"):
@@ -90,8 +77,6 @@ FAMILIES: dict[str, Family] = {
             names.of_all_experts("linear_fc2.bias", "down_proj_bias", "plain"),
         ),
         fields=_fields,
-        hf_config=_hf_config,
-        describes=lambda given: given.get("softmax_type") == "learnable",
         model_type="gpt_oss",
         page="gpt-oss",
         writes_channels=True,

@@ -20,7 +20,6 @@ def _mistral(hf: HfConfig) -> dict[str, object]:
 _RULES = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
 
 FAMILIES: dict[str, Family] = {
-    # [model] describes Llama alone: the two differ in windows only
     "MistralForCausalLM": Family(
         rules=_RULES,
         fields=_mistral,
@@ -33,7 +32,6 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         rules=_RULES,
         refused=("attention_bias", "mlp_bias"),
-        describes=lambda given: True,
         model_type="llama",
         page="llama",
         models="Llama 3, Llama 3.1 (scaled rotary embedding), SmolLM2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rlpost.errors import WeightError
 from rlpost.models import names
 from rlpost.models.family import Family, expert_fields
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import in_layer
 
 
@@ -42,16 +42,6 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    return {
-        **hf,
-        "rotary_dim": round((arguments.get("rotary_percent") or 1.0) * hf["head_dim"]),
-        "num_experts_per_tok": arguments["moe_router_topk"],
-        "num_local_experts": arguments["num_experts"],
-        "scoring_func": "sigmoid",
-    }
-
-
 _EXPERT = "mlp.experts.local_experts.{expert}."
 _EXPERT_THERE = "block_sparse_moe.experts.{expert}."
 
@@ -73,8 +63,6 @@ FAMILIES: dict[str, Family] = {
             in_layer(_EXPERT + "linear_fc2.weight", _EXPERT_THERE + "w2.weight"),
         ),
         fields=_fields,
-        hf_config=_hf_config,
-        describes=lambda given: given.get("qk_norm_type") == "per_layer",
         model_type="minimax_m2",
         page="minimax-m2",
         models="MiniMax-M2: sigmoid router with a bias, norms over all heads",

@@ -65,7 +65,6 @@ def _published(
         other_rules=prefixed(text.rules) if rules else (),
         renamed=prefixes,
         models=models,
-        describes=lambda arguments: False,  # [model] describes the language model
         carried=carried,
         vision=vision,
         defaults={**text.defaults, **(defaults or {})},

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from rlpost.errors import WeightError
 from rlpost.models import names
-from rlpost.models.family import Family, expert_fields, expert_keys, window_fields
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.family import Family, expert_fields, window_fields
+from rlpost.models.model_types import HfConfig
 
 _DENSE = (*names.OUTSIDE_LAYERS, *names.ATTENTION, *names.MLP_NORM, *names.DENSE_MLP)
 
@@ -93,30 +93,10 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, object]:
     }
 
 
-def hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    """Keys of windows and of experts in addition to ``hf``."""
-    hf_fields: dict[str, object] = {**hf}
-    if arguments.get("sliding_window"):
-        hf_fields["use_sliding_window"] = True
-    if arguments.get("num_experts"):
-        sparse = arguments.get("moe_layer_freq") or ()
-        hf_fields |= expert_keys(arguments) | {
-            "num_experts": arguments["num_experts"],
-            "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [number for number, one in enumerate(sparse) if not one],
-        }
-        if shared := arguments.get("moe_shared_expert_intermediate_size"):
-            hf_fields["shared_expert_intermediate_size"] = shared
-    return hf_fields
-
-
 FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS),
         fields=lambda hf: {"add_qkv_bias": True, **_dense_windows(hf)},
-        hf_config=hf_config,
-        describes=lambda given: given.get("add_qkv_bias"),
         model_type="qwen2",
         page="qwen2",
         models="Qwen2.5",
@@ -127,8 +107,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QKV_BIAS, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_qwen2_moe,
-        hf_config=hf_config,
-        describes=lambda given: given.get("num_experts") and given.get("moe_shared_expert_gate"),
         model_type="qwen2_moe",
         page="qwen2",
         models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: shared expert with a gate",
@@ -139,8 +117,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM),
         fields=lambda hf: {"qk_layernorm": True, **_dense_windows(hf)},
-        hf_config=hf_config,
-        describes=lambda given: given.get("qk_layernorm") and not given.get("num_experts"),
         model_type="qwen3",
         page="qwen3",
         models="Qwen3",
@@ -152,10 +128,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         rules=(*_DENSE, *names.QK_NORM, *names.EXPERTS),
         fields=_qwen3_moe,
-        hf_config=hf_config,
-        describes=lambda given: (
-            given.get("num_experts") and not given.get("moe_shared_expert_gate")
-        ),
         model_type="qwen3_moe",
         page="qwen3",
         models="Qwen3 with experts: 30B-A3B, 235B-A22B",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from rlpost.models import names
 from rlpost.models.families.qwen import EXPERTS, gated_shared_expert, mixture
-from rlpost.models.families.qwen import hf_config as qwen_config
 from rlpost.models.family import Family
-from rlpost.models.model_types import HfConfig, ModelArguments
+from rlpost.models.model_types import HfConfig
 from rlpost.models.names import Rule, in_layer
 
 
@@ -62,15 +61,6 @@ def _mixture_of_3_5(hf: HfConfig) -> dict[str, object]:
     keys for either (``Qwen3_5MoeDecoderLayer``, ``Qwen3_5MoeTopKRouter``).
     """
     return _next({**hf, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})
-
-
-def _hf_config(arguments: ModelArguments, hf: HfConfig) -> dict[str, object]:
-    kinds = ("full_attention", "linear_attention")
-    return {
-        **qwen_config(arguments, hf),
-        "layer_types": [kinds[one] for one in arguments["linear_attention_freq"]],
-        **{name: arguments[name] for name in LINEAR_SIZES},
-    }
 
 
 def _linear(*projections: Rule) -> tuple[Rule, ...]:
@@ -131,8 +121,6 @@ FAMILIES: dict[str, Family] = {
             *names.GATED_SHARED_EXPERT,
         ),
         fields=_next,
-        hf_config=_hf_config,
-        describes=lambda given: given.get("linear_attention_freq") and given.get("num_experts"),
         model_type="qwen3_next",
         page="qwen3-next",
         models="Qwen3-Next-80B-A3B: gated attention in every fourth layer",
@@ -144,8 +132,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family(
         rules=(*_OF_3_5, *names.DENSE_MLP),
         fields=_hybrid,
-        hf_config=_hf_config,
-        describes=lambda given: given.get("linear_attention_freq") and not given.get("num_experts"),
         model_type="qwen3_5_text",
         page="qwen3.5",
         models="dense text models",
@@ -156,13 +142,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(
         rules=(*_OF_3_5, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
         fields=_mixture_of_3_5,
-        hf_config=_hf_config,
         # its config.json has no size of a dense layer; otherwise only names of weights differ
-        describes=lambda given: (
-            given.get("linear_attention_freq")
-            and given.get("num_experts")
-            and given.get("ffn_hidden_size") == given.get("moe_ffn_hidden_size")
-        ),
         model_type="qwen3_5_moe_text",
         page="qwen3.5",
         models="text models of 35B-A3B and larger ones: the same layers with experts",

@@ -62,7 +62,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def observe_recipe(name: str, given: dict[str, Any]) -> Found:
     """Build a recipe's trainer on its first rank."""
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), given).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml"), given).config
     return built(config, config.actor_world_size)
 
 
@@ -112,7 +112,7 @@ def built(settings: Config, size: int) -> Found:
     """Describe model, wrapped model, optimizer and exporter of rank 0, or the error."""
     with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
         try:
-            description = read_description(settings.checkpoint.hf_checkpoint, settings.model.given)
+            description = read_description(settings.checkpoint.hf_checkpoint, settings.checkpoint)
             description.check_layout(settings)
             stages = description.num_virtual_stages(settings)
             parallel.initialise(
@@ -281,7 +281,7 @@ def main(assets: str, families: str) -> None:
     collect_rarely()
     logging.getLogger("megatron").setLevel(logging.CRITICAL)
     os.environ["RLPOST_ASSETS"] = assets
-    without_kernels = {"model": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
+    without_kernels = {"perf": {"moe_grouped_gemm": False, "moe_permute_fusion": False}}
     on_gpus = {
         f"{family}, {name}": observe_gpu(*gpu, Path(families) / family)
         for family in ON_GPUS

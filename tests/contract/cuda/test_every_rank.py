@@ -19,11 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.config.groups.model import ModelConfig
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.architecture import architecture
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.shape import shape_of
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
@@ -32,12 +29,11 @@ from rlpost.extensions.rehearsal.all_ranks.contradictions import (
     plan_problems,
     update_plans,
 )
-from rlpost.extensions.rehearsal.all_ranks.model import description_of
 from rlpost.extensions.rehearsal.all_ranks.published import published
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import Weight
-from rlpost.models.families import family
 from rlpost.models.fp8 import SUFFIX
+from rlpost.trainer.model_description import description_of
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
 from rlpost.types import Bucket
@@ -61,24 +57,23 @@ TINY = {
 
 
 def recipe_config(
-    recipe: str, folder: Path, **changed: dict[str, Any]
+    recipe: str,
+    folder: Path,
+    *,
+    hf: Mapping[str, Any] | None = None,
+    **changed: dict[str, Any],
 ) -> tuple[Config, Mapping[str, Any]]:
-    """Return the settings of a recipe without its assets, and its model's published config.json."""
-    checkpoint = {"checkpoint": {"hf_checkpoint": str(folder / "model")}}
-    if recipe == "tiny":
-        changed = {"model": words_of(TINY)} | changed
-    config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), checkpoint | changed).config
-    return config, TINY if recipe == "tiny" else PUBLISHED[model_of(recipe)]
+    """Return the settings of a recipe without its assets, and the config.json of its model.
 
-
-def model_of(recipe: str) -> str:
-    return files_of(JOBS / "recipes" / f"{recipe}.toml", {})[0].stem
-
-
-def words_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model arguments that a file of jobs/models would contain."""
-    said = architecture(family(hf["architectures"][0]), hf)
-    return {name: value for name, value in said.items() if value is not None}
+    ``hf``: keys that differ from the published file.
+    """
+    path = JOBS / "recipes" / f"{recipe}.toml"
+    named = load(files_of(path), {}).config.checkpoint.model
+    described = (TINY if named is None else PUBLISHED[named]) | (hf or {})
+    file = folder / "described.json"
+    file.write_text(json.dumps(described))
+    checkpoint = {"checkpoint": {"hf_checkpoint": str(folder / "model"), "model": str(file)}}
+    return load(files_of(path), checkpoint | changed).config, described
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -87,9 +82,6 @@ def test_all_ranks_of_a_recipe_make_up_its_model(recipe, tmp_path):
     made = rehearse(config, hf=hf)
     assert len(made.ranks) == config.actor_world_size
     assert made.problems[:20] == []
-    assert shape_of(config.model.model_dump()) == made.expected.shape, (
-        "what `rlpost plan` counts without the folder"
-    )
 
 
 MANY_WAYS = {  # layouts that no recipe has: (settings of [perf], number of ranks)
@@ -135,15 +127,11 @@ def test_the_update_plan_in_fp8_is_that_of_an_fp8_model_of_transformers(tmp_path
 
 
 SMALL = {
-    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 4,
-    "kv_channels": 16, "vocab_size": 101, "num_experts": 8, "moe_ffn_hidden_size": 32,
-    "moe_shared_expert_intermediate_size": 32, "moe_layer_freq": (0, 1, 1, 1), "moe_router_topk": 2,
-}  # fmt: skip
-SMALL_HF = PUBLISHED["glm45_355b"] | {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 101, "n_routed_experts": 8, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, "num_experts_per_tok": 2,
 }  # fmt: skip
+SMALL_HF = PUBLISHED["glm45_355b"] | SMALL
 SIXTEEN = {
     "perf": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
@@ -157,7 +145,7 @@ SIXTEEN = {
 
 
 def small(folder: Path) -> Rehearsal:
-    config, _ = recipe_config("glm45_355b", folder, model=SMALL, **SIXTEEN)
+    config, _ = recipe_config("glm45_355b", folder, hf=SMALL, **SIXTEEN)
     return rehearse(config, hf=SMALL_HF)
 
 
@@ -180,7 +168,7 @@ def test_buckets_fit_into_the_memory_of_the_gpu(sixteen):
 def test_the_layer_for_multi_token_prediction_is_on_the_last_stage(tmp_path):
     """It is built, planned, saved and sent exactly once; nothing else changes."""
     on = {"grpo": {"enable_mtp_training": True}}
-    config, _ = recipe_config("glm45_355b", tmp_path, model=SMALL, **SIXTEEN, **on)
+    config, _ = recipe_config("glm45_355b", tmp_path, hf=SMALL, **SIXTEEN, **on)
     made = rehearse(config, hf=SMALL_HF)
     assert made.problems == []
     holders = {
@@ -201,12 +189,12 @@ def test_a_folder_with_config_json_describes_the_model(tmp_path, sixteen):
     assert made.ranks == sixteen.ranks
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HF | {"n_routed_experts": 16}))
     with pytest.raises(ConfigError, match=r"--num-experts 8, but the model's config.json says 16"):
-        rehearse(settings)
+        rehearse(with_values(settings, model_args={"num_experts": 8}))
 
 
 def test_a_model_that_nothing_describes_is_named(sixteen):
-    settings = sixteen.expected.config.model_copy(update={"model": ModelConfig()})
-    with pytest.raises(ConfigError, match=r"model.num_layers, .*: not known"):
+    settings = with_values(sixteen.expected.config, model=None)
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .*config.json is not there; bring it"):
         rehearse(settings)
 
 

@@ -45,7 +45,7 @@ DEFAULTS: dict[str, tuple[str, int, str, dict[str, object]]] = {
 
 
 def recipe_case(name: str) -> tuple[Config, str, int]:
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml"), {}).config
     return config, name, parse_size("H100")
 
 

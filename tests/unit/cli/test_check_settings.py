@@ -44,31 +44,36 @@ def test_an_option_of_the_model_that_engines_do_not_support_is_named(tmp_path):
     assert "its weights are in MXFP4" in problem
 
 
+def stated(folder, overrides=None, **arguments):
+    """The problems with these MODEL_ARGS."""
+    settings = {"model_args": arguments, "override_hf_config": overrides or {}}
+    return problems(folder, checkpoint=settings)
+
+
 def test_every_value_of_a_recipe_for_another_model_is_named(tmp_path):
     write_model(make_project(tmp_path), rope_theta=1e6, rms_norm_eps=1e-6)
-    assert problems(tmp_path, model={"num_layers": 2, "rotary_base": 1000000}) == []
-    found = problems(tmp_path, model={"num_layers": 3, "rotary_base": 10000})
+    assert stated(tmp_path, num_layers=2, rotary_base=1000000) == []
+    found = stated(tmp_path, num_layers=3, rotary_base=10000)
     assert [line.split()[0] for line in found] == ["--num-layers", "--rotary-base"]
     assert (
-        "says 2; use --num-layers 2" in found[0] and "--override-hf-config rotary_base" in found[1]
+        "says 2; use --num-layers 2" in found[0]
+        and "--override-hf-config rotary_base=10000" in found[1]
     )
-    allowed = {"rotary_base": 10000, "override_hf_config": ["rotary_base"]}
-    assert problems(tmp_path, model=allowed) == []
+    assert stated(tmp_path, {"rotary_base": 10000.0}, rotary_base="1e4") == []
 
 
 def test_a_model_file_of_another_model_is_one_problem_with_one_remedy(tmp_path, capsys):
     """The remedy works: with it the same command finds no problem."""
     folder = make_project(tmp_path)
     recipe = folder / "recipe.toml"
-    text = recipe.read_text().replace("[checkpoint]", "[checkpoint]\nref_load = 'other_torch_dist'")
-    recipe.write_text(f"model = 'qwen3_4b'\n{text}")
+    recipe.write_text(f"model = 'qwen3_4b'\n{recipe.read_text()}")
     words = ["check", str(recipe), "--hf-checkpoint", str(folder / "model")]
     words += ["--prompt-data", str(folder / "prompts.jsonl")]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "another model than jobs/models/qwen3_4b.toml describes" in line
-    assert "--num-layers, --hidden-size" in line and "use --model none --ref-load none " in line
-    assert main([*words, "--model", "none", "--ref-load", "none"]) == 0
+    assert "another model than jobs/models/qwen3_4b.json describes" in line
+    assert "num_hidden_layers, hidden_size" in line and "use --model none to take" in line
+    assert main([*words, "--model", "none"]) == 0
 
 
 MIXTURE = {
@@ -110,7 +115,7 @@ def test_a_prediction_layer_with_weights_may_be_trained(tmp_path):
     file = len(header).to_bytes(8, "little") + header
     (tmp_path / "model/model.safetensors").write_bytes(file)
     assert problems(tmp_path, **TRAINED) == []
-    assert "--mtp-num-layers 3" in problems(tmp_path, **TRAINED, model={"mtp_num_layers": 3})[0]
+    assert "--mtp-num-layers 3" in stated(tmp_path, mtp_num_layers=3)[0]
 
 
 @pytest.mark.parametrize("files", [[], ["latest_checkpointed_iteration.txt"]])

@@ -100,6 +100,6 @@ def test_a_model_that_is_only_converted_misses_no_kernel(tmp_path, monkeypatch):
     not have.
     """
     monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
-    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml"), {}).config
     assert any(need.is_required for need in needs_transformer_engine(config))
     assert needs_transformer_engine(_prepared(config, None, 8)) == ()

@@ -229,7 +229,7 @@ def test_engines_beside_training_are_not_started_without_a_trainer(tmp_path: Pat
         "[engines.evaluator]\nfollows_policy = true\ngpus = 3\n"
         '[engines.judge]\nmodel = "assets/tiny"\n'
     )
-    files = files_of(recipe, {})
+    files = files_of(recipe)
     config = load(files, {"debug": {"debug_rollout_only": True}}).config
     assert [*config.engines.groups] == ["judge"] and config.eval.eval_engines is None
     trained = load(files, {}).config

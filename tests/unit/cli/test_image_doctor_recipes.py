@@ -5,14 +5,14 @@ from __future__ import annotations
 from rlpost.cli.main import main
 from rlpost.config.load import JOBS
 
-GROUPED, FUSED = "--moe-grouped-gemm true", "--moe-permute-fusion true"
+GROUPED = "--moe-grouped-gemm true"
 
 
 def test_the_doctor_of_an_image_looks_for_what_the_recipe_needs(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("RLPOST_IMAGE", "/i.sqsh")
     monkeypatch.setenv("RLPOST_ASSETS", "/a")
     site = ["--cluster", "site", "--dry-run"]
-    for name, wanted in (("glm45_355b", f"--te-for={GROUPED},{FUSED}"), ("qwen3_4b", None)):
+    for name, wanted in (("glm45_355b", f"--te-for={GROUPED}"), ("qwen3_4b", None)):
         assert main(["doctor", "--image", str(JOBS / f"recipes/{name}.toml"), *site]) == 0
         script = capfd.readouterr().out
         assert (f" '{wanted}'" in script) if wanted else ("--te-for" not in script)

@@ -22,7 +22,7 @@ def test_recipes_models_and_clusters_are_listed_with_the_first_sentence_of_their
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for kind, names in found.items():
-        assert set(names) == {path.stem for path in (JOBS / kind).glob("*.toml")}
+        assert set(names) == {path.stem for path in (JOBS / kind).glob("*.*")}
         assert all(text.endswith(".") for text in names.values())
     assert main(["recipes", "models"]) == 0
     out = capsys.readouterr().out

@@ -21,7 +21,7 @@ RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml"))
 def config_of(recipe: str, folder: Path) -> Config:
     """The settings of a recipe without its assets."""
     checkpoint = {"checkpoint": {"hf_checkpoint": str(folder)}}
-    return load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), checkpoint).config
+    return load(files_of(JOBS / "recipes" / f"{recipe}.toml"), checkpoint).config
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -75,9 +75,9 @@ def test_the_trainer_reads_an_odd_config_as_the_installed_transformers_does(tmp_
         ),
         (
             QWEN3,
-            {"model": {"rotary_base": 5000, "override_hf_config": ["rotary_base"]}},
+            {"checkpoint": {"override_hf_config": {"rotary_base": 5000}}},
             "rope.rope_theta: the trainer has 5000, the engines 10000; write the value into "
-            "config.json instead of --override-hf-config rotary_base",
+            "config.json instead of --override-hf-config rotary_base=5000",
         ),
         (
             QWEN3,

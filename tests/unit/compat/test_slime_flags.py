@@ -12,6 +12,7 @@ from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import flags, pass_through
 from rlpost.config.load import load
 from rlpost.config.megatron_options import option_names
+from rlpost.config.model_arguments import NAMES
 from rlpost.config.server_arg_values import server_arg_table
 from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
@@ -30,7 +31,7 @@ NO_USE = (
     "durable/journal.py",
 )
 """Code that defines, checks or lists settings, but does not use them."""
-OWN = {flags.flag(key) for key in flags.fields()} | KEY_FLAGS.keys()
+OWN = {flags.flag(key) for key in [*flags.fields(), *NAMES]} | KEY_FLAGS.keys()
 
 
 def is_passed_on(name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from rlpost.config import flags, megatron_options, pass_through
 from rlpost.config.load import load
+from rlpost.config.model_arguments import NAMES
 from rlpost.config.slime_flags import ABBREVIATIONS, DERIVED, REMOVED
 from rlpost.errors import ConfigError
 
@@ -49,7 +50,7 @@ def test_a_flag_of_an_earlier_version_is_refused_with_what_to_use(name: str) -> 
 
 
 def test_no_name_is_a_flag_or_an_option_of_megatron_and_each_stands_for_flags_that_exist() -> None:
-    ours = {flags.flag(key) for key in flags.fields()}
+    ours = {flags.flag(key) for key in [*flags.fields(), *NAMES]}
     names = ABBREVIATIONS.keys() | DERIVED.keys() | REMOVED.keys()
     assert not {f"--{name}" for name in names} & ours
     options = megatron_options.option_names() or frozenset()

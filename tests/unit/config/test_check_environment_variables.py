@@ -96,7 +96,7 @@ def test_variables_of_recipe_profile_and_command_line_add_up(tmp_path):
     """
     site = tmp_path / "site.toml"
     site.write_text("[cluster.environment]\nNCCL_IB_HCA = 'mlx5'\nNCCL_IB_TC = '106'\n")
-    files = files_of(JOBS / "recipes/glm45_355b.toml", {"cluster": str(site)})
+    files = files_of(JOBS / "recipes/glm45_355b.toml", str(site))
     given = {"cluster": {"environment": ["NCCL_DEBUG=INFO", "NCCL_IB_TC=160"]}}
     environment = load(files, given).config.cluster.environment
     assert environment["NCCL_NVLS_ENABLE"] == "0" and environment["NCCL_IB_HCA"] == "mlx5"

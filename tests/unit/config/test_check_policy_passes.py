@@ -14,6 +14,7 @@ from rlpost.config.checks.policy_passes import DIFFERS, pass_problems
 from rlpost.config.flags import fields
 from rlpost.config.load import load
 from rlpost.config.megatron_options import CLASSES, OURS
+from rlpost.config.model_arguments import NAMES
 from rlpost.config.tree import Config
 
 SFT = {"loss_type": "sft_loss"}
@@ -73,6 +74,6 @@ def test_every_suspect_option_of_megatron_core_is_known() -> None:
                 if SUSPECT.search(f"{field.target.id} {first_sentence}"):
                     suspects.add(field.target.id)
     assert {"moe_input_jitter_eps", "hidden_dropout"} <= suspects
-    known = {*DIFFERS, *HARMLESS, *OURS, *fields()}
+    known = {*DIFFERS, *HARMLESS, *OURS, *fields(), *NAMES}
     assert sorted(suspects - known) == []
     assert set(HARMLESS) <= suspects

@@ -23,7 +23,7 @@ def test_training_in_fp8_is_accepted(recipe):
 
 def test_generating_in_fp8_is_accepted():
     """Its setting is the folder of the weights."""
-    recipe = load(files_of(JOBS / "recipes" / "qwen3_4b_fp8.toml", {}), {}).config
+    recipe = load(files_of(JOBS / "recipes" / "qwen3_4b_fp8.toml"), {}).config
     assert precision_problems(recipe) == [] == problems(megatron={"fp8": False})
 
 

@@ -9,6 +9,7 @@ import pytest
 from rlpost.cli.check_installed import check_installed
 from rlpost.config import flags, megatron_options, pass_through
 from rlpost.config.load import dump, load, parse_dump
+from rlpost.config.model_arguments import NAMES
 from rlpost.errors import ConfigError
 
 
@@ -107,8 +108,8 @@ def test_without_megatron_its_options_wait_for_the_node_and_typos_of_ours_do_not
 
 
 def test_no_option_of_megatron_is_so_like_a_setting_that_it_counts_as_a_misspelling(monkeypatch):
-    ours = [flags.flag(key) for key in flags.fields()]
-    names = megatron_options.option_names() - flags.fields().keys()
+    ours = [flags.flag(key) for key in [*flags.fields(), *NAMES]]
+    names = megatron_options.option_names() - flags.fields().keys() - NAMES
     monkeypatch.setattr(pass_through, "option_names", lambda: None)
     assert [name for name in names if pass_through.owner(name, ours) != "megatron"] == []
 

@@ -22,6 +22,7 @@ from rlpost.config.plan.activations import (
 )
 from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import Sizes, estimate
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.layout_search import nearest, suggest
 from rlpost.config.plan.nccl_memory import idle_context
 from rlpost.config.plan.rank_memory import RankMemory, forward_pass, held_memory
@@ -31,9 +32,9 @@ from rlpost.config.plan.shape import (
     Shape,
     layers_of,
     rank_parameters,
-    shape_of,
 )
 from rlpost.errors import ConfigError
+from tests.unit.config.test_models import PUBLISHED
 
 GB = 10**9
 BIG = Shape(hidden=16, ffn=32, heads=4, groups=2, head_dim=4, vocab=30, sparse=(False,) * 6)
@@ -122,11 +123,9 @@ def test_layers_go_to_stages_as_megatron_deals_them(layout, expected):
     assert [list(layers_of(layout, 8, stage)) for stage in range(layout.pipeline)] == expected
 
 
-def test_a_model_without_a_size_is_named():
-    with pytest.raises(
-        ConfigError, match=r"model.hidden_size, model.vocab_size: not known.*--model"
-    ):
-        shape_of({"num_layers": 2, "ffn_hidden_size": 8, "num_attention_heads": 2})
+def test_a_model_that_nothing_describes_is_named():
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint is not given: .* with --model"):
+        plan.model_of(load([], {}).config)
 
 
 def test_bytes_of_a_parameter_follow_the_precision():
@@ -230,8 +229,8 @@ def test_an_interleaved_stage_holds_the_chunks_of_its_warm_up_and_one_more():
 
 
 def planned(name, *, gpus=None, memory=80 * GB, **groups):
-    """A recipe where its model is not there yet: the table [model] says what it is."""
-    made = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), groups).config
+    """A recipe where its model is not there yet: a file of jobs/models says what it is."""
+    made = load(files_of(JOBS / "recipes" / f"{name}.toml"), groups).config
     made = made if gpus is None else plan.on_gpus(made, gpus)
     shape, width = plan.model_of(made)
     return estimate(made, shape, gpu_bytes=memory, engine_width=width)
@@ -396,25 +395,15 @@ def test_a_size_that_is_none_or_has_no_unit_is_refused(bad):
         plan.parse_size(bad)
 
 
-WIDE = {
-    "hidden_size": 8192,
-    "ffn_hidden_size": 28672,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-}
-LLAMA70 = WIDE | {
-    "num_layers": 80,
-    "vocab_size": 128256,
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA70 = PUBLISHED["llama3_1_70b"]
 LLAMA13 = LLAMA70 | {
-    "hidden_size": 5120, "ffn_hidden_size": 13824, "num_attention_heads": 40, "num_query_groups": 40,
-    "num_layers": 40, "vocab_size": 32000,
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 40,
+    "num_hidden_layers": 40, "vocab_size": 32000,
 }  # fmt: skip
 MISTRAL = LLAMA70 | {
     "hidden_size": 12288,
     "num_attention_heads": 96,
-    "num_layers": 88,
+    "num_hidden_layers": 88,
     "vocab_size": 32768,
 }
 HOST = {"optimizer_cpu_offload": True}
@@ -448,11 +437,10 @@ def test_the_usual_layouts_for_a_model_s_size_fit(size, model, gpus, layout, opt
     }  # fmt: skip
     engines = {"rollout_num_gpus_per_engine": 8 if size < 300e9 else 32}
     rollout = {"rollout_max_response_len": 7168}
-    files = files_of(None, {"model": model}) if isinstance(model, str) else []
-    groups = {} if files else {"model": model}
-    made = load(files, {"cluster": {"actor_num_nodes": gpus // 8, "colocate": True} | engines, "perf": sizes,
-                        "optimizer": optimizer, "rollout": rollout, **groups}).config  # fmt: skip
-    shape = shape_of(made.model.model_dump())
+    hf = PUBLISHED[model] if isinstance(model, str) else model
+    made = load([], {"cluster": {"actor_num_nodes": gpus // 8, "colocate": True} | engines, "perf": sizes,
+                        "optimizer": optimizer, "rollout": rollout}).config  # fmt: skip
+    shape = hf_shape(hf)
     assert shape.parameters.total == pytest.approx(size, rel=0.05)
     assert layout_problems(made) == []
     assert estimate(made, shape, gpu_bytes=80 * GB).problems == ()
@@ -478,7 +466,7 @@ def test_suggestions_fit_divide_and_come_best_first():
     ],
 )
 def test_layouts_are_suggested_although_the_samples_are_wrong_at_every_layout(rollout):
-    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml", {}), {"rollout": rollout}).config
+    config = load(files_of(JOBS / "recipes/qwen3_30b_a3b.toml"), {"rollout": rollout}).config
     assert batch_problems(config)
     shape, _ = plan.model_of(config)
     assert len(suggest(config, shape, gpu_bytes=80 * GB)) > 3
@@ -486,7 +474,7 @@ def test_layouts_are_suggested_although_the_samples_are_wrong_at_every_layout(ro
 
 def shown(*words: str) -> tuple[int, str]:
     out = io.StringIO()
-    made = load(files_of(JOBS / "recipes" / words[0], {}), {}).config
+    made = load(files_of(JOBS / "recipes" / words[0]), {}).config
     shape, _ = plan.model_of(made)
     memory = 24 * GB if "24GB" in words else 80 * GB
     console = Console(file=out, width=plan.WIDTH)
@@ -579,11 +567,12 @@ def test_adapters_of_experts_are_cut_as_the_experts_are():
 
 
 def test_a_size_that_the_model_cannot_have_does_not_fit():
-    """From the table [model] alone: the weights are not here."""
+    """From the published file alone: the weights are not here."""
     cluster = {"num_gpus_per_node": 16, "actor_num_gpus_per_node": 16}
     tables = {"cluster": {"colocate": True, "actor_num_nodes": 1, **cluster}}
     tables["perf"] = {"tensor_model_parallel_size": 16, "sequence_parallel": True}
-    settings = load(files_of(None, {"model": "qwen3_4b"}), tables).config
+    tables["checkpoint"] = {"model": "qwen3_4b"}
+    settings = load([], tables).config
     problems = plan.size_problems(settings)
     (problem,) = problems
     assert "16 does not divide the model's num_key_value_heads = 8" in problem

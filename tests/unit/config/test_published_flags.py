@@ -11,6 +11,7 @@ from rlpost.cli.check_settings import check
 from rlpost.config import flags, pass_through
 from rlpost.config.load import load
 from rlpost.config.megatron_options import option_names
+from rlpost.config.model_arguments import NAMES
 from rlpost.config.published_flags import (
     ACCEPTED,
     FALSE_OF_FIELD,
@@ -60,7 +61,7 @@ def test_each_flag_of_megatron_is_known_in_exactly_one_way() -> None:
     for name in megatron_flags():
         key = name.replace("-", "_")
         ways = [name in table for table in tables]
-        is_own = key in flags.fields()
+        is_own = key in flags.fields() or key in NAMES
         is_field = not any(ways) and not is_own and pass_through.owner(key, ()) == "megatron"
         is_meant = pass_through.meant(name) is not None and name not in LACKING
         assert sum((*ways, is_own, is_field, is_meant)) == 1, name
@@ -92,7 +93,7 @@ def test_a_flag_of_megatron_sets_the_field_that_it_stands_for() -> None:
     words = ["--no-masked-softmax-fusion", "--fp8-format", "hybrid", "--use-gated-attention"]
     values = flags.parse(PARSER, words)[1]
     assert values["megatron"] == {"masked_softmax_fusion": False, "fp8": "hybrid"}
-    assert values["model"] == {"attention_output_gate": "true"}
+    assert values["checkpoint"] == {"model_args": {"attention_output_gate": "true"}}
 
 
 def test_layers_of_a_user_are_refused() -> None:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.config.load import files_of, load
-from rlpost.config.plan.shape import Shape, shape_of
+from rlpost.config.model_file import MODELS, read_model
+from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.config.plan.shape import Shape
 
 
 def total(shape: Shape) -> int:
@@ -94,8 +95,7 @@ PUBLISHED: list[tuple[str, Callable[[Shape], int], float, int, str]] = [
     [pytest.param(*row[:4], id=f"{row[0]}-{row[1].__name__}") for row in PUBLISHED],
 )
 def test_parameters_are_those_that_are_published(model, count, billions, decimals):
-    words = load(files_of(None, {"model": model}), {}).config.model.model_dump()
-    shape = shape_of({key: value for key, value in words.items() if value is not None})
+    shape = hf_shape(read_model(MODELS / f"{model}.json"))
     assert round(count(shape) / 1e9, decimals) == billions
 
 

@@ -18,6 +18,7 @@ from rlpost.config import flags
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import load
 from rlpost.config.megatron_options import option_problems
+from rlpost.config.model_arguments import NAMES, problems
 from rlpost.engines.server_args import check_server_args
 
 SEEDS = Path(__file__).parents[2] / "data/seeds"
@@ -144,7 +145,7 @@ def resolved(words):
     for group, entries in values.items():
         node = getattr(config, group)
         given |= {key: getattr(node, key) for key in entries}
-    return given, config
+    return given | given.pop("model_args", {}), config
 
 
 def test_every_file_has_its_meanings():
@@ -159,7 +160,11 @@ def test_a_command_line_of_the_recipes_means_here_what_it_means_there(name):
     environ = {}
     words = take_keys(words_of(name), environ)
     given, config = resolved(words)
-    assert given == MEANT[name]
+    meant = MEANT[name]
+    others = {key: value for key, value in given.items() if key not in NAMES}
+    assert others == {key: value for key, value in meant.items() if key not in NAMES}
+    arguments = {key: given[key] for key in given.keys() & NAMES}
+    assert arguments.keys() == meant.keys() & NAMES and problems(arguments, meant) == []
     assert environ == ({"WANDB_API_KEY": KEY} if name == "wandb" else {})
     check_server_args(config.sglang.server_args)
     assert option_problems(config.megatron.options) == []

@@ -10,13 +10,16 @@ import pytest
 from rlpost.cli import check_installed as check
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.megatron_options import option_names
-from rlpost.config.transformer_engine import MEGATRON_OPTIONS, needs_transformer_engine
+from rlpost.config.transformer_engine import MEGATRON_OPTIONS, needs, needs_transformer_engine
 from rlpost.errors import ConfigError
 
 
 def needed(**groups):
     """The settings that require it, and those that are slower without."""
-    found = needs_transformer_engine(load([], groups).config)
+    return sorted_needs(needs_transformer_engine(load([], groups).config))
+
+
+def sorted_needs(found):
     required = [need.setting for need in found if need.is_required]
     return required, [need.setting for need in found if not need.is_required]
 
@@ -26,19 +29,16 @@ ROTATION = "--no-rope-fusion false"
 
 def test_a_dense_model_needs_nothing_and_is_slower_without_one_kernel():
     assert needed() == ([], [ROTATION])
-    assert (
-        needed(model={"no_rope_fusion": True})
-        == needed(model={"rotary_interleaved": True})
-        == ([], [])
-    )
+    assert needed(perf={"no_rope_fusion": True}) == ([], [])
+    assert sorted_needs(needs(load([], {}).config, {"rotary_interleaved": True})) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("groups", "setting"),
     [
         ({"perf": {"transformer_impl": "transformer_engine"}}, "--transformer-impl "),
-        ({"model": {"moe_grouped_gemm": True}}, "--moe-grouped-gemm true"),
-        ({"model": {"moe_permute_fusion": True}}, "--moe-permute-fusion true"),
+        ({"perf": {"moe_grouped_gemm": True}}, "--moe-grouped-gemm true"),
+        ({"perf": {"moe_permute_fusion": True}}, "--moe-permute-fusion true"),
         (
             {"optimizer": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}},
             "--exp-avg-dtype bf16",
@@ -59,7 +59,7 @@ def test_each_setting_that_requires_it_is_named_by_flag_and_value(groups, settin
         {"optimizer": {"use_precision_aware_optimizer": True}},
         {"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}},
         {"megatron": {"fp8": False, "attention_backend": "flash", "moe_router_fusion": False}},
-        {"model": {"moe_grouped_gemm": False}},
+        {"perf": {"moe_grouped_gemm": False}},
     ],
 )
 def test_what_is_had_without_it_does_not_require_it(groups):
@@ -68,8 +68,10 @@ def test_what_is_had_without_it_does_not_require_it(groups):
 
 
 def test_experts_of_which_nothing_is_said_are_slower_without_it():
-    _, slower = needed(model={"num_experts": 8})
+    config = load([], {"perf": {"moe_permute_fusion": True}}).config
+    _, slower = sorted_needs(needs(config, {"num_moe_experts": 8}))
     assert slower == ["--moe-grouped-gemm, not given", ROTATION]
+    assert sorted_needs(needs(config, {})) == ([], [ROTATION]), "a dense model has no experts"
 
 
 def test_the_options_are_fields_of_megatron():
@@ -79,7 +81,7 @@ def test_the_options_are_fields_of_megatron():
 @pytest.mark.parametrize("recipe", ["glm45_355b", "qwen3_30b_a3b", "qwen3_4b"])
 def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe, monkeypatch):
     """Where it is the nodes' own, without a container; one for a CPU alone is not asked."""
-    config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{recipe}.toml"), {}).config
     real = importlib.metadata.version
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name)
@@ -88,11 +90,11 @@ def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe,
         return check.check_installed(config)
     with pytest.raises(ConfigError) as caught:
         check.check_installed(config)
-    grouped, permuted = str(caught.value).splitlines()
+    grouped = str(caught.value)
     assert grouped.startswith("--moe-grouped-gemm true needs TransformerEngine")
     assert (
-        "not installed in this environment; install it (docs/actor.md) or give --moe-permute-fusion f"
-        in permuted
+        "not installed in this environment; install it (docs/actor.md) or give --moe-grouped-gemm f"
+        in grouped
     )
     monkeypatch.undo()
     check.check_installed(config)
@@ -110,12 +112,11 @@ def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for
         "use_precision_aware_optimizer": True,
         "exp_avg_dtype": "bf16",
     }
-    recipe = files_of(JOBS / "recipes/glm45_355b.toml", {})
+    recipe = files_of(JOBS / "recipes/glm45_355b.toml")
     check.check_installed(load(recipe, {"optimizer": adam}).config)
     with pytest.raises(ConfigError) as caught:
         check.check_installed(
             load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config
         )
-    grouped, permuted = str(caught.value).splitlines()
+    grouped = str(caught.value)
     assert "--moe-grouped-gemm" in grouped and "which --transformer-impl local rules out" in grouped
-    assert "--moe-permute-fusion" in permuted

@@ -54,7 +54,7 @@ def config_of(name, flags):
     """The settings of a recipe, or of ``WITH_CRITIC`` with a critic; ``flags`` of SGLang."""
     given = dict(CRITICS.get(name, {})) | {"sglang": flags}
     recipe = WITH_CRITIC if name in CRITICS else name
-    return load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), given).config
+    return load(files_of(JOBS / "recipes" / f"{recipe}.toml"), given).config
 
 
 @lru_cache
@@ -132,7 +132,7 @@ def run_of(tmp_path, monkeypatch):
         }
         groups = dict(CRITICS.get(name, {})) | given
         recipe = WITH_CRITIC if name in CRITICS else name
-        config = load(files_of(JOBS / "recipes" / f"{recipe}.toml", {}), groups).config
+        config = load(files_of(JOBS / "recipes" / f"{recipe}.toml"), groups).config
         nodes = (Node("n0", "10.0.0.1", "lo", 4),)
         run = ClusterStages(
             config,

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpost.config.flags import flag
 from rlpost.config.groups.engines import EngineGroup
+from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config, Tree
+from rlpost.config.wording import with_values
 from rlpost.durable.provenance import Provenance
 from rlpost.durable.result_settings import (
     TABLE,
@@ -179,3 +182,38 @@ def test_no_secret_is_recorded_or_named_and_a_changed_one_is_a_change() -> None:
     assert line.startswith("env_args: ") and "0ther" not in line
     plain = {"env_args": one.env.env_args}  # as earlier versions recorded it
     assert "S3cr3t" not in difference(plain, {"env_args": 1})[0]
+
+
+EARLIER = json.loads(Path(__file__).with_name("run_with_model_table.json").read_text())
+"""Settings and recorded values of a run of 0.2, whose [model] stated the architecture of
+Qwen3-30B-A3B beside its config.json, with another base of the rotary embedding."""
+WEIGHTS = {"--hf-checkpoint": "abc"}
+
+
+def test_a_journal_of_a_version_that_stated_the_architecture_is_resumed():
+    """What it recorded of the model agreed with config.json, whose folder has the fingerprint."""
+    config = parse_dump(json.dumps(EARLIER["run"]))
+    assert config.checkpoint.override_hf_config == {"rotary_base": 10000.0}
+    assert config.checkpoint.model_args["num_layers"] == 48
+    assert (config.perf.moe_grouped_gemm, config.perf.moe_permute_fusion) == (True, True)
+    recorded = json.dumps(EARLIER["results"])
+    now = result_settings(config, WEIGHTS)
+    assert compare(recorded, now.to_json()) == Change()
+    assert parse_dump(dump(config)) == config
+
+    other = with_values(config, override_hf_config={"rotary_base": 20000.0})
+    (line,) = compare(recorded, result_settings(other, WEIGHTS).to_json()).generated
+    assert line.startswith("override_hf_config: ")
+    router = with_values(config, moe_router_dtype="fp64")
+    assert compare(recorded, result_settings(router, WEIGHTS).to_json()).generated == (
+        "moe_router_dtype: 'fp32' -> 'fp64'",
+    )
+
+
+def test_an_override_that_is_given_up_voids_the_journal():
+    before = parse_dump(json.dumps(EARLIER["run"]))
+    after = with_values(before, override_hf_config={})
+    found = compare(result_settings(before).to_json(), result_settings(after).to_json())
+    assert found.generated == ("override_hf_config: {'rotary_base': 10000.0} -> {}",)
+    kept = with_values(before, model_args={})
+    assert compare(result_settings(before).to_json(), result_settings(kept).to_json()) == Change()

@@ -193,7 +193,7 @@ def test_a_profile_with_pyxis_is_refused_on_a_cluster_without_it(
 ) -> None:
     profile = home / "pyxis.toml"
     profile.write_text("[cluster]\ncontainer = 'pyxis'\ncontainer_image = '/nowhere/i.sqsh'\n")
-    config = load(files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": str(profile)}), {}).config
+    config = load(files_of(JOBS / "recipes/qwen3_4b.toml", str(profile)), {}).config
     spec = replace(job_spec(config, driver_args=("jobs/recipes/qwen3_4b.toml",)), python=None)
     (home / "jobs/qwen3_4b.sbatch").write_text(render_sbatch(spec))
     refused = call("qwen3_4b", RLPOST_ASSETS=str(assets))

@@ -20,15 +20,19 @@ from rlpost.cli.job import job_spec
 from rlpost.cli.plan_engines import planned_groups
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.model_arguments import NAMES, ONLY_ZERO, WITHOUT_EFFECT, problems
+from rlpost.config.plan.architecture import architecture
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.extensions.rehearsal.nodes import nodes_check
+from rlpost.models.families import family
 from slurm.batch.options import Options, needed_variables
 from slurm.container import Container
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
 from tests.unit.cli.projects import MODEL, make_project
+from tests.unit.config.test_models import PUBLISHED
 from tests.unit.config.test_seeds import resolved, without, words_of
 from tests.unit.jobs.assets import make_assets
 from tools.pages.recipes import recipes_page
@@ -77,6 +81,8 @@ DIFFERENT = {  # key: why a recipe differs from its source
     "buffer_filter_path": "the same function here",
     "sglang_mem_fraction_static": "the sources say 0.8 in general and 0.7 where memory runs out",
     "no_save_optim": "a resume is exact: Adam's state is saved, through a bounded buffer",
+    "moe_permute_fusion": "the default where TransformerEngine is installed",
+    "no_rope_fusion": "a rotary embedding of neighbours is never fused",
     "use_wandb": "needs a key: --use-wandb",
     **dict.fromkeys(
         ("recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -101,7 +107,7 @@ DIFFERENT = {  # key: why a recipe differs from its source
 def read(name: str, assets: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Config:
     """A recipe at a site that keeps its models in ``assets``."""
     monkeypatch.setenv("RLPOST_ASSETS", str(assets))
-    return load(files_of(JOBS / "recipes" / f"{name}.toml", {}), flags).config
+    return load(files_of(JOBS / "recipes" / f"{name}.toml"), flags).config
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ def test_every_recipe_has_its_layout_here():
 @pytest.mark.parametrize("name", LARGE)
 def test_a_recipe_without_its_assets_names_the_missing_variable(name, monkeypatch):
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
-    config = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    config = load(files_of(JOBS / "recipes" / f"{name}.toml"), {}).config
     with pytest.raises(ConfigError) as caught:
         check(config)
     (line,) = str(caught.value).splitlines()
@@ -159,7 +165,7 @@ def test_a_recipe_without_its_assets_names_the_missing_variable(name, monkeypatc
 def test_assets_dir_replaces_the_variable(assets, monkeypatch):
     monkeypatch.setenv("RLPOST_ASSETS", "/elsewhere")
     config = load(
-        files_of(JOBS / "recipes/qwen3_4b.toml", {"cluster": "site"}),
+        files_of(JOBS / "recipes/qwen3_4b.toml", "site"),
         {"cluster": {"assets_dir": str(assets)}},
     ).config
     assert config.checkpoint.hf_checkpoint == str(assets / "Qwen3-4B")
@@ -219,7 +225,7 @@ def test_a_complete_profile_leaves_no_variable(assets, monkeypatch, tmp_path):
         "container_mounts = ['$RLPOST_ASSETS']\n"
     )
     monkeypatch.delenv("RLPOST_ASSETS", raising=False)
-    config = load(files_of(JOBS / "recipes/glm45_355b.toml", {"cluster": str(site)}), {}).config
+    config = load(files_of(JOBS / "recipes/glm45_355b.toml", str(site)), {}).config
     check(config)
     text = render_sbatch(job_spec(config))
     assert "RLPOST_ASSETS" not in text and "not set" not in text
@@ -288,10 +294,19 @@ def compared(name: str, config: Config) -> list[tuple[str, Any, Any, str]]:
     published: dict[str, Any] = {}
     for source in SOURCES[name]:
         published |= resolved(without(words_of(source), {"--wandb-key"}))[0]
+    hf = PUBLISHED[str(config.checkpoint.model)]
+    says = architecture(family(hf["architectures"][0]), hf)
     rows = []
     for key, value in sorted(published.items()):
-        ours = setting_of(config, key)
-        rows.append((key, value, ours, "" if ours == value else DIFFERENT.get(key, "?")))
+        if key in WITHOUT_EFFECT:
+            continue
+        if key in NAMES:
+            ours = 0.0 if key in ONLY_ZERO else says[key]
+            is_equal = problems({key: value}, says) == []
+        else:
+            ours = setting_of(config, key)
+            is_equal = ours == value
+        rows.append((key, value, ours, "" if is_equal else DIFFERENT.get(key, "?")))
     return rows
 
 
@@ -341,6 +356,7 @@ def test_later_glm_recipes_differ_from_glm45_in_the_model_alone(name, monkeypatc
         ("cluster", "job_name"),
         ("checkpoint", "hf_checkpoint"),
         ("checkpoint", "ref_load"),
+        ("checkpoint", "model"),
         ("assets", "hub_models"),
         ("wandb", "wandb_group"),
     }
@@ -352,10 +368,9 @@ def test_errors_of_the_sources_are_corrected(monkeypatch):
     """
     config = read("glm45_355b", Path("/root"), monkeypatch)
     assert config.model_parallel_size * config.data_parallel_size == config.actor_world_size == 64
-    assert (
-        config.model.num_experts == 160
-        and config.model.num_experts % config.perf.expert_model_parallel_size == 0
-    )
+    assert config.checkpoint.model == "glm45_355b"
+    experts = PUBLISHED["glm45_355b"]["n_routed_experts"]
+    assert experts == 160 and experts % config.perf.expert_model_parallel_size == 0
     assert config.samples_per_rollout // config.num_steps_per_rollout == 256
 
 

@@ -70,7 +70,7 @@ def test_the_commands_on_the_pages_are_understood() -> None:
     made.add_argument("--dry-run", action="store_true")
     namespace, _ = parse(made, submit[3:])
     assert submit[:3] == ["python", "-m", "rlpost.submit"] and namespace.dry_run
-    load(files_of(ROOT / namespace.recipe, {"cluster": namespace.cluster}), {})
+    load(files_of(ROOT / namespace.recipe, namespace.cluster), {})
     usage = subprocess.run(
         [sys.executable, *image[1:3], "--help"],
         cwd=ROOT,

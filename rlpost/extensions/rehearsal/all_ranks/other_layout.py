@@ -13,10 +13,10 @@ from dataclasses import replace
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
 from rlpost.errors import ConfigError, PlacementError
-from rlpost.extensions.rehearsal.all_ranks.model import description_of
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts, Shape
 from rlpost.extensions.rehearsal.all_ranks.result import RehearsalCheck
+from rlpost.trainer.model_description import description_of
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",

@@ -26,7 +26,6 @@ from rlpost.extensions.rehearsal.all_ranks.contradictions import (
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import Recording
 from rlpost.extensions.rehearsal.all_ranks.hangs import hangs
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaResults
-from rlpost.extensions.rehearsal.all_ranks.model import description_of
 from rlpost.extensions.rehearsal.all_ranks.other_layout import load_check
 from rlpost.extensions.rehearsal.all_ranks.phases import Phases, rehearse_phases
 from rlpost.extensions.rehearsal.all_ranks.planned import PlannedStep, planned_step
@@ -42,6 +41,7 @@ from rlpost.extensions.rehearsal.all_ranks.result import (
     offload_check,
 )
 from rlpost.extensions.rehearsal.all_ranks.symmetry import Recorded, record
+from rlpost.trainer.model_description import description_of
 
 Facts = Mapping[int, RankFacts]
 Say = Callable[[str], None]

@@ -23,7 +23,7 @@ def config(**tables: dict[str, object]) -> Config:
 def test_all_that_a_recipe_reads_comes_from_the_hub_or_is_a_conversion_of_it(name, monkeypatch):
     """By the convention of last names; the converted model is one that is fetched as well."""
     monkeypatch.setenv("RLPOST_ASSETS", "/assets")
-    recipe = load(files_of(JOBS / "recipes" / f"{name}.toml", {}), {}).config
+    recipe = load(files_of(JOBS / "recipes" / f"{name}.toml"), {}).config
     assets = wanted(recipe)
     folders = {asset.folder for asset in assets}
     model = Path(recipe.checkpoint.hf_checkpoint).name

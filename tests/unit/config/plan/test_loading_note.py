@@ -3,9 +3,10 @@
 import pytest
 
 from rlpost.config.checks.layout import cold_start_note
-from rlpost.config.load import files_of, load
+from rlpost.config.load import load
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.loading_note import START_S, loading_note
-from rlpost.config.plan.shape import shape_of
+from tests.unit.config.test_models import PUBLISHED
 
 GB = 10**9
 
@@ -41,5 +42,5 @@ def test_stages_that_wait_for_a_compiling_one_get_a_longer_timeout(
 ):
     perf = {"pipeline_model_parallel_size": stages}
     tables = {"perf": perf, "cluster": {"distributed_timeout_minutes": minutes}}
-    config = load(files_of(None, {"model": model}), tables).config
-    assert (cold_start_note(config, shape_of(config.model.model_dump())) is not None) == has_note
+    config = load([], tables).config
+    assert (cold_start_note(config, hf_shape(PUBLISHED[model])) is not None) == has_note

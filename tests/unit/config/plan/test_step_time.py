@@ -8,7 +8,7 @@ import pytest
 
 from rlpost.cli import plan
 from rlpost.config.checks.batch import batch_problems
-from rlpost.config.checks.layout import layout_problems, model_problems
+from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan import train_time
 from rlpost.config.plan.cards import CARDS, card_of, nearest_card
@@ -35,7 +35,7 @@ def seconds(made: Training) -> float:
 
 
 def recipe(name: str, **groups: dict[str, object]) -> Estimate:
-    config = load(files_of(JOBS / f"recipes/{name}.toml", {}), groups).config
+    config = load(files_of(JOBS / f"recipes/{name}.toml"), groups).config
     shape, width = plan.model_of(config)
     return estimate(config, shape, gpu_bytes=GPU_BYTES, engine_width=width)
 
@@ -170,7 +170,7 @@ def test_no_layout_is_proposed_that_check_refuses(layouts_of_glm):
     for choice in layouts_of_glm:
         config = choice.config
         assert layout_problems(config) == batch_problems(config) == []
-        assert model_problems(config, plan._hf_sizes(config)) == []
+        assert plan.size_problems(config) == []
 
 
 def test_published_runs_stand_in_the_page_with_their_deviations():
