@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.durable.commit import COMMITTED, checkpoint_name
 from rlpost.durable.segment_writer import SegmentWriter, create_file
 from tests.crash_consistency import fakes, oracle
 from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
@@ -33,7 +34,9 @@ def named(step: int) -> Callable[[Op], bool]:
 
 def marked(step: int) -> Callable[[Op], bool]:
     """Match the rename that marks a checkpoint as committed."""
-    return lambda op: op.kind == "rename" and op.path.endswith(f"iter_{step:07d}/COMMITTED")
+    return lambda op: (
+        op.kind == "rename" and op.path.endswith(f"{checkpoint_name(step)}/{COMMITTED}")
+    )
 
 
 def line_written(file: str) -> Callable[[Op], bool]:
@@ -404,7 +407,7 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
     setup = SETUPS["sync,keep_every"]  # --keep-last 1 --keep-every 2, one save a step
     reference, world = baseline(base, setup), World(base, setup)
     world.attempt(KillAt(0, matches=named(5)))
-    shard = world.run.checkpoints / "iter_0000004" / "shard-0.json"
+    shard = world.run.checkpoints / checkpoint_name(4) / "shard-0.json"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + b"]")
     world.disk.model.adopt()
@@ -478,6 +481,6 @@ def test_the_oracle_finds_each_kind_of_problem(base: Path) -> None:
             lambda found: [line.replace('bad_prompts": 1', 'bad_prompts": 3') for line in found],
         )
     )
-    newest = "checkpoints/iter_0000006/shard-0.json"
+    newest = f"checkpoints/{checkpoint_name(6)}/shard-0.json"
     assert oracle.DESTROYED in problems(lambda world: (world.run.root / newest).write_text("{}"))
     assert [line["step"] for line in metrics_lines(World(base, SETUPS["sync"]).run.metrics)] == []
