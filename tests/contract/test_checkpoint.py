@@ -128,7 +128,7 @@ def test_a_state_larger_than_the_buffer_is_saved_while_memory_is_offloaded_and_t
     assert largest_stored(folders[1]) <= 2e-5 * 1e9 / 4, (
         "a part is larger than a slot of the buffer"
     )
-    for folder in folders:
+    for folder in folders[num_ranks > 2 :]:  # a blocking save of experts is resumed in test_layouts
         resumed = run_ranks(load_and_train, num_ranks, settings, steps=STEPS, folder=folder)
         assert [rank == expected for rank in resumed] == [True] * num_ranks
     alone = rank_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -397,7 +398,25 @@ def test_a_key_that_another_layout_reads_and_no_rank_writes_is_named(step):
 
 CHEAP = ("cp2-pp2-vpp2", "moe-tp2-sp-ep2-etp2", "tp2-sp-pp2-muon", "mtp-pp2")
 """Layouts that ``make test-fast`` rehearses, too; the others are slow tests."""
-SEVERAL_DIMENSIONS = [layout.name for layout in LAYOUTS if layout.num_ranks == 4]
+
+
+def pairs_of(layout: TableLayout) -> set[tuple[object, ...]]:
+    """Return every two of a layout's settings, model and algorithm among them."""
+    settings = [*layout.settings.items(), layout.model, layout.algorithm]
+    return set(combinations(sorted(settings, key=str), 2))
+
+
+def covering(layouts: Sequence[TableLayout]) -> list[str]:
+    """Return names of layouts that have every pair of settings which any of them has."""
+    names, missing = [], set[tuple[object, ...]]().union(*map(pairs_of, layouts))
+    while missing:
+        chosen = max(layouts, key=lambda one: len(pairs_of(one) & missing))
+        names.append(chosen.name)
+        missing -= pairs_of(chosen)
+    return names
+
+
+SEVERAL_DIMENSIONS = covering([layout for layout in LAYOUTS if layout.num_ranks == 4])
 REAL = ["tp2-sp", "pp2-vpp2", "moe-ep2-overlap"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 

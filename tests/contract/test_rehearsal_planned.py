@@ -62,13 +62,11 @@ CASES: dict[str, Case] = {
     "dense": (DENSE, FOUR_LAYERS, 1.0),
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
     "dense, interleaved": (DENSE, {"hf": {"num_hidden_layers": 8}, "perf": INTERLEAVED}, 0.98),
-    "another dense model": ("glm_z1_9b", FOUR_LAYERS, 1.0),
     "experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": AGAIN | LONG_BATCHES}, 0.989),
     "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0165),
     "experts at every parallel size": (LARGE, ALL_SIZES, 0.998),
     "adapters": (DENSE, FOUR_LAYERS | {"lora": {"lora_rank": 16}}, 1.014),
     "critic": (DENSE, FOUR_LAYERS | {"grpo": {"advantage_estimator": "ppo"}}, 1.0),
-    "whole optimizer on each rank": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE}, 1.0),
     "Muon": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
     "Muon with experts": (
         EXPERTS,
@@ -88,13 +86,7 @@ def compared(folder: Path, name: str) -> dict[str, Compared]:
     return {one.name: one for one in result.compared}
 
 
-SLOW = ("another dense model", "whole optimizer on each rank")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_planner_agrees_with_the_rehearsal(tmp_path, name):
     parts = compared(tmp_path, name)
     passing = parts.pop("activations, logits")

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from rlpost.durable import segment_writer
+from rlpost.durable.commit import COMMITTED, PREFIX
 from rlpost.durable.journal_chain import read_folder
 from tests.crash_consistency import oracle
 from tests.crash_consistency.durability import VARIANTS
@@ -461,7 +462,7 @@ def _change(stage: Stage) -> list[Problem]:
     """Change data or settings after a kill: the run must refuse, or warn and name the change."""
     world, trial = stage.world, stage.trial
     world.attempt(KillAt(trial.number))
-    had_checkpoint = any(world.run.checkpoints.glob("iter_*/COMMITTED"))
+    had_checkpoint = any(world.run.checkpoints.glob(f"{PREFIX}*/{COMMITTED}"))
     segments, _ = read_folder(world.run.checkpoints / "journal")
     had_journal = any(segment.records for segment in segments)
     stage.note = "with a checkpoint" if had_checkpoint else "journal only"

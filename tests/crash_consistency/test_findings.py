@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.durable.commit import COMMITTED, checkpoint_name
 from rlpost.durable.segment_writer import SegmentWriter, create_file
 from tests.crash_consistency import fakes, oracle
 from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
@@ -28,12 +29,29 @@ from tests.crash_consistency.world import NUM_STEPS, SETUPS, World, rows
 
 def named(step: int) -> Callable[[Op], bool]:
     """Match the rename that gives a checkpoint its name."""
-    return lambda op: op.kind == "rename" and op.path.endswith(f"checkpoints/iter_{step:07d}")
+    return lambda op: (
+        op.kind == "rename" and op.path.endswith(f"checkpoints/{checkpoint_name(step)}")
+    )
+
+
+def pairs(one: Sequence[Any], two: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which every two values of different arguments meet.
+
+    ``third`` is the shortest. The trials of ``test_trials`` draw from all combinations.
+    """
+    assert len(third) <= min(len(one), len(two))
+    return [
+        (first, second, third[(i + j) % len(third)])
+        for i, first in enumerate(one)
+        for j, second in enumerate(two)
+    ]
 
 
 def marked(step: int) -> Callable[[Op], bool]:
     """Match the rename that marks a checkpoint as committed."""
-    return lambda op: op.kind == "rename" and op.path.endswith(f"iter_{step:07d}/COMMITTED")
+    return lambda op: (
+        op.kind == "rename" and op.path.endswith(f"{checkpoint_name(step)}/{COMMITTED}")
+    )
 
 
 def line_written(file: str) -> Callable[[Op], bool]:
@@ -85,10 +103,13 @@ def damaged_segment(path: Path, how: str) -> None:
     path.write_bytes(b"" if how == "empty" else bytes(data))
 
 
-@pytest.mark.parametrize("which", ["first", "middle", "last"])
-@pytest.mark.parametrize("how", ["flip", "last", "empty", "delete"])
 @pytest.mark.parametrize(
-    "setup", ["sync,slow_save", "one_step_off,slow_save", "fully_async,slow_save"]
+    ("setup", "how", "which"),
+    pairs(
+        ("sync,slow_save", "one_step_off,slow_save", "fully_async,slow_save"),
+        ("flip", "last", "empty", "delete"),
+        ("first", "middle", "last"),
+    ),
 )
 def test_f2_a_damaged_segment_of_the_journal_costs_work_and_nothing_else(
     base: Path, setup: str, how: str, which: str
@@ -137,7 +158,7 @@ def test_f3_a_damaged_line_loses_only_that_line(base: Path, file: str, damage: b
 def test_f4_skipped_rows_are_counted_once(base: Path, setup: str) -> None:
     reference = baseline(base, SETUPS[setup])
     found = []
-    for number in range(1, reference.num_changes, 12):
+    for number in range(1, reference.num_changes, 36):  # others are drawn by test_trials
         result = run_trial(base, Trial("kill", setup, "before", number))
         found += [f"{result.trial}: {problem}" for problem in result.problems]
     assert not found, "\n".join(found)
@@ -169,9 +190,14 @@ def test_f6_a_line_of_the_ledger_without_its_key_is_skipped(base: Path) -> None:
     expect_none(check(world, reference=reference, was_killed=False))
 
 
-@pytest.mark.parametrize("number", [0, 3, 12])
-@pytest.mark.parametrize("path", ["metrics", "samples", "ledger", "journal", "owner", "checkpoint"])
-@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
+@pytest.mark.parametrize(
+    ("error", "path", "number"),
+    pairs(
+        ("ENOSPC", "EIO", "EROFS"),
+        ("metrics", "samples", "ledger", "journal", "owner", "checkpoint"),
+        (0, 3, 12),
+    ),
+)
 def test_f7_failing_storage_ends_an_attempt_with_a_message_and_no_traceback(
     base: Path, error: str, path: str, number: int
 ) -> None:
@@ -404,7 +430,7 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
     setup = SETUPS["sync,keep_every"]  # --keep-last 1 --keep-every 2, one save a step
     reference, world = baseline(base, setup), World(base, setup)
     world.attempt(KillAt(0, matches=named(5)))
-    shard = world.run.checkpoints / "iter_0000004" / "shard-0.json"
+    shard = world.run.checkpoints / checkpoint_name(4) / "shard-0.json"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + b"]")
     world.disk.model.adopt()
@@ -478,6 +504,6 @@ def test_the_oracle_finds_each_kind_of_problem(base: Path) -> None:
             lambda found: [line.replace('bad_prompts": 1', 'bad_prompts": 3') for line in found],
         )
     )
-    newest = "checkpoints/iter_0000006/shard-0.json"
+    newest = f"checkpoints/{checkpoint_name(6)}/shard-0.json"
     assert oracle.DESTROYED in problems(lambda world: (world.run.root / newest).write_text("{}"))
     assert [line["step"] for line in metrics_lines(World(base, SETUPS["sync"]).run.metrics)] == []

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlpost.durable.commit import checkpoint_name
+
 PROMPT = '{"prompt": "1+1=", "label": "2"}\n'
 ASSETS = {"RLPOST_ASSETS": "assets"}
 NO_ASSETS: Mapping[str, str] = {}
@@ -533,7 +535,7 @@ MODEL = [
         "--save saved",
         "--save none",
         "--save other",
-        files={"saved/iter_0000019/common.pt": ""},
+        files={f"saved/{checkpoint_name(19)}/common.pt": ""},
     ),
     _of_check("An export onto the model itself", "--save-hf model", "--save-hf hf/{step}"),
 ]

@@ -144,10 +144,10 @@ def test_a_reference_is_found_by_its_tracker_file_or_in_the_folder_itself(tmp_pa
 def test_saving_into_a_folder_with_another_trainers_checkpoints_is_refused(tmp_path):
     """Checkpoints of Megatron-LM have the same names, so the save of that step would find one."""
     make_project(tmp_path)
-    (tmp_path / "saved/iter_0000019").mkdir(parents=True)
+    (tmp_path / "saved" / checkpoint_name(19)).mkdir(parents=True)
     (problem,) = problems(tmp_path, checkpoint={"save": "saved"})
     assert problem.startswith("--save ") and checkpoint_name(19) in problem
-    (tmp_path / "saved/iter_0000019/MANIFEST.json").touch()
+    (tmp_path / "saved" / checkpoint_name(19) / "MANIFEST.json").touch()
     assert problems(tmp_path, checkpoint={"save": "saved"}) == []
 
 

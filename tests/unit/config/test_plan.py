@@ -1,4 +1,9 @@
-"""The planner's sums against sums done by hand, and what it says of layouts."""
+"""The planner's sums of what no CPU measures, against sums done by hand, and what it says of layouts.
+
+Parameters, weights, gradients and optimizer of ranks are compared with Megatron's modules and with
+transformers in tests/contract: test_plan, test_parameter_count, test_rehearsal_planned and
+cuda/test_every_rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,6 @@ from rlpost.config.plan.activations import (
     layer_bytes,
     logits_bytes,
 )
-from rlpost.config.plan.adapters import adapter_parameters
 from rlpost.config.plan.estimate import Sizes, estimate
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.layout_search import nearest, suggest
@@ -31,7 +35,6 @@ from rlpost.config.plan.shape import (
     Parameters,
     Shape,
     layers_of,
-    rank_parameters,
 )
 from rlpost.errors import ConfigError
 from tests.unit.config.test_models import PUBLISHED
@@ -55,50 +58,12 @@ def config(nodes=1, **groups):
     return load([], {"cluster": cluster, **groups}).config
 
 
-def test_parameters_of_a_small_model_are_those_of_its_matrices():
-    """QKV 8 x 16, output 8 x 8, MLP 3 x 8 x 16, two norms a layer; two embeddings; the last
-    norm.
-    """
-    layer = 8 * 16 + 8 * 8 + 3 * 8 * 16 + 2 * 8
-    assert DENSE.parameters == Parameters(4 * layer + 2 * 30 * 8 + 8)
-    assert replace(DENSE, tied=True).parameters == Parameters(4 * layer + 30 * 8 + 8)
-
-
-def test_stages_and_tensor_parallel_ranks_share_the_matrices_and_not_the_norms():
-    layout = Layout(world=4, tensor=2, pipeline=2)
-    first, last = (rank_parameters(DENSE, layout, stage) for stage in (0, 1))
-    matrices = (8 * 16 + 8 * 8 + 3 * 8 * 16) // 2
-    assert first.dense == 2 * (matrices + 16) + 15 * 8
-    assert last.dense == first.dense + 8
-
-
-def test_experts_are_cut_by_sizes_of_their_own():
-    shape = replace(
-        DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2
-    )
-    held = rank_parameters(shape, Layout(world=8, tensor=2, expert=4, expert_tensor=1), 0)
-    assert held.expert == 3 * 2 * 3 * 8 * 4
-    assert shape.parameters.expert == 4 * held.expert
-
-
-def test_the_layer_for_multi_token_prediction_is_one_more_on_the_last_stage():
-    """Like the last layer, and 2 x 8 x 8 of a matrix that joins two states, and three norms."""
-    shape = replace(
-        DENSE, sparse=(False, True, True, True), num_experts=8, expert_ffn=4, shared_ffn=4, topk=2
-    )
-    layout, more = (
-        Layout(world=8, tensor=2, pipeline=2, expert=2, expert_tensor=1),
-        replace(shape, mtp=True),
-    )
-    assert rank_parameters(more, layout, 0) == rank_parameters(shape, layout, 0)
-    without, held = (rank_parameters(one, layout, 1) for one in (shape, more))
-    assert held.expert - without.expert == 4 * 3 * 8 * 4
-    attention = (8 * 16 + 8 * 8) // 2 + 2 * 8
-    assert held.dense - without.dense == attention + 8 * 8 + 3 * 8 * 4 // 2 + 2 * 8 * 8 // 2 + 3 * 8
-    one = Pass(tokens=10)
-    assert stage_bytes(more, layout, one, 0) == stage_bytes(shape, layout, one, 0)
-    assert stage_bytes(more, layout, one, 1) > stage_bytes(shape, layout, one, 1)
-    assert logits_bytes(more, layout, one, 0) >= 2 * logits_bytes(shape, layout, one, 0)
+def test_the_layer_for_multi_token_prediction_computes_on_the_last_stage():
+    """Its parameters are compared with Megatron's modules in ``tests/contract``."""
+    layout, more, one = Layout(world=4, pipeline=2), replace(DENSE, mtp=True), Pass(tokens=10)
+    assert stage_bytes(more, layout, one, 0) == stage_bytes(DENSE, layout, one, 0)
+    assert stage_bytes(more, layout, one, 1) > stage_bytes(DENSE, layout, one, 1)
+    assert logits_bytes(more, layout, one, 0) >= 2 * logits_bytes(DENSE, layout, one, 0)
 
 
 def test_engines_hold_that_layer_only_where_they_draft():
@@ -128,18 +93,10 @@ def test_a_model_that_nothing_describes_is_named():
         plan.model_of(load([], {}).config)
 
 
-def test_bytes_of_a_parameter_follow_the_precision():
-    """2 + 4 + 12 in bfloat16 (ZeRO's 16 and a float32 gradient), 4 + 4 + 8 in float32; a plain
-    optimizer is whole.
-    """
-    perf = {"use_distributed_optimizer": False}
-    held, host = held_memory(config(perf=perf), Layout(8), Parameters(1000))
-    assert (held, host) == (RankMemory(2000, 4000, 12000), 0)
-    assert held_memory(config(perf=perf | {"bf16": False}), Layout(8), Parameters(1000))[
-        0
-    ] == RankMemory(4000, 4000, 8000)
-    narrow = perf | {"accumulate_allreduce_grads_in_fp32": False}
-    assert held_memory(config(perf=narrow), Layout(8), Parameters(1000))[0].gradients == 2000
+def test_gradients_in_bfloat16_take_two_bytes_a_parameter():
+    narrow = {"use_distributed_optimizer": False, "accumulate_allreduce_grads_in_fp32": False}
+    held, _ = held_memory(config(perf=narrow), Layout(8), Parameters(1000))
+    assert held == RankMemory(weights=2000, gradients=2000, optimizer=12000)
 
 
 def test_fp8_adds_copies_of_weights_and_pads_each_part_of_a_row():
@@ -177,14 +134,6 @@ def test_answers_of_a_prompt_share_its_rows(perf, rows):
     }
     given = config(perf={"micro_batch_size": 8} | perf, rollout=rollout)
     assert forward_pass(given)[0].tokens == rows
-
-
-def test_a_distributed_optimizer_is_spread_over_the_ranks_that_hold_the_same_weights():
-    """8 ranks: the dense part of TP 2 is on 4 of them, the experts of EP 4 on 2."""
-    held, _ = held_memory(
-        config(), Layout(8, tensor=2, expert=4, expert_tensor=1), Parameters(dense=400, expert=2000)
-    )
-    assert held == RankMemory(2 * 2400, 4 * 2400, 12 * (400 // 4 + 2000 // 2))
 
 
 def test_an_optimizer_in_host_memory_takes_sixteen_bytes_there():
@@ -543,27 +492,6 @@ def test_a_cache_without_room_for_an_answer_names_sglang_s_share_and_what_helps(
     (line,) = planned("qwen3_4b", sglang=small).problems
     assert "gives --sglang-mem-fraction-static 0.055 of the memory that is free" in line
     assert "raise --rollout-num-gpus-per-engine 2" in line
-
-
-def test_with_adapters_the_base_takes_two_bytes_and_adapters_all_the_rest():
-    """Rank 2 on a dense layer: QKV 8 + 16, output 8 + 8, gate and up 8 + 32, down 16 + 8; TP 2 halves
-    the sharded factor of each.
-    """
-    given = config(lora={"lora_rank": 2}, perf={"use_distributed_optimizer": False})
-    whole = adapter_parameters(given.lora, DENSE, Layout(), 0)
-    assert whole == Parameters(4 * 2 * (24 + 16 + 40 + 24))
-    half = adapter_parameters(given.lora, DENSE, Layout(2, tensor=2), 0)
-    assert half == Parameters(4 * 2 * ((8 + 8) + (4 + 8) + (8 + 16) + (8 + 8)))
-    held, _ = held_memory(given, Layout(), DENSE.parameters, whole)
-    base, trained = DENSE.parameters.total, whole.total
-    assert held == RankMemory(2 * (base + trained), 4 * trained, 12 * trained)
-
-
-def test_adapters_of_experts_are_cut_as_the_experts_are():
-    shape = replace(DENSE, sparse=(True,) * 4, num_experts=8, expert_ffn=4, shared_ffn=4, topk=2)
-    lora = config(lora={"lora_rank": 1, "lora_targets": ["experts"]}).lora
-    found = adapter_parameters(lora, shape, Layout(4, tensor=2, expert=4, expert_tensor=1), 0)
-    assert found == Parameters(0, 4 * 2 * (2 * 8 + 3 * 4))
 
 
 def test_a_size_that_the_model_cannot_have_does_not_fit():

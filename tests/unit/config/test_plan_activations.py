@@ -1,4 +1,4 @@
-"""The planner's sums of activations and of Muon's state against sums done by hand."""
+"""The planner's sums of activations against sums done by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlpost.config.plan.activations import (
     stage_activations,
     transient_bytes,
 )
-from rlpost.config.plan.rank_memory import frozen_note, held_memory, muon_matrices
-from rlpost.config.plan.shape import Layout, matrix_parameters
+from rlpost.config.plan.rank_memory import frozen_note
+from rlpost.config.plan.shape import Layout
 from tests.unit.config.test_plan import DENSE, config
 
 
@@ -60,19 +60,6 @@ def test_rows_for_experts_are_four_times_in_memory_if_several_ranks_have_several
     assert transient_bytes(shape, Layout(8, expert=8), one, is_sparse=True) == 3 * rows
     assert transient_bytes(shape, Layout(), one, is_sparse=True) == 3 * rows
     assert transient_bytes(shape, spread, one, is_sparse=False) == 10 * 2 * (2 * 16 + 2 * 8)
-
-
-def test_muon_has_no_second_moment_of_matrices():
-    """Embedding, output layer and norms have two."""
-    perf = {"use_distributed_optimizer": False}
-    with_muon = config(perf=perf, optimizer={"optimizer": "muon"})
-    whole = DENSE.parameters
-    matrices = matrix_parameters(DENSE, Layout(), 0)
-    assert matrices.total == whole.total - 2 * DENSE.vocab * 8 - (2 * 4 + 1) * 8
-    held, _ = held_memory(with_muon, Layout(), whole, whole, matrices)
-    assert held.optimizer == 12 * whole.total - 4 * matrices.total
-    assert muon_matrices(with_muon, DENSE, Layout(), 0) == matrices
-    assert muon_matrices(config(perf=perf), DENSE, Layout(), 0).total == 0
 
 
 def test_weights_frozen_by_name_are_told_and_counted_as_trained():

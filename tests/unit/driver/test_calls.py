@@ -103,6 +103,7 @@ def test_an_uninterruptible_call_completes_or_leaves_an_unknown_state(tmp_path, 
     (tmp_path / "STOP").write_text('{"reason": "late", "deadline": 1}')
     with pytest.raises(HalfTrained):
         make(ranks, StopRequest(tmp_path / "STOP"), 20, may_leave=False)
+    ranks.pool.shutdown()
 
 
 @pytest.mark.parametrize("is_near", [True, False])

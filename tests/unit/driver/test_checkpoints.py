@@ -167,7 +167,10 @@ async def test_a_commit_counts_even_if_the_ledger_cannot_be_written(
     assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [checkpoint_name(2)], (
         "older ones go"
     )
-    assert "iter_0000002 is committed, but" in caplog.text and "committing step" not in caplog.text
+    assert (
+        f"{checkpoint_name(2)} is committed, but" in caplog.text
+        and "committing step" not in caplog.text
+    )
 
 
 async def test_a_failure_in_the_background_keeps_the_previous_commit_and_is_logged(
@@ -326,8 +329,10 @@ def test_a_run_goes_on_from_the_checkpoint_of_load_that_it_started_from(tmp_path
     save(writer, 8)
     again = attempt(own, 3, load=str(other))
     assert again.newest()[1].step == 7 and again.origin == begun.origin
-    save(writer, 9)  # it deletes iter_0000007
-    with pytest.raises(ConfigError, match=r"started from iter_0000007, .*no longer.*ORIGIN"):
+    save(writer, 9)  # it deletes step 7
+    with pytest.raises(
+        ConfigError, match=rf"started from {checkpoint_name(7)}, .*no longer.*ORIGIN"
+    ):
         attempt(own, 4, load=str(other)).newest()
     (tmp_path / "link").symlink_to(other)
     with pytest.raises(ConfigError, match=r"no longer"):
@@ -367,7 +372,7 @@ def test_another_model_is_refused_and_changed_hyperparameters_are_named(tmp_path
     assert "eps_clip: 0.2 -> 0.3" in caplog.text
     with pytest.raises(ConfigError, match=r"num_hidden_layers: 2 -> 4"):
         checkpoints(tmp_path, of({"num_hidden_layers": 4}))[0].newest()
-    held = Provenance.from_json((tmp_path / "iter_0000003/provenance.json").read_text())
+    held = Provenance.from_json((tmp_path / checkpoint_name(3) / "provenance.json").read_text())
     assert (
         held.wandb_run_id == "abc" and held.hash == of(eps_clip=0.2).hash != of(eps_clip=0.3).hash
     )
@@ -378,7 +383,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp
     save(made, 1)
     (tmp_path / checkpoint_name(1) / "tensors").write_text("x")
     with pytest.raises(
-        CheckpointError, match=r"iter_0000001: tensors has 1 bytes.*choose another --save"
+        CheckpointError, match=rf"{checkpoint_name(1)}: tensors has 1 bytes.*choose another --save"
     ):
         made.newest()
     (tmp_path / checkpoint_name(1) / "COMMITTED").unlink()

@@ -161,9 +161,14 @@ def test_without_damage_the_whole_chain_is_used(tmp_path, killed, mode):
         assert stages.seen[4 * step : 4 * step + 4] == prompts
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("number", range(NUM_SEGMENTS))
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    ("mode", "number", "damage"),
+    [  # every damage meets every file, and each of both every mode
+        (MODES[(number + index) % len(MODES)], number, damage)
+        for number in range(NUM_SEGMENTS)
+        for index, damage in enumerate(DAMAGE)
+    ],
+)
 def test_one_damaged_file_costs_only_its_segment_and_those_after_it(
     tmp_path, killed, untouched, caplog, mode, number, damage
 ):

@@ -23,6 +23,7 @@ from rlpost.driver.decision import Death
 from rlpost.driver.placement import Placement, Slot
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.trainer_recovery import TrainerRecovery
+from rlpost.durable.commit import checkpoint_name
 from rlpost.durable.state import RunState
 from rlpost.durable.trained_batches import JournalBatches
 from rlpost.errors import HalfTrained, Hang, RlpostError, TrainerDied, TrainingError, WorkerFailed
@@ -235,7 +236,13 @@ def test_ranks_that_die_anywhere_change_neither_weights_nor_metrics_nor_prompts(
 
 def test_the_batches_since_the_newest_checkpoint_are_repeated_and_recorded(tmp_path):
     stages = whole(tmp_path, [("train", 6)])  # two steps after the checkpoint of step 3
-    assert stages.ranks.log == ["kill", "prepare", "create on n0", "load iter_0000003", "connect"]
+    assert stages.ranks.log == [
+        "kill",
+        "prepare",
+        "create on n0",
+        f"load {checkpoint_name(3)}",
+        "connect",
+    ]
     ((event, details),) = stages.events
     assert event == "recovered"
     assert details.pop("seconds") >= 0

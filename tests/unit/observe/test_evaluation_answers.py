@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -69,17 +68,6 @@ def test_each_set_has_a_file_of_its_own(tmp_path: Path) -> None:
         write_answers(tmp_path, name, [group(1, 1.0)], str, weights="w")
     assert sorted(result.name for result in read_results(tmp_path)) == sorted(names)
     assert (tmp_path / "a b.jsonl").is_file()
-
-
-def test_pass_at_k_is_the_fraction_of_draws_with_a_right_answer() -> None:
-    rewards = [1.0, 0.0, 0.0, 1.2, 0.9]
-    lines: list[Any] = [
-        {"prompt_id": 1, "index": i, "reward": reward, "num_tokens": 1, "finish": "stop"}
-        for i, reward in enumerate(rewards)
-    ]
-    for k, found in result_of("x", lines).pass_at.items():
-        draws = list(itertools.combinations([reward >= 1 for reward in rewards], k))
-        assert found.mean == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_a_prompt_with_fewer_answers_does_not_count_for_a_larger_k() -> None:

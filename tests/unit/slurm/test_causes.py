@@ -496,8 +496,10 @@ def test_where_the_next_attempt_begins_is_told_as_it_is(tmp_path: Path) -> None:
     committed = {"event": "committed", "step": 20, "checkpoint": checkpoint_name(20)}
     assert (
         resume_point(tmp_path, [committed])
-        == "it resumes from checkpoint iter_0000020 and the journal"
+        == f"it resumes from checkpoint {checkpoint_name(20)} and the journal"
     )
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "run.json").write_text(json.dumps({"checkpoint": {"save": str(elsewhere)}}))
-    assert resume_point(tmp_path, [committed]) == "it resumes from checkpoint iter_0000020"
+    assert (
+        resume_point(tmp_path, [committed]) == f"it resumes from checkpoint {checkpoint_name(20)}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from aiohttp import web
@@ -117,7 +117,7 @@ async def test_an_engine_whose_worker_does_not_answer_is_not_contacted():
 class Group:
     """A group of one worker; ``handle`` is the worker that the dead driver left, if any."""
 
-    made: list[Group]
+    made: ClassVar[list[Group]] = []
 
     def __init__(self, makes: Any, slots: Any, *, standbys: Any, **options: Any) -> None:
         self.settings = {key: makes[0].keywords[key] for key in SETTINGS}
@@ -144,7 +144,7 @@ async def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incarnation: int
 ):
     """Engine 0 serves, engine 1 has ended, and the worker of engine 2 is gone."""
-    monkeypatch.setattr(Group, "made", [], raising=False)
+    monkeypatch.setattr(Group, "made", [])
     monkeypatch.setattr(engines, "WorkerGroup", Group)
     (tmp_path / "secret").write_text("key")
     node = Node("n0", "127.0.0.1", "lo", 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.config.load import dump, load
+from rlpost.durable.commit import checkpoint_name
 
 BEGIN = datetime(2026, 11, 2, 8, 0, tzinfo=UTC)
 STEP_S = 95.0
@@ -174,7 +175,7 @@ def _write_ledger(
         for step in range(saved + 1, last + 1):
             clock += timedelta(seconds=STEP_S)
             if step % 20 == 0 or step == last:
-                say(0, "committed", step=step, checkpoint=f"iter_{step:07d}", blocking_s=1.5)
+                say(0, "committed", step=step, checkpoint=checkpoint_name(step), blocking_s=1.5)
                 saved = step
         if last in lost_at:
             cause = "n02 is gone: no heartbeat for 30 s"

@@ -87,7 +87,7 @@ def test_every_failure_is_a_reward_of_0_and_counted(monkeypatch: pytest.MonkeyPa
     async def work(made: Grader) -> tuple[list[float], Any]:
         return await made.grade(prompt(), samples(*texts)), made.counters()
 
-    config = settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=0.5)
+    config = settings(custom_rm_path=f"{USER}:hostile", reward_timeout_s=2.0)
     assert using(config, work) == ([1, 0, 0, 0, 0, 0, 0, 1], {TIMEOUTS: 2, ERRORS: 4, LOST: 0})
 
 
