@@ -31,7 +31,7 @@ from benchmarks.stub_engines import LARGEST_ID, LETTERS_A_TOKEN, started
 from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, Placement, order_by_gpu, place, service_ports
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
@@ -86,8 +86,8 @@ def engines(folder: Path) -> list[Row]:
         urls = [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(NUM_ENGINES)]
         addresses = tuple(EngineAddress(url) for url in urls)
         cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
-        fleet = Fleet(Config(), cluster, None, None)  # type: ignore
-        fleet.addresses = addresses
+        engines = OwnEngines(Config(), cluster, None, None)  # type: ignore
+        engines.addresses = addresses
 
         def most() -> str:
             with urllib.request.urlopen(f"{urls[0]}/most") as response:
@@ -95,7 +95,7 @@ def engines(folder: Path) -> list[Row]:
 
         async def run() -> None:
             with timer.of(f"health check of {NUM_ENGINES} engines", most):
-                assert await fleet.unhealthy(generating=True) == []
+                assert await engines.unhealthy(generating=True) == []
             with timer.of(f"abort on {NUM_ENGINES} engines", most):
                 await RunEngines.of(urls, "key", capacity=1).abort_all()
             names = tuple(

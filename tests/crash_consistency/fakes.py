@@ -159,7 +159,7 @@ class Grader:
         """Do nothing."""
 
 
-class Fleet:
+class OwnEngines:
     """A fleet of one engine."""
 
     def __init__(self, config: Any, cluster: Any, *placement: Any) -> None:
@@ -397,7 +397,9 @@ class WeightCoordinator:
 
     num_bytes, engines_are_stuck = 0, False
 
-    def __init__(self, config: Any, fleet: Fleet, actors: Any, *, stop: Any, **more: Any) -> None:
+    def __init__(
+        self, config: Any, fleet: OwnEngines, actors: Any, *, stop: Any, **more: Any
+    ) -> None:
         self.observed: Observed = ROOM.attempt.observed
         self.stop = stop
 
@@ -413,7 +415,9 @@ class EngineHealth:
 
     num_serving = 1
 
-    def __init__(self, config: Any, fleet: Fleet, weights: WeightCoordinator, **more: Any) -> None:
+    def __init__(
+        self, config: Any, fleet: OwnEngines, weights: WeightCoordinator, **more: Any
+    ) -> None:
         self._fleet, self._weights = fleet, weights
 
     def note_version(self, version: int) -> None:

@@ -345,7 +345,7 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
         "Training": fakes.Training,
     },
     stages: {
-        "Fleet": fakes.Fleet,
+        "OwnEngines": fakes.OwnEngines,
         "WeightCoordinator": fakes.WeightCoordinator,
         "EngineHealth": fakes.EngineHealth,
     },

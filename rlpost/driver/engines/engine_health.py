@@ -1,6 +1,6 @@
 """Restart engines that are dead or hang, and update their weights before they serve again.
 
-Input: the fleet and the weight coordinator. Output: engines that all answer and hold one
+Input: the engines and the weight coordinator. Output: engines that all answer and hold one
 version, or an error. During an outage of an engine its requests are sent again to others, so no
 prompt is lost and none is answered twice. Engines on a lost node are restarted on its
 replacement. A colocated engine cannot receive weights while the trainer is offloaded, so it is
@@ -21,7 +21,7 @@ from common.bounded import await_unless, cancel_all, for_each
 from common.units import counted
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.lost_nodes import GroupNodes, LostNodes, NodeLost
 from rlpost.driver.placement import Placement
 from rlpost.driver.preemption import StopRequest
@@ -82,7 +82,7 @@ class EngineHealth:
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        engines: OwnEngines,
         weights: EngineWeights,
         *,
         stop: StopRequest,
@@ -111,7 +111,7 @@ class EngineHealth:
         self._nodes = LostNodes.none() if nodes is None else nodes
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate
-        self._fleet = fleet
+        self._engines = engines
         self._weights = weights
         self._weights_onloaded = weights_onloaded
         self._before_start = before_start or _nothing
@@ -122,7 +122,7 @@ class EngineHealth:
     @property
     def num_serving(self) -> int:
         """Engines of this job that get requests."""
-        return len(self._fleet.serves)
+        return len(self._engines.serves)
 
     def note_version(self, version: int) -> None:
         """Record the version that the trainer has for the engines; later repairs send it to all."""
@@ -144,30 +144,30 @@ class EngineHealth:
         """
         async with self._busy:
             self._version, sick = version, list[int]()
-            if not self._fleet.dismissed and not self._nodes.engines:
+            if not self._engines.dismissed and not self._nodes.engines:
                 await before()  # dismisses engines that do not release their memory
-            self._events.lost(self._fleet.dismissed, phase="sync", cause=NO_ANSWER)
-            if not self._fleet.dismissed and not self._nodes.engines:
+            self._events.lost(self._engines.dismissed, phase="sync", cause=NO_ANSWER)
+            if not self._engines.dismissed and not self._nodes.engines:
                 try:
                     await self._nodes.unless_lost(
                         self._weights.update(version, pause=pause, ready=ready)
                     )
-                    self._fleet.catch_up()
+                    self._engines.catch_up()
                     return
                 except SyncError as error:
                     sick = await self._sick(generating=False)
-                    if not (sick or self._fleet.dismissed or self._nodes.engines):
+                    if not (sick or self._engines.dismissed or self._nodes.engines):
                         raise
                     logger.warning("%s", error)
                     self._events.lost(sick, phase="sync", cause=str(error))
                     if self._weights.engines_are_stuck:
-                        sick = list(range(len(self._fleet.addresses)))
+                        sick = list(range(len(self._engines.addresses)))
                         self._events.lost(sick, phase="sync", cause=STUCK)
                         logger.warning(
                             "restarting all engines: those that answer are blocked in the same broadcast"
                         )
             await self._repair(
-                sorted({*sick, *self._fleet.dismissed}),
+                sorted({*sick, *self._engines.dismissed}),
                 version,
                 pause=pause,
                 before=before,
@@ -175,14 +175,14 @@ class EngineHealth:
             )
 
     async def lend(self, most: int) -> list[int]:
-        """Lend engines for an evaluation; not during an update or a repair. See ``Fleet.lend``."""
+        """Lend engines for an evaluation; not during an update or a repair. See ``OwnEngines.lend``."""
         async with self._busy:
-            return self._fleet.lend(most)
+            return self._engines.lend(most)
 
     async def give_back(self, indices: Sequence[int], version: int | None) -> None:
         """Take engines back that have ``version``; if it is not current they wait for the next."""
         async with self._busy:
-            self._fleet.give_back(indices, are_current=version == self._version)
+            self._engines.give_back(indices, are_current=version == self._version)
 
     def paused(self) -> AbstractAsyncContextManager[object]:
         """Return a context without updates and repairs, which need a trainer that answers."""
@@ -191,7 +191,7 @@ class EngineHealth:
     async def leave_lost(self) -> None:
         """Stop sending requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
-            await self._fleet.lose(lost)
+            await self._engines.lose(lost)
 
     async def begin_lost(self, placement: Placement) -> None:
         """Begin to start engines of lost nodes in ``placement``, while ranks start there.
@@ -201,10 +201,10 @@ class EngineHealth:
         """
         lost = self._nodes.engines
         if lost and not self._shares_gpus:
-            await self._fleet.move(placement)
+            await self._engines.move(placement)
             self._weights.move(placement)
             for index in lost:
-                self._fleet.begin_restart(index)
+                self._engines.begin_restart(index)
 
     async def reconnect(self) -> None:
         """Connect the engines with ranks that were started again; call it in ``paused``.
@@ -214,9 +214,9 @@ class EngineHealth:
         left to the next update.
         """
         if self._weights.engines_are_stuck:
-            every = set(range(len(self._fleet.addresses)))
-            self._events.lost(every - self._fleet.dismissed, phase="sync", cause=STUCK)
-            await for_each(self._fleet.dismiss, sorted(every - self._fleet.dismissed))
+            every = set(range(len(self._engines.addresses)))
+            self._events.lost(every - self._engines.dismissed, phase="sync", cause=STUCK)
+            await for_each(self._engines.dismiss, sorted(every - self._engines.dismissed))
             return
         if self._nodes.engines:  # the repair that follows connects all engines
             return
@@ -267,8 +267,8 @@ class EngineHealth:
                 await self._repair_unless_ranks_are_lost(sick)
                 return
             await self.leave_lost()
-            await for_each(self._fleet.dismiss, sorted(set(sick) - set(lost)))
-            if self._shares_gpus and self._fleet.addresses and not self.num_serving:
+            await for_each(self._engines.dismiss, sorted(set(sick) - set(lost)))
+            if self._shares_gpus and self._engines.addresses and not self.num_serving:
                 raise EngineDied(
                     "no engine is left: with --colocate engines restart only at the next weight update, which needs a "
                     "batch; see the last lines of engine-*.log in the attempt's folder"
@@ -279,13 +279,13 @@ class EngineHealth:
         if self._nodes.engines:
             return []
         try:
-            return await self._nodes.unless_lost(self._fleet.unhealthy(generating=generating))
+            return await self._nodes.unless_lost(self._engines.unhealthy(generating=generating))
         except NodeLost:
             return []
 
     async def _repair_unless_ranks_are_lost(self, sick: Sequence[int]) -> None:
         """Repair while engines generate; leave it if ranks are lost, until they are back."""
-        mode = self._fleet.pause_mode
+        mode = self._engines.pause_mode
         try:
             async with self._weights_onloaded():
                 await self._repair(sick, self._version, pause=mode, before=_nothing, ready=_nothing)
@@ -324,7 +324,7 @@ class EngineHealth:
         self._restarts.update(sick)
         for index in sick:
             if self._restarts[index] > MAX_RESTARTS:
-                name = self._fleet.name(index)
+                name = self._engines.name(index)
                 raise EngineDied(
                     f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch; see the "
                     f"end of {name}-server.log in the attempt's folder. If it is killed for memory, lower "
@@ -339,12 +339,12 @@ class EngineHealth:
             await self.leave_lost()
             self._nodes.check_ranks()
             placement = await self._stop.unless_requested(self._nodes.wait_for_replacements())
-            await self._fleet.move(placement)
+            await self._engines.move(placement)
             self._weights.move(placement)
-        await for_each(self._fleet.dismiss, sorted(set(sick) - self._fleet.dismissed))
+        await for_each(self._engines.dismiss, sorted(set(sick) - self._engines.dismissed))
         await self._start(sick)
         await before()
-        while late := sorted(self._fleet.dismissed - set(sick)):  # ``before`` has dismissed them
+        while late := sorted(self._engines.dismissed - set(sick)):  # ``before`` has dismissed them
             self._events.lost(late, phase="sync", cause=NO_ANSWER)
             self._count_restarts(late)
             sick = [*sick, *late]
@@ -352,8 +352,8 @@ class EngineHealth:
             await before()
         await self._weights.connect()
         await self._weights.update(version, pause=pause, ready=ready)
-        self._fleet.catch_up()
-        await self._fleet.admit(sick)
+        self._engines.catch_up()
+        await self._engines.admit(sick)
         self._events.back(sick, version=version)
         logger.info("%s restarted, at policy version %d", counted(len(sick), "engine"), version)
 
@@ -370,7 +370,7 @@ class EngineHealth:
         """
         while True:
             try:
-                await self._fleet.restart(index)
+                await self._engines.restart(index)
                 return
             except EngineDied as error:
                 task = asyncio.current_task()
@@ -379,7 +379,7 @@ class EngineHealth:
                     raise
                 self._restarts[index] += 1
                 logger.warning("its start is tried again: %s", error)
-                await self._fleet.dismiss(index)
+                await self._engines.dismiss(index)
 
 
 async def _nothing() -> None:

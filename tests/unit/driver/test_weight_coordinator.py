@@ -339,7 +339,7 @@ def test_an_update_leaves_out_engines_that_are_lent_and_includes_them_again(tmp_
             Actors(tmp_path / "STOP"), tmp_path, num_engines=2, engines=((NEAR,), (NEAR,))
         )
         one._stop = SimpleNamespace(check=lambda: None)
-        fleet, names = one._fleet, []
+        fleet, names = one._engines, []
         for lent in ((), ("http://b",), ("http://b",), ()):
             fleet.receivers = tuple(a for a in fleet.addresses if a.url not in lent)
             await (one.update(len(names)) if names else one.connect())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.config.load import load
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, place, service_ports
 from rlpost.engines import engine, server
 
@@ -57,7 +57,9 @@ def test_the_switch_reaches_the_engine(binds, told, tmp_path):
     ).config
     placement = place([Offer("id", "10.0.0.1", 4)], config)
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
-    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="s"), placement, ports)
+    fleet = OwnEngines(
+        config, SimpleNamespace(attempt_dir=str(tmp_path), secret="s"), placement, ports
+    )
     seen = []
 
     class Workers:

@@ -10,7 +10,7 @@ import pytest
 
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, Placement, Ports, Slot, replaced
 from rlpost.engines.places import GivenUp, Request
 
@@ -25,7 +25,7 @@ def scene(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("key")
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (Node("n1", ONE.ip, "lo", 2),), 20000, 100)
     ports = Ports((1, 1, 2), (3, 3, 4), 7, ())
-    fleet, log = Fleet(load([], {}).config, cluster, PLACEMENT, ports), []
+    fleet, log = OwnEngines(load([], {}).config, cluster, PLACEMENT, ports), []
     found = SimpleNamespace(fleet=fleet, log=log, may_start=asyncio.Event(), fails=False)
 
     def group(index, *_):

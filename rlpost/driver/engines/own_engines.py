@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 STOP_S = 10.0  # deadline for an engine's workers to end on those of its nodes that are not lost
 
 
-class Fleet:
+class OwnEngines:
     """The engines of one group in the run's job. Call ``start`` first, ``close`` last."""
 
     def __init__(

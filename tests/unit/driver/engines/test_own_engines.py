@@ -10,8 +10,8 @@ from aiohttp import web
 from common.bounded import MAX_AT_ONCE
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines import engine_settings, engines
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines import engine_settings, own_engines
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.engines.connection import RunEngines
 from rlpost.errors import EngineDied, RolloutError
@@ -45,7 +45,7 @@ class FakeGroup:
 @pytest.fixture(autouse=True)
 def _workers(monkeypatch):
     """Replace the processes of Ray."""
-    monkeypatch.setattr(engines, "WorkerGroup", FakeGroup)
+    monkeypatch.setattr(own_engines, "WorkerGroup", FakeGroup)
     monkeypatch.setattr(FakeGroup, "made", [])
 
 
@@ -79,7 +79,7 @@ async def fleet_of(runners, folder, **settings):
     config = load([], {"cluster": {"colocate": True, **settings}}).config
     placement = Placement((), tuple((Slot("n0", "127.0.0.1", 1),) for _ in runners))
     ports = Ports(tuple(runner.addresses[0][1] for runner in runners), (1,) * len(runners), 4, ())
-    fleet = Fleet(config, cluster, placement, ports)
+    fleet = OwnEngines(config, cluster, placement, ports)
     await fleet.start([""] * len(runners))
     return fleet
 
@@ -247,7 +247,7 @@ def test_an_engine_gets_what_it_runs_at_once_and_an_eighth_more(states, slots):
 )
 def test_new_weights_abort_answers_that_would_mix_routes_or_adapters(tmp_path, groups, mode):
     config = load([], groups).config
-    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, None)
+    fleet = OwnEngines(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, None)
     assert fleet.pause_mode == mode
 
 
@@ -261,15 +261,17 @@ def test_engines_are_started_with_routes_enabled_if_routes_are_replayed(
         async def start(self, *places, **options):
             raise EngineDied("enough")
 
-    monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
-    monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
+    monkeypatch.setattr(
+        own_engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes)
+    )
+    monkeypatch.setattr(own_engines, "EngineWorkers", lambda group: Workers())
     config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
     part = Slot("node-1", "127.0.0.1", 1)
     placement = SimpleNamespace(engines=[[part]])
     ports = SimpleNamespace(engines=[1], engine_groups=[2])
     cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key", incarnation=0)
     with pytest.raises(EngineDied):
-        asyncio.run(Fleet(config, cluster, placement, ports).start([]))
+        asyncio.run(OwnEngines(config, cluster, placement, ports).start([]))
     assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay
 
 
