@@ -37,6 +37,7 @@ from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.engines.connection import RunEngines
 from rlpost.engines.engine_side_weights import BroadcastMover, WeightUpdate
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Request
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.tasks.cursor import PromptCursor
@@ -88,6 +89,7 @@ def engines(folder: Path) -> list[Row]:
         cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
         engines = OwnEngines(Config(), cluster, None, None)  # type: ignore
         engines.addresses = addresses
+        engines.members = OwnMembership(len(addresses))
 
         def most() -> str:
             with urllib.request.urlopen(f"{urls[0]}/most") as response:

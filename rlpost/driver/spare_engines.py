@@ -90,7 +90,7 @@ class SpareEngines:
             try:
                 if self._lent:
                     await self.weights.update(self._version)
-                    self._engines.check_lent(self._lent)
+                    self._engines.members.evaluates(self._lent)
                     self.serving.places.set_own(self._engines.places_of(self._lent))
                     return
             except SyncError as error:  # one has died: the health of the policy's engines finds it
@@ -106,7 +106,7 @@ class SpareEngines:
     async def _keep(self) -> None:
         """Follow the engines that die; take others when none is left."""
         while True:
-            left = [index for index in self._lent if index in self._engines.lent]
+            left = [index for index in self._lent if index in self._engines.members.lent]
             if left != self._lent:
                 self._lent = left
                 self.serving.places.set_own(self._engines.places_of(left))

@@ -105,16 +105,15 @@ class WeightCoordinator:
     async def connect(self) -> None:
         """Plan the buckets and connect to the engines that get weights.
 
-        Call it again after a restart of an engine.
+        Call it again after a restart of an engine, and when engines are lent or given back.
 
         Raises SyncError with the name of an engine that did not connect.
         """
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         await self._leave()
-        self._connected = self._engines.receivers
         self._update = WeightUpdate(
-            self._connected, api_key=self._engines.api_key, timeout_s=timeout_s
+            self._engines.receivers, api_key=self._engines.api_key, timeout_s=timeout_s
         )
         buckets = await self._actors.bucket_plan()
         self.num_bytes = sum(map(num_bytes, buckets))
@@ -155,8 +154,6 @@ class WeightCoordinator:
 
         Leaves no files behind.
         """
-        if self._connected != self._engines.receivers:  # some were lent, or are back
-            await self.connect()
         try:
             with span("update weights"):
                 mover = VersionMover(self._mover, self._actors)

@@ -40,7 +40,7 @@ def engine_targets(groups: Sequence[OwnEngines], run: str) -> str:
         urls += [
             (address.url, engines.name(index).removeprefix("engine-"))
             for index, address in enumerate(engines.addresses)
-            if index not in engines.dismissed
+            if index not in engines.members.dismissed
         ]
         label = OF_FLEET if engines.group == POLICY else f"{engines.group}-{OF_FLEET}"
         urls += [(place.url, label) for place in engines.serving.places.fleet]

@@ -251,7 +251,9 @@ async def test_an_engine_that_dies_while_it_generates_is_restarted_with_its_whol
         cluster.engines[1].kill()
         await run.generate(
             lambda: (
-                run.stages._engines.dismissed if cluster.colocated else cluster.engines[1].is_alive
+                run.stages._engines.members.dismissed
+                if cluster.colocated
+                else cluster.engines[1].is_alive
             )
         )
         await run.cycle()

@@ -29,7 +29,7 @@ from rlpost.config.tree import Config
 from rlpost.driver import lost_nodes
 from rlpost.driver.engines import own_engines
 from rlpost.driver.engines.engine_events import EngineEvents
-from rlpost.driver.engines.engine_health import MAX_RESTARTS, EngineHealth
+from rlpost.driver.engines.engine_health import EngineHealth
 from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.placement import Offer, Placement, Ports, Slot
@@ -37,6 +37,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.driver.spare_engines import SpareEngines
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, Failure, RunEngines
+from rlpost.engines.own_membership import MAX_RESTARTS
 from rlpost.engines.places import Place, Places
 from rlpost.errors import EngineDied, SyncError
 
@@ -140,6 +141,7 @@ class World:
         runs_on = self.running.setdefault(number, set())
         twice = [other.index for other in runs_on if other.works]
         assert not twice, f"request {number} runs on engine {twice} and on {server.index}"
+        self._check(server, is_evaluation)
         runs_on.add(server)
         aborts, num_tokens = server.aborts, 2 + number % 5
         try:
@@ -153,15 +155,20 @@ class World:
                     return Failure("does not answer: disconnected", is_fault=False)
                 if server.aborts != aborts:
                     return Failure("answered 499", is_fault=False, is_abort=True)
-                wanted = self.evaluated if is_evaluation else self.sent
-                assert server.weights == wanted, (
-                    f"engine {server.index} generates with {server.weights}, not {wanted}"
-                )
-                assert not server.released, f"engine {server.index} has released its memory"
+                self._check(server, is_evaluation)
         finally:
             runs_on.discard(server)
         ids = IntColumn([1] * num_tokens)
         return Answer(ids, FloatColumn([0.0] * num_tokens), "", {"type": "stop"}, (), {})
+
+    def _check(self, server: Server, is_evaluation: bool) -> None:
+        """Check that an engine may generate now."""
+        wanted = self.evaluated if is_evaluation else self.sent
+        if not server.is_paused:
+            assert server.weights == wanted, (
+                f"engine {server.index} generates with {server.weights}, not {wanted}"
+            )
+            assert not server.released, f"engine {server.index} has released its memory"
 
 
 class Requests(Connection):
