@@ -12,6 +12,7 @@ from rlpost.config.load import load
 from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, place, service_ports
 from rlpost.engines import engine, server
+from rlpost.engines.own_membership import OwnMembership
 
 
 @pytest.mark.parametrize(("gpus_per_node", "bound"), [(8, 1), (None, 0)])
@@ -66,6 +67,6 @@ def test_the_switch_reaches_the_engine(binds, told, tmp_path):
         async def start(self, places, *, deadline_s, gpus_per_node):
             seen.append(gpus_per_node)
 
-    fleet._workers = [Workers()]
+    fleet._workers, fleet.members = [Workers()], OwnMembership(1)
     asyncio.run(fleet.restart(0))
     assert seen == [told]

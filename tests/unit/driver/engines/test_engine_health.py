@@ -128,14 +128,6 @@ async def updated(watch, version):
 REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
 
 
-async def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weights():
-    fleet = FakeFleet()
-    watch = watch_over(fleet)
-    await updated(watch, 4)
-    await watch.over(generation(fleet, sick={1}, until="admit 1"))
-    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
-
-
 def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_remedy():
     """Its answers would be generated again and again. A trained batch is progress."""
     fleet = FakeFleet()
@@ -224,12 +216,6 @@ async def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_ve
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
-async def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
-    fleet = FakeFleet(sick={1})
-    await updated(watch_over(fleet, failures=1), 7)
-    assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
-
-
 class Ledger:
     """The entries of the ledger, with a clock that advances one second per reading."""
 
@@ -279,22 +265,6 @@ def test_engines_that_recover_together_have_one_event_per_loss():
         ("engine_lost", [0]),
         ("recovered", [0]),
         ("recovered", [2]),
-    ]
-
-
-async def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
-    """With NCCL a broadcast that lost a peer never ends, although the server still answers."""
-    fleet = FakeFleet(sick={1})
-    watch = watch_over(fleet, failures=1, are_stuck=True)
-    await updated(watch, 7)
-    everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
-    assert fleet.log == [
-        "update 7 abort",
-        *everyone,
-        "connect",
-        "update 7 abort",
-        "admit 0",
-        "admit 1",
     ]
 
 
