@@ -183,11 +183,13 @@ class EngineProcess:
         return []
 
 
+@dataclass(frozen=True)
 class EngineClient:
     """Control requests to the engine."""
 
-    def __init__(self, url: str, api_key: str, *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    url: str
+    api_key: str
+    timeout_s: float
 
     async def server_info(self) -> dict[str, str]:
         """Return SGLang's version."""
