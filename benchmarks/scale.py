@@ -31,12 +31,13 @@ from benchmarks.stub_engines import LARGEST_ID, LETTERS_A_TOKEN, started
 from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, Placement, order_by_gpu, place, service_ports
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.engines.connection import RunEngines
 from rlpost.engines.engine_side_weights import BroadcastMover, WeightUpdate
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Request
 from rlpost.rollout.buffer import RolloutBuffer, Rules
 from rlpost.tasks.cursor import PromptCursor
@@ -86,8 +87,9 @@ def engines(folder: Path) -> list[Row]:
         urls = [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(NUM_ENGINES)]
         addresses = tuple(EngineAddress(url) for url in urls)
         cluster = SimpleNamespace(attempt_dir=str(folder), secret="key")
-        fleet = Fleet(Config(), cluster, None, None)  # type: ignore
-        fleet.addresses = addresses
+        engines = OwnEngines(Config(), cluster, None, None)  # type: ignore
+        engines.addresses = addresses
+        engines.members = OwnMembership(len(addresses))
 
         def most() -> str:
             with urllib.request.urlopen(f"{urls[0]}/most") as response:
@@ -95,7 +97,7 @@ def engines(folder: Path) -> list[Row]:
 
         async def run() -> None:
             with timer.of(f"health check of {NUM_ENGINES} engines", most):
-                assert await fleet.unhealthy(generating=True) == []
+                assert await engines.unhealthy(generating=True) == []
             with timer.of(f"abort on {NUM_ENGINES} engines", most):
                 await RunEngines.of(urls, "key", capacity=1).abort_all()
             names = tuple(

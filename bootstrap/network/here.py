@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.facts and options.save:
         parser.error("--save writes the facts of this host; omit --facts")
     try:
-        document = None if options.facts else read_document(ask_names=True)
+        document = None if options.facts else read_document()
         facts = parse_facts(document) if document is not None else load_facts(options.facts)
     except FactsFileError as error:
         parser.error(str(error))

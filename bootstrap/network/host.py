@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
@@ -21,8 +21,6 @@ from typing import Any
 import netifaces
 
 from bootstrap.network.network_facts import CXI_HINT, SCHEMA, TCPXO_HINT, NetworkFacts, parse_facts
-from common.addresses import local_address
-from common.host_lists import HostListError, expand
 
 # linux/if_arp.h; the tunnels are PPP, IPIP, IPIP6, SIT, GRE, GRE over IPv6 and devices without ARP.
 _ARP_TYPES = {"1": "ether", "32": "infiniband", "772": "loopback"}
@@ -60,20 +58,13 @@ def read_host() -> NetworkFacts:
     return parse_facts(read_document())
 
 
-def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[str, object]:
-    """Read the facts of a host in the public schema.
-
-    Args:
-        ask_names: resolve the host's name, for its address in the cluster, and in a job the name of
-            another node.
-    """
+def read_document(root: Path = Path("/")) -> dict[str, object]:
+    """Read the facts of a host in the public schema."""
     interfaces = [
         _interface(path) for path in sorted(_entries(root / "sys/class/net"), key=_ifindex)
     ]
     devices = read_rdma_devices(root)
     gpus = [gpu for path in sorted(_entries(root / "sys/bus/pci/devices")) if (gpu := _gpu(path))]
-    known = own_address(interfaces) if ask_names else None
-    peer = peer_address(os.environ) if ask_names else None
     return {
         "schema": SCHEMA,
         "vantage": "container" if (root / ".dockerenv").exists() else "host",
@@ -84,11 +75,6 @@ def read_document(root: Path = Path("/"), *, ask_names: bool = False) -> dict[st
         "default_route": {"iface": default_route(root), "basis": "quoted"},
         "rdma_devices": devices,
         "provider_hints": list(_hints(root, has_rdma=bool(devices))),
-        "peers": {
-            "slurm_addr": known,
-            "example_peer": peer,
-            "source": source_towards(peer) if peer else None,
-        },
     }
 
 
@@ -130,51 +116,6 @@ def default_route(root: Path = Path("/")) -> str | None:
                 routes.append((int(fields[5], 16), fields[9]))
     # With equal metrics the kernel uses the first route; so does min.
     return min(routes, key=lambda route: route[0])[1] if routes else None
-
-
-def own_address(interfaces: Iterable[Mapping[str, Any]]) -> str | None:
-    """The address of this host's name if an interface owns it and it is not loopback."""
-    names = (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
-    held = {
-        text.split("/")[0]
-        for row in interfaces
-        for key in ("ipv4", "ipv6")
-        for text in row[key] or ()
-    }
-    found = (ip for name in names if name for ip in _addresses_of(name))
-    return next((ip for ip in found if ip in held), None)
-
-
-def peer_address(environ: Mapping[str, str]) -> str | None:
-    """The address of another node of this Slurm job; None without another node."""
-    try:
-        hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
-    except HostListError:
-        return None
-    own = {
-        environ.get("SLURMD_NODENAME"),
-        socket.gethostname(),
-        socket.gethostname().partition(".")[0],
-    }
-    other = next((host for host in hosts if host not in own), None)
-    return next(iter(_addresses_of(other)), None) if other is not None else None
-
-
-def source_towards(peer: str) -> str | None:
-    """The address from which the kernel would reach a peer; None without a route. Sends nothing."""
-    with suppress(OSError):
-        return local_address(peer).partition("%")[0]
-    return None
-
-
-def _addresses_of(name: str) -> list[str]:
-    """Addresses of a host's name that are not loopback; none if it does not resolve."""
-    try:
-        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    ips = [str(address[0]).split("%")[0] for *_, address in answers]
-    return [ip for ip in ips if not ipaddress.ip_address(ip).is_loopback]
 
 
 def _interface(path: Path) -> dict[str, object]:

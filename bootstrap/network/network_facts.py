@@ -121,9 +121,7 @@ class NetworkFacts:
     """Network facts of one host.
 
     ``num_gpus`` is None if unknown; ``gpus`` lists only GPUs whose location is known.
-    ``slurm_addr`` is the address of the host's name, ``example_peer`` that of another node of the
-    job, ``source_towards_peer`` the own address on the kernel's route to it. ``hints`` are remarks;
-    those that begin with CXI_HINT or TCPXO_HINT identify a fabric.
+    ``hints`` are remarks; those that begin with CXI_HINT or TCPXO_HINT identify a fabric.
     ``interfaces_complete``: the list contains every interface of the network namespace.
     """
 
@@ -131,9 +129,6 @@ class NetworkFacts:
     rdma_ports: tuple[RdmaPort, ...] = ()
     default_route: str | None = None
     hints: tuple[str, ...] = ()
-    slurm_addr: str | None = None
-    example_peer: str | None = None
-    source_towards_peer: str | None = None
     num_gpus: int | None = None
     gpus: tuple[GpuLocation, ...] = ()
     interfaces_complete: bool = False
@@ -195,14 +190,6 @@ class NetworkFacts:
                 for member in (*self.members(one.name), *self._switch_wires(one))
             )
         return one.type not in VIRTUAL_TYPES and one.type != "loopback"
-
-    def is_slingshot(self, one: Interface) -> bool:
-        """Whether its driver, or that of the RDMA device on it, is Slingshot's."""
-        drivers = [
-            one.driver,
-            *(port.driver for port in self.rdma_ports if port.netdev == one.name),
-        ]
-        return any(driver and driver.startswith("cxi") for driver in drivers)
 
     def link_layer(self, port: RdmaPort) -> str | None:
         """Link layer by the port, else its GIDs, netdev, rate or name; None if unknown."""
@@ -298,16 +285,13 @@ def parse_facts(document: Mapping[str, object]) -> NetworkFacts:
     """
     if document.get("schema", SCHEMA) != SCHEMA:
         raise FactsFileError(f"schema is {document['schema']!r}; {SCHEMA!r} is needed")
-    route, peers = _mapping(document, "default_route"), _mapping(document, "peers")
+    route = _mapping(document, "default_route")
     gpus = _mapping(document, "gpus")
     return NetworkFacts(
         interfaces=tuple(_interface(row) for row in _rows(document, "interfaces")),
         rdma_ports=tuple(_port(row) for row in _rows(document, "rdma_devices")),
         default_route=_text(route, "iface"),
         hints=tuple(map(str, _list(document, "provider_hints"))),
-        slurm_addr=_legible(peers, "slurm_addr"),
-        example_peer=_legible(peers, "example_peer"),
-        source_towards_peer=_legible(peers, "source"),
         num_gpus=_count(gpus, "count"),
         interfaces_complete=document.get("interfaces_complete") is True,
         gpus=tuple(
@@ -431,8 +415,3 @@ def _is_legible(text: object) -> bool:
         logger.warning("%r is not an address; treated as unknown", text)
         return False
     return True
-
-
-def _legible(document: Mapping[str, object], key: str) -> str | None:
-    value = document.get(key)
-    return str(value) if value and _is_legible(value) else None

@@ -77,7 +77,7 @@ class SnapshotWeights:
 
     def __init__(
         self,
-        fleet: Receivers,
+        engines: Receivers,
         jobs: FleetSync | None = None,
         *,
         load_adapters: bool,
@@ -88,7 +88,7 @@ class SnapshotWeights:
             jobs: engines of the group on other jobs; None without them.
             load_adapters: the folders have adapters alone.
         """
-        self._fleet, self._jobs, self._timeout_s = fleet, jobs, timeout_s
+        self._engines, self._jobs, self._timeout_s = engines, jobs, timeout_s
         self._mover = AdapterMover if load_adapters else DiskMover
         self.folder: Path | None = None
         """What the next update reads; without one the engines keep their weights."""
@@ -97,7 +97,7 @@ class SnapshotWeights:
         """Do nothing: engines read files."""
 
     def move(self, placement: Placement) -> None:
-        """Do nothing: the addresses are those of the fleet."""
+        """Do nothing: the addresses are those of the group."""
 
     async def update(
         self, version: int, *, pause: PauseMode = "abort", ready: Hook | None = None
@@ -107,7 +107,7 @@ class SnapshotWeights:
             return
         if self._jobs is not None:
             await self._jobs.serve(version, self.folder)
-        if not self._fleet.addresses:
+        if not self._engines.addresses:
             return
         folder = str(self.folder)
 
@@ -115,7 +115,7 @@ class SnapshotWeights:
             return folder
 
         update = WeightUpdate(
-            self._fleet.addresses, api_key=self._fleet.api_key, timeout_s=self._timeout_s
+            self._engines.addresses, api_key=self._engines.api_key, timeout_s=self._timeout_s
         )
         await update.update(version, self._mover(write), pause=pause, ready=ready)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from common.run_folder import RunFolder
 from rlpost.config.checks.export_folder import name_weights
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.run_stages import RunStages
 from rlpost.driver.stages import ClusterStages
 from rlpost.driver.worker_groups import Actor, remote
@@ -40,15 +40,15 @@ class RolloutOnly(RunStages):
     async def start(self, checkpoint: Path | None) -> None:
         """Start the engines."""
         placement, ports = self.startup.layout()
-        self._fleet = Fleet(self.config, self.cluster, placement, ports)
-        self.closing.callback(self._fleet.close)
+        self._engines = OwnEngines(self.config, self.cluster, placement, ports)
+        self.closing.callback(self._engines.close)
         self.create_groups(placement, ports)
-        starting = self._fleet.start([""] * len(placement.actors))
+        starting = self._engines.start([""] * len(placement.actors))
         await self.startup.within_deadline(starting, self.groups.start())
-        await self.generation.connect(self._fleet.serving)
-        self.observation.groups = [*self.groups.fleets.values()]
-        await self.observation.attach(None, self._fleet, None)
-        await self.follow_engines(self._fleet)
+        await self.generation.connect(self._engines.serving)
+        self.observation.groups = [*self.groups.engines.values()]
+        await self.observation.attach(None, self._engines, None)
+        await self.follow_engines(self._engines)
 
     async def train(self, groups: Sequence[SampleGroup], rollout: int) -> Mapping[str, float]:
         """Do nothing."""
@@ -57,7 +57,7 @@ class RolloutOnly(RunStages):
     async def sync(self, policy_version: int) -> None:
         """Set the version of the engines' weights."""
         clients = [
-            EngineClient(address.url, self._fleet.api_key) for address in self._fleet.addresses
+            EngineClient(address.url, self._engines.api_key) for address in self._engines.addresses
         ]
         await asyncio.gather(*(client.rename_weights(policy_version) for client in clients))
 

@@ -21,7 +21,7 @@ from rlpost.config.tree import Config
 from rlpost.driver.batches import model_break_even, used_parameters
 from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.distillation import needs_policy_logprobs
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.weight_coordinator import WeightCoordinator
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
@@ -54,8 +54,8 @@ class Observation:
         self._flops = Flops(config, hf)
         self._traces = traces
         self._actors: ActorGroup | None = None
-        self._fleet: Fleet | None = None
-        self.groups: Sequence[Fleet] = ()
+        self._engines: OwnEngines | None = None
+        self.groups: Sequence[OwnEngines] = ()
         """The engines of groups beside the policy's."""
         self._weights: WeightCoordinator | None = None
         self._since = SPANS.now()
@@ -68,10 +68,13 @@ class Observation:
         self._slow_engines = SlowEngines()
 
     async def attach(
-        self, actors: ActorGroup | None, fleet: Fleet | None, weights: WeightCoordinator | None
+        self,
+        actors: ActorGroup | None,
+        engines: OwnEngines | None,
+        weights: WeightCoordinator | None,
     ) -> None:
         """Set the actors, engines and weight coordinator to monitor."""
-        self._actors, self._fleet, self._weights = actors, fleet, weights
+        self._actors, self._engines, self._weights = actors, engines, weights
         if actors is not None:
             self._peak_flops = await actors.first(remote(Actor.peak_flops))
 
@@ -141,9 +144,9 @@ class Observation:
 
     def _engine_use(self) -> dict[str, float]:
         """Return how requests were spread over engines; warn of one that has become slow."""
-        if self._fleet is None:
+        if self._engines is None:
             return {}
-        places = self._fleet.serving.places
+        places = self._engines.serving.places
         use, num_moved = places.take_use()
         paces = places.paces()
         for sentence in self._slow_engines.take(paces):
@@ -159,8 +162,8 @@ class Observation:
         queries = [own()]
         if self._actors is not None:
             queries.append(self._actors.aside(remote(Actor.memory_use)))
-        if self._fleet is not None:
-            queries.append(self._fleet.memory_use())
+        if self._engines is not None:
+            queries.append(self._engines.memory_use())
         queries += [group.memory_use() for group in self.groups]
         answers = await asyncio.gather(*map(self._answer, queries))
         return memory.most([one for answer in answers for one in answer or []])
@@ -189,7 +192,7 @@ class Observation:
         begin = min(begins.values())
         processes = [ProcessSpans("driver", SPANS.since(begin))]
         ranks = None if self._actors is None else self._actors.workers
-        for group in (ranks, self._fleet, *self.groups):
+        for group in (ranks, self._engines, *self.groups):
             if group is not None:
                 processes += await self._answer(group.spans(begin)) or []
         path = self._traces / f"steps-{min(begins)}-{max(begins)}.json"

@@ -1,6 +1,6 @@
 """Offload and onload of trainer and engines that share GPUs.
 
-Input: the actors, the fleet, and which sides are offloaded (``--offload-train``,
+Input: the actors, the engines, and which sides are offloaded (``--offload-train``,
 ``--offload-rollout``; both with ``--colocate``). Without these flags this module does nothing. GPU
 memory in the phases of a step:
 
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.errors import MemoryHeld
 
@@ -31,25 +31,25 @@ CACHE = ("kv_cache", "cuda_graph")
 class Offload:
     """Moves both sides to the memory state of a phase; no-op when they are in it."""
 
-    def __init__(self, config: Config, actors: ActorGroup, fleet: Fleet) -> None:
+    def __init__(self, config: Config, actors: ActorGroup, engines: OwnEngines) -> None:
         """Initially both sides are onloaded."""
         self._trainer_leaves = config.offload_train
         self._engines_leave = config.offload_rollout
         self._actors = actors
-        self._fleet = fleet
+        self._engines = engines
 
     def ranks_see(self, gpus: Sequence[str]) -> None:
         """Record the GPUs of ranks that have started; engines that start later share them."""
-        self._fleet.visible_gpus = gpus
+        self._engines.visible_gpus = gpus
 
     async def free_gpus(self) -> None:
         """Offload the engines, for ranks that are started again: these begin onloaded."""
         if self._engines_leave:
-            await self._fleet.release_memory(*CACHE, "weights")
+            await self._engines.release_memory(*CACHE, "weights")
 
     def engines_hold_gpus(self) -> bool:
         """Whether engines on the trainer's GPUs have their memory onloaded."""
-        return self._engines_leave and not self._fleet.is_released("kv_cache")
+        return self._engines_leave and not self._engines.is_released("kv_cache")
 
     async def train(self) -> None:
         """Offload the engines, onload the trainer."""
@@ -60,12 +60,12 @@ class Offload:
         """Keep only the weights of both sides onloaded, if the side can be offloaded."""
         # In this order each call frees the memory on shared GPUs that the next one needs.
         if self._engines_leave:
-            await self._fleet.release_memory(*CACHE)
+            await self._engines.release_memory(*CACHE)
         if self._trainer_leaves:
             await self._actors.all(remote(Actor.memory.offload, GRADS, OPTIMIZER))
         await self._onload_trainer(WEIGHTS)
         if self._engines_leave:
-            await self._fleet.restore_memory("weights")
+            await self._engines.restore_memory("weights")
 
     async def _onload_trainer(self, *parts: str) -> None:
         """Onload parts of the trainer, if it can be offloaded.
@@ -77,7 +77,7 @@ class Offload:
         try:
             await self._actors.all(remote(Actor.memory.restore, *parts))
         except MemoryHeld as error:
-            name = self._fleet.engine_on_gpu_of(error.rank)
+            name = self._engines.engine_on_gpu_of(error.rank)
             if name is None:
                 raise
             raise MemoryHeld(
@@ -100,7 +100,7 @@ class Offload:
         """Offload the trainer, onload the engines; they stay paused."""
         await self.offload_trainer()
         if self._engines_leave:
-            await self._fleet.restore_memory("weights", *CACHE)
+            await self._engines.restore_memory("weights", *CACHE)
 
     @asynccontextmanager
     async def weights_onloaded(self) -> AsyncIterator[None]:
@@ -118,11 +118,11 @@ class Offload:
 
         After an error nothing moves: the run ends, or its ranks are started again.
         """
-        was_offloaded = self._trainer_leaves and not self._fleet.is_released("kv_cache")
+        was_offloaded = self._trainer_leaves and not self._engines.is_released("kv_cache")
         if was_offloaded and self._engines_leave:
-            await self._fleet.release_memory(*CACHE)
+            await self._engines.release_memory(*CACHE)
         await self._onload_trainer(*SAVED)
         yield
         if was_offloaded and not is_last:
             await self.generate()
-            await self._fleet.resume()
+            await self._engines.resume()

@@ -19,7 +19,7 @@ from rlpost.driver.batches import model_break_even
 from rlpost.driver.checkpoints import Checkpoints, wait_until_written
 from rlpost.driver.engines.engine_groups import EngineGroups
 from rlpost.driver.engines.engine_targets import EngineTargets, engine_targets, has_metrics
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.generation import Generation
 from rlpost.driver.hf_export import HuggingFaceExport
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
@@ -177,19 +177,19 @@ class RunStages(Stages):
             if begun and not self.stop.requested():
                 await self._hf_export.export(state.step, self._export)
 
-    async def follow_engines(self, fleet: Fleet) -> None:
+    async def follow_engines(self, engines: OwnEngines) -> None:
         """Keep RUN/engines.json up to date for Prometheus, for engines that serve metrics.
 
-        ``fleet`` are those of the policy; those of the groups follow.
+        ``engines`` are those of the policy; those of the groups follow.
         """
-        fleets = [
+        followed = [
             one
-            for name, one in {POLICY: fleet, **self.groups.fleets}.items()
+            for name, one in {POLICY: engines, **self.groups.engines}.items()
             if has_metrics(group_config(self.config, name))
         ]
-        if not fleets:
+        if not followed:
             return
-        targets_now = partial(engine_targets, fleets, self.run_folder.name)
+        targets_now = partial(engine_targets, followed, self.run_folder.name)
         targets = EngineTargets(self.run_folder, targets_now, check=self.checkpoints.check_owner)
         self.closing.push_async_callback(targets.close)
         await targets.begin()

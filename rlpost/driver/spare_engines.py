@@ -20,7 +20,7 @@ from typing import TypeVar
 from common.bounded import await_unless, cancel_all
 from rlpost.driver.background_evaluation import SnapshotWeights
 from rlpost.driver.engines.engine_health import EngineHealth, Hook
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.engines.connection import RunEngines
 from rlpost.engines.engine_side_weights import PauseMode
 from rlpost.errors import SyncError
@@ -40,7 +40,7 @@ class SpareEngines:
 
     def __init__(
         self,
-        fleet: Fleet,
+        engines: OwnEngines,
         health: EngineHealth,
         number: int,
         *,
@@ -49,11 +49,11 @@ class SpareEngines:
     ) -> None:
         """
         Args:
-            fleet, health: of the policy's engines.
+            engines, health: of the policy's engines.
             number: most engines to take.
             load_adapters, timeout_s: see ``SnapshotWeights``.
         """
-        self._fleet, self._health, self._number = fleet, health, number
+        self._engines, self._health, self._number = engines, health, number
         self.weights = SnapshotWeights(self, load_adapters=load_adapters, timeout_s=timeout_s)
         self.serving = RunEngines()
         """The engines that evaluate, for requests."""
@@ -63,12 +63,12 @@ class SpareEngines:
     @property
     def addresses(self) -> tuple[EngineAddress, ...]:
         """The engines that were taken."""
-        return tuple(self._fleet.addresses[index] for index in self._lent)
+        return tuple(self._engines.addresses[index] for index in self._lent)
 
     @property
     def api_key(self) -> str:
         """The key of the engines."""
-        return self._fleet.api_key
+        return self._engines.api_key
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Take engines from the policy and bring them to ``version``. Raises SyncError."""
@@ -90,8 +90,8 @@ class SpareEngines:
             try:
                 if self._lent:
                     await self.weights.update(self._version)
-                    self._fleet.check_lent(self._lent)
-                    self.serving.places.set_own(self._fleet.places_of(self._lent))
+                    self._engines.members.evaluates(self._lent)
+                    self.serving.places.set_own(self._engines.places_of(self._lent))
                     return
             except SyncError as error:  # one has died: the health of the policy's engines finds it
                 if tries == MAX_TRIES:
@@ -106,10 +106,10 @@ class SpareEngines:
     async def _keep(self) -> None:
         """Follow the engines that die; take others when none is left."""
         while True:
-            left = [index for index in self._lent if index in self._fleet.lent]
+            left = [index for index in self._lent if index in self._engines.members.lent]
             if left != self._lent:
                 self._lent = left
-                self.serving.places.set_own(self._fleet.places_of(left))
+                self.serving.places.set_own(self._engines.places_of(left))
             if not left:
                 await self._take()
             await asyncio.sleep(POLL_S)

@@ -24,7 +24,7 @@ from rlpost.driver.background_evaluation import (
 )
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.loop import Rollouts
 from rlpost.driver.lost_nodes import LostNodes
@@ -63,21 +63,21 @@ class ClusterStages(RunStages):
         num_ranks = len(placement.actors)
         num_engines = len(placement.all_engines)
         logger.info("starting %d actor ranks and %d engines", num_ranks, num_engines)
-        self._fleet = Fleet(config, self.cluster, placement, ports)
-        self.closing.callback(self._fleet.close)
+        self._engines = OwnEngines(config, self.cluster, placement, ports)
+        self.closing.callback(self._engines.close)
         self.create_groups(placement, ports)
         await startup.within_deadline(self.create_ranks(placement))
         self._actors = self.ranks
-        self._offload = Offload(config, self._actors, self._fleet)
+        self._offload = Offload(config, self._actors, self._engines)
         # Other groups may load for many minutes on nodes of their own.
         await asyncio.gather(
             self._start_policy(placement, ports, checkpoint),
             startup.within_deadline(self.groups.start()),
         )
-        await self.stop.unless_requested(self.generation.connect(self._fleet.serving))
+        await self.stop.unless_requested(self.generation.connect(self._engines.serving))
         weights = WeightCoordinator(
             config,
-            self._fleet,
+            self._engines,
             self._actors,
             placement=placement,
             ports=ports,
@@ -93,7 +93,7 @@ class ClusterStages(RunStages):
         self._fleet_sync = FleetSync.of(
             config,
             self.cluster,
-            self._fleet.serving.places,
+            self._engines.serving.places,
             hf=self.hf,
             export=self._actors.write_engine_folder,
             check=self.checkpoints.check_owner,
@@ -101,7 +101,7 @@ class ClusterStages(RunStages):
         )
         self._engine_health = EngineHealth(
             config,
-            self._fleet,
+            self._engines,
             weights,
             stop=self.stop,
             check_others=self._fleet_sync.check_any,
@@ -113,9 +113,9 @@ class ClusterStages(RunStages):
         self.closing.push_async_callback(self._fleet_sync.close)
         self._watch_groups()
         await self._begin_recovery(placement, ports, weights)
-        self.observation.groups = [*self.groups.fleets.values()]
-        await self.observation.attach(self._actors, self._fleet, weights)
-        await self.follow_engines(self._fleet)
+        self.observation.groups = [*self.groups.engines.values()]
+        await self.observation.attach(self._actors, self._engines, weights)
+        await self.follow_engines(self._engines)
         logger.info("actors and engines ready after %.1f s", time.monotonic() - started)
 
     async def _start_policy(
@@ -169,7 +169,7 @@ class ClusterStages(RunStages):
         weights: dict[str, SnapshotWeights] = {}
         if name is not None and name != POLICY:
             weights[name] = SnapshotWeights(
-                self.groups.fleets[name],
+                self.groups.engines[name],
                 self.groups.jobs.get(name),
                 load_adapters=load_adapters,
                 timeout_s=timeout_s,
@@ -180,7 +180,7 @@ class ClusterStages(RunStages):
         health: EvaluatingEngines
         if name == POLICY:
             health = spare = SpareEngines(
-                self._fleet,
+                self._engines,
                 self._engine_health,
                 config.eval.eval_policy_engines,
                 load_adapters=load_adapters,
@@ -188,7 +188,7 @@ class ClusterStages(RunStages):
             )
             serving, weights[name] = spare.serving, spare.weights
         else:
-            health, serving = self.groups.health[name], self.groups.fleets[name].serving
+            health, serving = self.groups.health[name], self.groups.engines[name].serving
         self._evaluations = BackgroundEvaluation(
             self.run_folder / "eval_weights",
             health,
@@ -202,7 +202,7 @@ class ClusterStages(RunStages):
         if self.config.cluster.colocate:
             gpus = await self._actors.all(remote(Actor.visible_gpu))
             await self._offload.offload_trainer()
-        await self._fleet.start(gpus)
+        await self._engines.start(gpus)
 
     def rollouts(self, state: RunState, journal: Journal) -> Rollouts:
         """Return the source of batches, resumed from ``state``.
@@ -259,7 +259,7 @@ class ClusterStages(RunStages):
         self.stop.check()
         self._policy_version = policy_version
         is_writing = self.config.rollout.rollout_mode == "fully_async"
-        pause: PauseMode = self._fleet.pause_mode if is_writing else "abort"
+        pause: PauseMode = self._engines.pause_mode if is_writing else "abort"
         # Offloaded actors write the fleet's weights before their engines generate.
         is_leaving = self.config.offload_train
 

@@ -1,6 +1,6 @@
 """Weight coordinator: moves weights from the trainer to the engines over the configured transport.
 
-Input: settings, the actors, the fleet. Output: all engines on one version. One update runs at a
+Input: settings, the actors, the engines. Output: all engines on one version. One update runs at a
 time. After a restart of an engine the process groups are created again, because a process group
 cannot admit a new member.
 """
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
@@ -66,12 +66,12 @@ class VersionMover:
 
 
 class WeightCoordinator:
-    """Sends weights from ``actors`` to the engines of ``fleet``. Call ``connect`` first."""
+    """Sends weights from ``actors`` to ``engines``. Call ``connect`` first."""
 
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        engines: OwnEngines,
         actors: ActorGroup,
         *,
         placement: Placement,
@@ -86,7 +86,7 @@ class WeightCoordinator:
             stop: checked before each bucket or folder is sent, while no rank is in a collective.
         """
         self._config = config
-        self._fleet = fleet
+        self._engines = engines
         self._actors = actors
         self._placement = placement
         self._ports = ports
@@ -105,21 +105,20 @@ class WeightCoordinator:
     async def connect(self) -> None:
         """Plan the buckets and connect to the engines that get weights.
 
-        Call it again after a restart of an engine.
+        Call it again after a restart of an engine, and when engines are lent or given back.
 
         Raises SyncError with the name of an engine that did not connect.
         """
         self._is_abandoned = False
         timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         await self._leave()
-        self._connected = self._fleet.receivers
         self._update = WeightUpdate(
-            self._connected, api_key=self._fleet.api_key, timeout_s=timeout_s
+            self._engines.receivers, api_key=self._engines.api_key, timeout_s=timeout_s
         )
         buckets = await self._actors.first(remote(Actor.bucket_plan))
         self.num_bytes = sum(map(num_bytes, buckets))
         self._mover: Mover
-        if not self._fleet.addresses:
+        if not self._engines.addresses:
             self._mover = NoMover()  # all engines are on other jobs, which read files
         elif self._config.sync.update_weight_transport == "disk":
             if any(dtype.startswith("float8") for bucket in buckets for dtype in bucket.dtypes):
@@ -155,8 +154,6 @@ class WeightCoordinator:
 
         Leaves no files behind.
         """
-        if self._connected != self._fleet.receivers:  # some were lent, or are back
-            await self.connect()
         try:
             with span("update weights"):
                 mover = VersionMover(self._mover, self._actors)

@@ -14,18 +14,18 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.driver.loop import Loop
+from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.durable.journal import Journal
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Watch
-from rlpost.engines.places import Places
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import RlpostError
 from rlpost.types import Prompt, Sample, SampleGroup
@@ -102,6 +102,14 @@ def next_weights(weights: str, batch: Any) -> str:
     return digest(weights + json.dumps(batch, sort_keys=True))
 
 
+@dataclass
+class Engine:
+    """The weights of the engine's process, and their version."""
+
+    weights: str = digest("the model folder")
+    version: int = -1
+
+
 class Observed:
     """Records for the oracle of what the fakes of one attempt did."""
 
@@ -113,6 +121,7 @@ class Observed:
         self.graded: list[int] = []  # prompts whose group was complete
         self.history: list[Any] = []  # the batches behind the trainer's weights
         self.weights = INITIAL
+        self.engine = Engine()
         self.old_policy = (0, INITIAL)  # version and weights of the engines' last update
 
 
@@ -159,32 +168,36 @@ class Grader:
         """Do nothing."""
 
 
-class Fleet:
-    """A fleet of one engine."""
+class EngineProcess:
+    """The process of the engine (``WorkerGroup``), which starts with other weights than any run's."""
 
-    def __init__(self, config: Any, cluster: Any, *placement: Any) -> None:
-        self.weights, self.version = INITIAL, -1
-        self.addresses, self.dismissed, self.api_key, self.pause_mode = (
-            [None],
-            set[int](),
-            "key",
-            "in_place",
-        )
-        self.serving = SimpleNamespace(engine=self, abort_all=_nothing, places=Places())
+    def __init__(self, makes: Any, parts: Any, **named: Any) -> None:
+        self._observed: Observed = ROOM.attempt.observed
 
-    async def start(self, *given: Any) -> None:
-        """Do nothing: the engine is ready."""
+    async def call_each(self, method: str, *given: Any, **named: Any) -> None:
+        """Start it."""
+        self._observed.engine = Engine()
 
-    async def memory_use(self) -> list[dict[str, float]]:
-        """Not measured."""
+    async def call_aside(self, method: str) -> list[Any]:
+        """Return no measurements; the process lives."""
         return []
 
-    def is_released(self, *what: str) -> bool:
-        """Return False: the engine keeps its memory."""
-        return False
 
-    def close(self) -> None:
-        """Do nothing."""
+@dataclass(frozen=True)
+class EngineClient:
+    """Control requests to the engine."""
+
+    url: str
+    api_key: str
+    timeout_s: float
+
+    async def server_info(self) -> dict[str, str]:
+        """Return SGLang's version."""
+        return {"version": "0.5.21"}
+
+
+async def no_failure(*given: Any) -> None:
+    """A health check that passes."""
 
 
 class Connection:
@@ -192,6 +205,7 @@ class Connection:
 
     def __init__(self, engines: Any, *, routes: RouteFormat | None = None) -> None:
         self.engines, self.routes, self.halted = engines, routes, False
+        self._observed: Observed = ROOM.attempt.observed
 
     async def __aenter__(self) -> Connection:
         return self
@@ -219,7 +233,7 @@ class Connection:
         if self.halted:
             raise Halted
         prompt_id, index = map(int, re.findall(r"\d+", what))
-        engine, length = self.engines.engine, answer_length(prompt_id, index)
+        engine, length = self._observed.engine, answer_length(prompt_id, index)
         start = LONGEST_ANSWER - sampling_params["max_new_tokens"]
         if start >= length:
             length += SECOND_TURN  # an environment has added to the first turn
@@ -393,52 +407,30 @@ class Training:
 
 
 class WeightCoordinator:
-    """Holds the trainer's weights for ``EngineHealth``."""
+    """Gives the engine the weights of the trainer's last update."""
 
     num_bytes, engines_are_stuck = 0, False
 
-    def __init__(self, config: Any, fleet: Fleet, actors: Any, *, stop: Any, **more: Any) -> None:
+    def __init__(self, config: Any, engines: Any, actors: Any, *, stop: Any, **more: Any) -> None:
         self.observed: Observed = ROOM.attempt.observed
         self.stop = stop
 
     async def connect(self) -> None:
         """Do nothing."""
 
-    async def close(self) -> None:
-        """Do nothing."""
-
-
-class EngineHealth:
-    """Updates the engine; updates never fail."""
-
-    num_serving = 1
-
-    def __init__(self, config: Any, fleet: Fleet, weights: WeightCoordinator, **more: Any) -> None:
-        self._fleet, self._weights = fleet, weights
-
-    def note_version(self, version: int) -> None:
-        """Do nothing: ``update`` reads the trainer's weights itself."""
-
     async def update(
-        self,
-        version: int,
-        *,
-        pause: str,
-        before: Callable[[], Awaitable[None]],
-        ready: Callable[[], Awaitable[None]],
+        self, version: int, *, pause: str, ready: Callable[[], Awaitable[None]]
     ) -> None:
-        """Give the engine the weights of the trainer's last update."""
-        await before()
+        """Send the weights."""
         await asyncio.sleep(SYNC_S)
-        self._weights.stop.check()
-        kept, weights = self._weights.observed.old_policy
+        self.stop.check()
+        kept, weights = self.observed.old_policy
         assert kept == version, f"version {version} is asked for, the trainer has {kept}"
-        self._fleet.weights, self._fleet.version = weights, version
+        self.observed.engine.weights, self.observed.engine.version = weights, version
         await ready()
 
-    async def over(self, generating: Awaitable[Any]) -> Any:
-        """Await ``generating``: no engine needs repair."""
-        return await generating
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 class WatchedLoop(Loop):
@@ -466,17 +458,14 @@ class LoopLag:
         return 0.0
 
 
-def layout(*given: Any, **named: Any) -> SimpleNamespace:
-    """Return a placement of one rank and one engine, with their ports."""
-    slot = SimpleNamespace(ip="127.0.0.1", node_id="n", num_gpus=0, shared_with=None)
-    return SimpleNamespace(
-        actors=[slot],
-        engines=[[slot]],
-        all_engines=[[slot]],
-        actor_group=1,
-        sync_groups=[3],
-    )
+SLOT = Slot("n", "127.0.0.1", 0)
 
 
-async def _nothing() -> None:
-    pass
+def layout(*given: Any, **named: Any) -> Placement:
+    """Return a placement of one rank and one engine."""
+    return Placement((SLOT,), ((SLOT,),))
+
+
+def ports(*given: Any, **named: Any) -> Ports:
+    """Return their ports."""
+    return Ports((1,), (2,), 3, (4,))

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common.attempt import STOP_FILE
+from common.attempt import SECRET_FILE, STOP_FILE
 from common.cluster import Cluster, Node
 from common.run_folder import RunFolder
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.driver import driver, generation, stages, startup
+from rlpost.driver.engines import own_engines
 from rlpost.observe import memory, spans
 from tests.crash_consistency import fakes
 from tests.crash_consistency.interception import (
@@ -219,7 +220,9 @@ class World:
     def prepare(self, hooks: Sequence[Hook] = ()) -> Run:
         """Return the next attempt without starting it."""
         number = len(list((self.run.root / "attempts").iterdir()))
-        self.disk.put_folder(self.run.attempts / str(number))
+        folder = self.run.attempts / str(number)
+        self.disk.put_folder(folder)
+        self.disk.put(folder / SECRET_FILE, b"key")
         return Run(self.disk, number, hooks, observed=fakes.Observed(save_s=self.setup.save_s))
 
     def stop_file(self, attempt: Run) -> Path:
@@ -338,16 +341,20 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
     startup: {
         "connect": lambda cluster: [],
         "place": fakes.layout,
-        "ports_of_run": fakes.layout,
+        "ports_of_run": fakes.ports,
         "order_by_gpu": lambda slots, positions: [0],
         "WorkerGroup": fakes.Actors,
         "Calls": fakes.Calls,
         "Training": fakes.Training,
     },
     stages: {
-        "Fleet": fakes.Fleet,
         "WeightCoordinator": fakes.WeightCoordinator,
-        "EngineHealth": fakes.EngineHealth,
+    },
+    own_engines: {
+        "WorkerGroup": fakes.EngineProcess,
+        "EngineClient": fakes.EngineClient,
+        "check_engine": fakes.no_failure,
+        "failure": fakes.no_failure,
     },
     generation: {
         "PromptTokenizer": fakes.Tokenizer,

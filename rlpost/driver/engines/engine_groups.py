@@ -1,7 +1,7 @@
 """The groups of engines of a run beside the policy's: start, health, metrics.
 
 Input: settings, the placement, the clients of the groups. Output: engines that serve under their
-names. Each group is a ``Fleet`` with an ``EngineHealth``, as the policy's engines are, and with
+names. Each group is a ``OwnEngines`` with an ``EngineHealth``, as the policy's engines are, and with
 ``fleet = true`` a ``FleetSync`` for those on other jobs. Only its settings differ
 (``config.engine_groups.group_config``), and where its weights come from.
 """
@@ -17,7 +17,7 @@ from rlpost.config.engine_groups import group_config
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth, EngineWeights, OwnWeights
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.lost_nodes import LostNodes
@@ -53,8 +53,8 @@ class EngineGroups:
         self._record = record
         self._in_background = {config.eval.eval_engines}
         self._configs = {name: group_config(config, name) for name in config.engines.started}
-        self.fleets: Mapping[str, Fleet] = {
-            name: Fleet(
+        self.engines: Mapping[str, OwnEngines] = {
+            name: OwnEngines(
                 own,
                 cluster,
                 placement.of_group(name),
@@ -68,13 +68,13 @@ class EngineGroups:
             name: FleetSync.of(
                 config,
                 cluster,
-                self.fleets[name].serving.places,
+                self.engines[name].serving.places,
                 group=name,
                 hf=hf,
                 check=check,
                 record=record,
             )
-            for name in self.fleets
+            for name in self.engines
             if config.engines.groups[name].fleet
         }
         self._keep_weights = {
@@ -83,9 +83,9 @@ class EngineGroups:
         self.health: Mapping[str, EngineHealth] = {}
 
     async def start(self) -> None:
-        """Start all engines of this job, and let others join. Raises what ``Fleet.start`` raises."""
+        """Start all engines of this job, and let others join. Raises what ``OwnEngines.start`` raises."""
         await asyncio.gather(
-            *(fleet.start(()) for fleet in self.fleets.values()),
+            *(engines.start(()) for engines in self.engines.values()),
             *(self.jobs[name].serve(0) for name in self._keep_weights),
         )
 
@@ -105,14 +105,14 @@ class EngineGroups:
         self.health = {
             name: EngineHealth(
                 self._configs[name],
-                fleet,
+                engines,
                 weights.get(name) or OwnWeights(),
                 stop=stop,
                 check_others=self.jobs[name].check_any if name in self.jobs else lambda _: None,
                 nodes=nodes.of_group(name),
                 events=EngineEvents(self._record, group=name),
             )
-            for name, fleet in self.fleets.items()
+            for name, engines in self.engines.items()
         }
 
     async def over(self, generating: Awaitable[T]) -> T:
@@ -137,6 +137,6 @@ class EngineGroups:
 
     async def close(self) -> None:
         """Stop starts in progress; engines end with Ray, those on other jobs see ``FleetSync``."""
-        for fleet in self.fleets.values():
-            fleet.close()
+        for engines in self.engines.values():
+            engines.close()
         await asyncio.gather(*(jobs.close() for jobs in self.jobs.values()))

@@ -1,7 +1,8 @@
 """Restart engines that are dead or hang, and update their weights before they serve again.
 
-Input: the fleet and the weight coordinator. Output: engines that all answer and hold one
-version, or an error. During an outage of an engine its requests are sent again to others, so no
+Input: the engines and the weight coordinator. Output: engines that all answer and hold one
+version, or an error. ``rlpost.engines.own_membership`` decides what happens to an engine; this
+module carries it out. During an outage of an engine its requests are sent again to others, so no
 prompt is lost and none is answered twice. Engines on a lost node are restarted on its
 replacement. A colocated engine cannot receive weights while the trainer is offloaded, so it is
 dismissed at once and restarted with the next update, before the trainer is onloaded: SGLang sizes
@@ -12,20 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from common.bounded import await_unless, cancel_all, for_each
 from common.units import counted
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engine_events import EngineEvents
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.engine_events import EngineEvents, Phase
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.lost_nodes import GroupNodes, LostNodes, NodeLost
 from rlpost.driver.placement import Placement
 from rlpost.driver.preemption import StopRequest
 from rlpost.engines.engine_side_weights import PauseMode
+from rlpost.engines.own_membership import (
+    MAX_RESTARTS,
+    Admit,
+    GiveUp,
+    SendWeights,
+    Start,
+    Stop,
+)
 from rlpost.errors import EngineDied, Preempted, RlpostError, SyncError, TrainerDied
 
 logger = logging.getLogger(__name__)
@@ -36,8 +44,6 @@ Hook = Callable[[], Awaitable[None]]
 NO_ANSWER = "no answer to the health check"
 NODE_LOST = "the node is lost"
 STUCK = "blocked in a broadcast that lost a peer"
-MAX_RESTARTS = 3
-"""Restarts of one engine since the last trained batch; another one would change nothing."""
 
 
 class EngineWeights(Protocol):
@@ -82,7 +88,7 @@ class EngineHealth:
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        engines: OwnEngines,
         weights: EngineWeights,
         *,
         stop: StopRequest,
@@ -111,27 +117,24 @@ class EngineHealth:
         self._nodes = LostNodes.none() if nodes is None else nodes
         self._interval_s = config.sglang.rollout_health_check_interval
         self._shares_gpus = config.cluster.colocate
-        self._fleet = fleet
+        self._engines = engines
         self._weights = weights
         self._weights_onloaded = weights_onloaded
         self._before_start = before_start or _nothing
         self._busy = asyncio.Lock()
-        self._version = 0  # version of the weights that engines receive
-        self._restarts: Counter[int] = Counter()  # of each engine since the last trained batch
 
     @property
     def num_serving(self) -> int:
         """Engines of this job that get requests."""
-        return len(self._fleet.serves)
+        return len(self._engines.members.serving)
 
     def note_version(self, version: int) -> None:
         """Record the version that the trainer has for the engines; later repairs send it to all."""
-        self._version = version
-        self.forget_restarts()
+        self._engines.members.set_version(version)
 
     def forget_restarts(self) -> None:
         """Count the restarts of each engine from 0 again."""
-        self._restarts.clear()
+        self._engines.members.forget_restarts()
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
         """Bring all engines to ``version``; restart those that fail or were dismissed.
@@ -139,50 +142,22 @@ class EngineHealth:
         ``before`` is awaited before each attempt to send weights, when all engines that are to
         receive them have started; ``ready`` once they have arrived.
 
-        Raises SyncError when the update fails although every engine answers, or fails a second
-        time.
+        Raises SyncError when the update fails although every engine answers.
         """
         async with self._busy:
-            self._version, sick = version, list[int]()
-            if not self._fleet.dismissed and not self._nodes.engines:
-                await before()  # dismisses engines that do not release their memory
-            self._events.lost(self._fleet.dismissed, phase="sync", cause=NO_ANSWER)
-            if not self._fleet.dismissed and not self._nodes.engines:
-                try:
-                    await self._nodes.unless_lost(
-                        self._weights.update(version, pause=pause, ready=ready)
-                    )
-                    self._fleet.catch_up()
-                    return
-                except SyncError as error:
-                    sick = await self._sick(generating=False)
-                    if not (sick or self._fleet.dismissed or self._nodes.engines):
-                        raise
-                    logger.warning("%s", error)
-                    self._events.lost(sick, phase="sync", cause=str(error))
-                    if self._weights.engines_are_stuck:
-                        sick = list(range(len(self._fleet.addresses)))
-                        self._events.lost(sick, phase="sync", cause=STUCK)
-                        logger.warning(
-                            "restarting all engines: those that answer are blocked in the same broadcast"
-                        )
-            await self._repair(
-                sorted({*sick, *self._fleet.dismissed}),
-                version,
-                pause=pause,
-                before=before,
-                ready=ready,
-            )
+            self._engines.members.request_weights(version)
+            self._events.lost(self._engines.members.dismissed, phase="sync", cause=NO_ANSWER)
+            await self._repair(pause=pause, before=before, ready=ready)
 
     async def lend(self, most: int) -> list[int]:
-        """Lend engines for an evaluation; not during an update or a repair. See ``Fleet.lend``."""
+        """Lend engines for an evaluation; not during an update or a repair. See ``OwnMembership.lend``."""
         async with self._busy:
-            return self._fleet.lend(most)
+            return self._engines.lend(most)
 
     async def give_back(self, indices: Sequence[int], version: int | None) -> None:
         """Take engines back that have ``version``; if it is not current they wait for the next."""
         async with self._busy:
-            self._fleet.give_back(indices, are_current=version == self._version)
+            self._engines.give_back(indices, version)
 
     def paused(self) -> AbstractAsyncContextManager[object]:
         """Return a context without updates and repairs, which need a trainer that answers."""
@@ -191,7 +166,7 @@ class EngineHealth:
     async def leave_lost(self) -> None:
         """Stop sending requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
-            await self._fleet.lose(lost)
+            await self._engines.lose(lost)
 
     async def begin_lost(self, placement: Placement) -> None:
         """Begin to start engines of lost nodes in ``placement``, while ranks start there.
@@ -201,10 +176,10 @@ class EngineHealth:
         """
         lost = self._nodes.engines
         if lost and not self._shares_gpus:
-            await self._fleet.move(placement)
+            await self._engines.move(placement)
             self._weights.move(placement)
             for index in lost:
-                self._fleet.begin_restart(index)
+                self._engines.begin_restart(index)
 
     async def reconnect(self) -> None:
         """Connect the engines with ranks that were started again; call it in ``paused``.
@@ -214,14 +189,15 @@ class EngineHealth:
         left to the next update.
         """
         if self._weights.engines_are_stuck:
-            every = set(range(len(self._fleet.addresses)))
-            self._events.lost(every - self._fleet.dismissed, phase="sync", cause=STUCK)
-            await for_each(self._fleet.dismiss, sorted(every - self._fleet.dismissed))
+            self._fail(range(len(self._engines.members)), phase="sync", cause=STUCK)
+            await self._stop_failed()
             return
         if self._nodes.engines:  # the repair that follows connects all engines
             return
         try:
+            self._engines.members.disconnected()
             await self._weights.connect()
+            self._engines.members.connected()
         except SyncError as error:
             logger.warning("%s", error)
 
@@ -258,59 +234,63 @@ class EngineHealth:
     async def _check_once(self) -> None:
         async with self._busy:
             self._check_others(self.num_serving)
-            sick = await self._sick(generating=True)
+            sick = await self._sick()
             lost = self._nodes.engines
             must_wait = self._shares_gpus or bool(self._nodes.ranks)
             self._events.lost(lost, phase="generate", cause=NODE_LOST)
-            self._events.lost(sick, phase="generate", cause=NO_ANSWER)
+            self._fail(sick, phase="generate", cause=NO_ANSWER)
             if (sick or lost) and not must_wait:
-                await self._repair_unless_ranks_are_lost(sick)
+                await self._repair_unless_ranks_are_lost()
                 return
             await self.leave_lost()
-            await for_each(self._fleet.dismiss, sorted(set(sick) - set(lost)))
-            if self._shares_gpus and self._fleet.addresses and not self.num_serving:
+            await self._stop_failed()
+            if self._shares_gpus and self._engines.addresses and not self.num_serving:
                 raise EngineDied(
                     "no engine is left: with --colocate engines restart only at the next weight update, which needs a "
                     "batch; see the last lines of engine-*.log in the attempt's folder"
                 )
 
-    async def _sick(self, *, generating: bool) -> list[int]:
+    async def _sick(self) -> list[int]:
         """Return engines that do not answer; empty after a node loss, whose engines are known."""
         if self._nodes.engines:
             return []
         try:
-            return await self._nodes.unless_lost(self._fleet.unhealthy(generating=generating))
+            return await self._nodes.unless_lost(self._engines.unhealthy(generating=True))
         except NodeLost:
             return []
 
-    async def _repair_unless_ranks_are_lost(self, sick: Sequence[int]) -> None:
+    def _fail(self, engines: Iterable[int], *, phase: Phase, cause: str) -> None:
+        """Record that engines have failed; those that are down are not recorded again."""
+        new = sorted({*engines} - {*self._engines.members.down})
+        self._events.lost(new, phase=phase, cause=cause)
+        self._engines.members.failed(new)
+
+    async def _stop_failed(self) -> None:
+        """Stop engines that have failed; they start at the next repair or update."""
+        action = self._engines.members.next_action(may_start=False)
+        if isinstance(action, Stop):
+            await for_each(self._engines.dismiss, action.engines)
+
+    async def _repair_unless_ranks_are_lost(self) -> None:
         """Repair while engines generate; leave it if ranks are lost, until they are back."""
-        mode = self._fleet.pause_mode
+        mode = self._engines.pause_mode
         try:
             async with self._weights_onloaded():
-                await self._repair(sick, self._version, pause=mode, before=_nothing, ready=_nothing)
+                await self._repair(pause=mode, before=_nothing, ready=_nothing)
         except TrainerDied as error:
             if not self._nodes.ranks:
                 raise
             logger.warning("engines wait for the trainer: %s", error)
 
-    async def _repair(
-        self, sick: Sequence[int], version: int, *, pause: PauseMode, before: Hook, ready: Hook
-    ) -> None:
-        """Restart engines and update all; repeat if a node is lost before that is done.
+    async def _repair(self, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
+        """Act until all engines serve with the same weights; again if a node is lost meanwhile.
 
         Raises EngineDied when the restarts of an engine do not help.
         """
-        self._count_restarts(sick)
-        to_restart = set(sick)
         while True:
-            to_restart.update(self._nodes.engines)
             num_lost = self._nodes.num_lost
-            work = self._restart(
-                sorted(to_restart), version, pause=pause, before=before, ready=ready
-            )
             try:
-                await self._nodes.unless_lost(work)
+                await self._nodes.unless_lost(self._act(pause, before, ready))
                 break
             except (Preempted, TrainerDied):
                 raise
@@ -320,66 +300,106 @@ class EngineHealth:
                 logger.warning("the repair begins again: %s", error)
         await self._nodes.back("engines")
 
-    def _count_restarts(self, sick: Sequence[int]) -> None:
-        self._restarts.update(sick)
-        for index in sick:
-            if self._restarts[index] > MAX_RESTARTS:
-                name = self._fleet.name(index)
-                raise EngineDied(
-                    f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch; see the "
-                    f"end of {name}-server.log in the attempt's folder. If it is killed for memory, lower "
-                    "--sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
-                )
-
-    async def _restart(
-        self, sick: Sequence[int], version: int, *, pause: PauseMode, before: Hook, ready: Hook
-    ) -> None:
+    async def _act(self, pause: PauseMode, before: Hook, ready: Hook) -> None:
+        """Carry out the decisions, until there is nothing to do."""
+        members = self._engines.members
         if self._nodes.engines:
-            self._events.lost(self._nodes.engines, phase="generate", cause=NODE_LOST)
-            await self.leave_lost()
-            self._nodes.check_ranks()
-            placement = await self._stop.unless_requested(self._nodes.wait_for_replacements())
-            await self._fleet.move(placement)
-            self._weights.move(placement)
-        await for_each(self._fleet.dismiss, sorted(set(sick) - self._fleet.dismissed))
-        await self._start(sick)
-        await before()
-        while late := sorted(self._fleet.dismissed - set(sick)):  # ``before`` has dismissed them
-            self._events.lost(late, phase="sync", cause=NO_ANSWER)
-            self._count_restarts(late)
-            sick = [*sick, *late]
-            await self._start(late)
-            await before()
-        await self._weights.connect()
-        await self._weights.update(version, pause=pause, ready=ready)
-        self._fleet.catch_up()
-        await self._fleet.admit(sick)
-        self._events.back(sick, version=version)
-        logger.info("%s restarted, at policy version %d", counted(len(sick), "engine"), version)
+            await self._replace_lost()
+        while (action := members.next_action()) is not None:
+            match action:
+                case GiveUp(engine=index, problem=problem):
+                    raise EngineDied(problem or _no_more_restarts(self._engines.name(index)))
+                case Stop(engines=failed):
+                    await for_each(self._engines.dismiss, failed)
+                case Start(engines=down):
+                    await self._start(down)
+                case SendWeights():
+                    await self._send(action, pause, before, ready)
+                case Admit():
+                    await self._admit(action)
 
-    async def _start(self, sick: Sequence[int]) -> None:
+    async def _replace_lost(self) -> None:
+        """Move engines of lost nodes to the replacements, without a start. Raises TrainerDied."""
+        self._events.lost(self._nodes.engines, phase="generate", cause=NODE_LOST)
+        await self.leave_lost()
+        self._nodes.check_ranks()
+        placement = await self._stop.unless_requested(self._nodes.wait_for_replacements())
+        await self._engines.move(placement)
+        self._weights.move(placement)
+
+    async def _start(self, down: Sequence[int]) -> None:
         if self._shares_gpus:
             await self._before_start()
-        restarts = [self._restart_one(index) for index in sick]
-        await self._stop.unless_requested(asyncio.gather(*restarts))
+        starts = [self._start_one(index) for index in down]
+        await self._stop.unless_requested(asyncio.gather(*starts))
 
-    async def _restart_one(self, index: int) -> None:
-        """Restart an engine, again if its process ends by itself; raise EngineDied at the limit.
+    async def _start_one(self, index: int) -> None:
+        """Restart an engine. That its process ends by itself is recorded, not raised.
 
         The state of a machine at one moment, such as too little memory, must not end the attempt.
         """
-        while True:
-            try:
-                await self._fleet.restart(index)
-                return
-            except EngineDied as error:
-                task = asyncio.current_task()
-                is_cancelled = task is not None and task.cancelling() > 0
-                if is_cancelled or self._nodes.engines or self._restarts[index] >= MAX_RESTARTS:
-                    raise
-                self._restarts[index] += 1
-                logger.warning("its start is tried again: %s", error)
-                await self._fleet.dismiss(index)
+        try:
+            await self._engines.restart(index)
+        except EngineDied as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() > 0:
+                raise
+            # The agents may notice later that the replacement of a lost node is lost, too.
+            if self._nodes.engines and await self._nodes.another(than=self._nodes.num_lost):
+                raise
+            logger.warning("its start is tried again: %s", error)
+            self._engines.members.started(index, str(error))
+
+    async def _send(self, action: SendWeights, pause: PauseMode, before: Hook, ready: Hook) -> None:
+        """Send the weights. A failure that engines explain is recorded. Raises SyncError."""
+        members = self._engines.members
+        await before()  # stops engines that do not release their memory
+        if members.down:
+            self._events.lost(members.down, phase="sync", cause=NO_ANSWER)
+            return
+        try:
+            if action.connect:
+                await self._weights.connect()
+                members.connected()
+            await self._weights.update(action.version, pause=pause, ready=ready)
+        except SyncError as error:
+            sick = await self._engines.unhealthy(generating=False)
+            if not (sick or members.down):
+                raise
+            logger.warning("%s", error)
+            self._fail(sick, phase="sync", cause=str(error))
+            self._events.lost(members.down, phase="sync", cause=NO_ANSWER)
+            if self._weights.engines_are_stuck:
+                logger.warning(
+                    "restarting all engines: those that answer are blocked in the same broadcast"
+                )
+                self._fail(range(len(members)), phase="sync", cause=STUCK)
+            return
+        members.sent(action.version)
+
+    async def _admit(self, action: Admit) -> None:
+        members = self._engines.members
+        version = members.version
+        try:
+            await self._engines.admit(action.engines)
+        except EngineDied as error:
+            sick = await self._engines.unhealthy(generating=False)
+            if not sick:
+                raise
+            self._fail(sick, phase="sync", cause=str(error))
+            return
+        self._events.back(action.restarted, version=version)
+        if action.restarted:
+            number = counted(len(action.restarted), "engine")
+            logger.info("%s restarted, at policy version %d", number, version)
+
+
+def _no_more_restarts(name: str) -> str:
+    return (
+        f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch; see the "
+        f"end of {name}-server.log in the attempt's folder. If it is killed for memory, lower "
+        "--sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
+    )
 
 
 async def _nothing() -> None:

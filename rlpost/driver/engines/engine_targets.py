@@ -21,7 +21,7 @@ from common.files import write_atomic
 from common.fleet_name import POLICY
 from common.scrape_targets import ENGINE_TARGETS, NONE, targets_text
 from rlpost.config.tree import Config
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.run_files import LAST_S
 from rlpost.errors import Fenced
@@ -33,17 +33,17 @@ OF_FLEET = "fleet"
 """Label ``engine`` of engines on other jobs, which have no number."""
 
 
-def engine_targets(fleets: Sequence[Fleet], run: str) -> str:
+def engine_targets(groups: Sequence[OwnEngines], run: str) -> str:
     """Return the file for the engines that serve, of all groups. Pure."""
     urls = []
-    for fleet in fleets:
+    for engines in groups:
         urls += [
-            (address.url, fleet.name(index).removeprefix("engine-"))
-            for index, address in enumerate(fleet.addresses)
-            if index not in fleet.dismissed
+            (address.url, engines.name(index).removeprefix("engine-"))
+            for index, address in enumerate(engines.addresses)
+            if index not in engines.members.dismissed
         ]
-        label = OF_FLEET if fleet.group == POLICY else f"{fleet.group}-{OF_FLEET}"
-        urls += [(place.url, label) for place in fleet.serving.places.fleet]
+        label = OF_FLEET if engines.group == POLICY else f"{engines.group}-{OF_FLEET}"
+        urls += [(place.url, label) for place in engines.serving.places.fleet]
     return targets_text(
         [(urlsplit(url).netloc, {"run": run, "engine": engine}) for url, engine in urls]
     )

@@ -56,8 +56,9 @@ class FleetLimits:
 
 
 class Phase(StrEnum):
-    """What the driver does with an engine."""
+    """What the driver does with an engine, in this job or in another."""
 
+    DOWN = "down"  # without a process; an engine in another job is forgotten then
     IDLE = "idle"
     UPDATING = "updating"
     ADMITTING = "admitting"

@@ -561,7 +561,7 @@ STAGES, STARTUP, PROCESS = (
     "rlpost/driver/startup.py",
     "rlpost/engines/process.py",
 )
-TURNS, FLEET = "rlpost/driver/offload.py", "rlpost/driver/engines/engines.py"
+TURNS, FLEET = "rlpost/driver/offload.py", "rlpost/driver/engines/own_engines.py"
 CLIENT = "rlpost/engines/engine_client.py"
 
 FACTS = (

@@ -241,7 +241,7 @@ ATTENTION, SYNC, STORED = (
     "rlpost/trainer/megatron_checkpoint.py",
 )
 FLEET, WORKERS, DEVICE = (
-    "rlpost/driver/engines/engines.py",
+    "rlpost/driver/engines/own_engines.py",
     "rlpost/driver/workers.py",
     "rlpost/trainer/device.py",
 )

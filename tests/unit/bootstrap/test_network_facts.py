@@ -40,11 +40,8 @@ def test_masked_addresses_are_not_known_and_break_nothing() -> None:
         {"name": "a", "state": "up", "ipv4": ["10.x.x.4/24"], "ipv6": ["2001:db8::1/64"]},
         {"name": "b"},
     ]
-    facts = parse_facts(
-        {"interfaces": rows, "peers": {"example_peer": "n2.cluster", "slurm_addr": "10.x.0.1"}}
-    )
+    facts = parse_facts({"interfaces": rows})
     assert facts.interfaces[0].ipv4 is None and facts.interfaces[0].ipv6 == ("2001:db8::1/64",)
-    assert (facts.example_peer, facts.slurm_addr) == (None, None)
 
 
 def test_a_broken_host_list_is_refused_with_its_variable() -> None:

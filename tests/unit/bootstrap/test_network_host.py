@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -90,11 +89,6 @@ def test_a_device_counts_when_its_character_device_may_be_opened(tree: Tree) -> 
     root = tree({**files, "dev/infiniband/uverbs1": ""})
     ports = parse_facts(network_host.read_document(root)).rdma_ports
     assert [port.is_open for port in ports] == [False, True, True]  # nothing is known of the last
-
-
-def test_the_address_towards_a_peer_is_that_of_the_kernels_route() -> None:
-    assert network_host.source_towards("127.0.0.9") == "127.0.0.1"
-    assert network_host.source_towards("0.0.0.0.0") is None
 
 
 @pytest.mark.parametrize("state", ["1: DOWN", "2: INIT", "3: ARMED"])
@@ -233,54 +227,3 @@ def test_the_plug_in_of_tcpxo_is_told_by_the_folder_that_a_prolog_fills(tree: Tr
     assert detect(parse_facts(network_host.read_document(root))).rdma.kind == "none"
     tree({"var/lib/tcpxo/lib64/libnccl-net.so": ""})
     assert detect(parse_facts(network_host.read_document(root))).rdma.kind == "gpudirect-tcpx"
-
-
-def resolved(monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, str]) -> None:
-    """A name service with these hosts."""
-
-    def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
-        if name not in addresses:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[name], 0))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(socket, "gethostname", lambda: "n01.site.org")
-
-
-def test_another_node_of_the_job_shows_the_way(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an interactive job: names of the allocation, of which the first is this host."""
-    resolved(monkeypatch, {"n02": "10.9.0.6"})
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[01-03]")
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    nics = {"slow": ["10.1.0.5/24"], "fast": ["10.9.0.5/24"]}
-    monkeypatch.setattr(network_host, "_addresses", lambda name: (nics[name], []))
-    root = tree({f"sys/class/net/{name}/operstate": "up" for name in nics})
-    document = network_host.read_document(root, ask_names=True)
-    source = network_host.source_towards("10.9.0.6")
-    assert document["peers"] == {
-        "slurm_addr": None,
-        "example_peer": "10.9.0.6",
-        "source": source,
-    }
-    assert detect(parse_facts(document)).socket.ifname == "fast"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_JOB_NODELIST": "n01"},
-        {"SLURM_JOB_NODELIST": "n[01-"},
-        {"SLURM_JOB_NODELIST": "n[01,07]"},
-    ],
-)
-def test_without_a_second_node_that_resolves_there_is_no_peer(
-    environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved(monkeypatch, {"n01": "10.9.0.5"})
-    assert network_host.peer_address(environ) is None
-
-
-def test_a_name_that_resolves_to_loopback_shows_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved(monkeypatch, {"n02": "127.0.1.1"})
-    assert network_host.peer_address({"SLURM_JOB_NODELIST": "n[01-02]"}) is None

@@ -43,11 +43,6 @@ def names(found: Detection) -> list[str]:
     return [one.name for one in found.rdma.ports]
 
 
-def ifname(*devices: Interface | RdmaPort, **more: Any) -> str | None:
-    """The interface that is taken on such a host."""
-    return detect(host(*devices, **more)).socket.ifname
-
-
 def used(*devices: Interface | RdmaPort, **more: Any) -> list[str]:
     """The RDMA ports that are used on such a host."""
     return names(detect(host(*devices, **more)))
@@ -61,11 +56,11 @@ FAST = nic("f", "10.9.0.5/24", speed_mbps=100_000)
 # ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_user_outranks_the_connection_and_the_connection_everything_else() -> None:
-    facts = host(
-        MANAGEMENT, FAST, default_route="m", slurm_addr="10.1.0.5", example_peer="10.1.0.6"
-    )
-    assert detect(facts).socket.ifname == "m"
+def test_the_user_outranks_the_connection_and_without_both_the_addresses_are_listed() -> None:
+    facts = host(MANAGEMENT, FAST, default_route="m")
+    found = detect(facts)
+    assert found.socket.ifname is None and "GLOO_SOCKET_IFNAME" not in found.env
+    assert "these addresses of this host: m=10.1.0.5, f=10.9.0.5" in " ".join(found.socket.why)
     met = detect(facts, connection_ip="10.9.0.5")
     assert (met.socket.ifname, met.socket.ip) == ("f", "10.9.0.5")
     assert detect(facts, connection_ip="10.9.0.5", override="m").socket.ifname == "m"
@@ -73,149 +68,39 @@ def test_the_user_outranks_the_connection_and_the_connection_everything_else() -
     assert missing.socket.ifname == "zz9" and "zz9" in missing.socket.warnings[0]
 
 
-def test_the_address_that_slurm_knows_outranks_routes() -> None:
-    assert ifname(MANAGEMENT, FAST, default_route="m", slurm_addr="10.9.0.5") == "f"
-
-
-def test_a_connected_network_of_a_peer_outranks_the_default_route() -> None:
-    assert ifname(MANAGEMENT, FAST, default_route="m", example_peer="10.9.0.77") == "f"
-
-
-def test_the_longest_prefix_towards_a_peer_wins() -> None:
-    wide = nic("w", "10.0.0.1/8", speed_mbps=400_000)
-    assert ifname(wide, FAST, example_peer="10.9.0.6") == "f"
-
-
-def test_a_peer_beyond_all_networks_is_reached_by_the_default_route() -> None:
-    assert ifname(MANAGEMENT, FAST, default_route="m", example_peer="10.77.0.1") == "m"
-
-
-def test_of_two_interfaces_in_one_network_the_faster_is_taken_and_the_user_warned() -> None:
-    slow, fast = (
-        nic("s", "10.2.0.5/20", speed_mbps=1_000),
-        nic("t", "10.2.2.5/20", speed_mbps=10_000),
-    )
-    found = detect(host(slow, fast, default_route="s", example_peer="10.2.0.6"))
-    assert found.socket.ifname == "t" and "one network" in found.socket.warnings[0]
-    by_port = detect(
-        host(
-            replace(slow, speed_mbps=None), nic("u", "10.2.2.6/20"), port("d", rate=25, netdev="u")
-        )
-    )
-    assert by_port.socket.ifname == "u"
-
-
-def test_an_overlay_with_single_addresses_is_taken_when_the_peer_is_in_its_range() -> None:
-    overlay = nic("v", "100.80.1.2/32", type="tun")
-    found = detect(
-        host(nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="100.99.3.4")
-    )
-    assert found.socket.ifname == "v" and "not at the speed of the wire" in found.socket.warnings[0]
-    at_home = host(
-        nic("e", "192.168.1.5/24"), overlay, default_route="e", example_peer="192.168.1.6"
-    )
-    assert detect(at_home).socket.ifname == "e"
-
-
-def test_an_interface_of_a_container_network_is_not_taken_for_being_near_the_peer() -> None:
-    """The kernel reaches the peer over the wire, whose network ends before it."""
-    cni = nic("cilium_host", "10.50.0.12/32", type="veth")
+def test_dead_interfaces_and_bridges_within_the_node_are_not_listed() -> None:
     facts = host(
-        nic("e", "10.40.1.5/24"),
-        cni,
-        default_route="e",
-        example_peer="10.50.7.3",
-        source_towards_peer="10.40.1.5",
-    )
-    assert detect(facts).socket.ifname == "e"
-    assert "the kernel reaches 10.50.7.3 from e" in " ".join(detect(facts).socket.why)
-
-
-def test_of_cloud_interfaces_with_single_addresses_the_nearest_to_the_peer_is_taken() -> None:
-    facts = host(
-        nic("a", "10.0.1.4/32"),
-        nic("b", "10.0.0.6/32"),
-        nic("c", "10.0.2.4/32"),
-        example_peer="10.0.0.7",
-    )
-    assert detect(facts).socket.ifname == "b"
-
-
-def test_a_default_route_to_the_internet_yields_to_a_private_wire() -> None:
-    public, private = nic("p", "8.8.4.4/24"), nic("q", "10.3.0.1/16", type="bond")
-    assert ifname(public, private, default_route="p") == "q"
-    assert ifname(public, nic("d", "172.17.0.1/16", type="bridge"), default_route="p") == "p"
-    assert ifname(public, default_route="p") == "p"
-
-
-def test_link_local_members_dead_and_virtual_interfaces_are_passed_over() -> None:
-    facts = host(
-        nic("a", "fe80::1/64"),
         nic("b", "169.254.3.4/16"),
-        nic("c", master="z"),
         nic("d", "10.8.0.1/24", state="down"),
         nic("e", "172.17.0.1/16", type="bridge"),
-        nic("g", "10.42.0.0/32", type="vxlan"),
         nic("z", "10.4.0.1/24", type="bond"),
     )
-    assert detect(facts).socket.ifname == "z"
+    assert detect(facts).socket.why[0].endswith(": z=10.4.0.1")
+    assert detect(host()).socket.why[0].endswith(": none")
 
 
-def test_a_bridge_over_a_wire_is_a_wire() -> None:
-    facts = host(
-        nic("w", "10.50.0.1/24", type="tun"),
-        nic("e", master="b"),
-        nic("b", "10.6.0.1/24", type="bridge"),
-    )
-    assert detect(facts).socket.ifname == "b"
+def test_a_second_interface_in_one_network_and_a_tunnel_are_warned_of() -> None:
+    slow, fast = nic("s", "10.2.0.5/20"), nic("t", "10.2.2.5/20")
+    assert "one network" in detect(host(slow, fast), override="s").socket.warnings[0]
+    overlay = detect(host(nic("v", "100.80.1.2/32", type="tun")), connection_ip="100.80.1.2")
+    assert "not at the speed of the wire" in overlay.socket.warnings[0]
 
 
-@pytest.mark.parametrize(
-    "other", [nic("d", "172.17.0.1/16", type="bridge"), nic("k", "10.96.0.10/32", type="dummy")]
-)
-def test_a_containers_bridge_does_not_hide_the_address_on_loopback(other: Interface) -> None:
+def test_an_address_on_loopback_is_warned_of() -> None:
     lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
-    assert detect(NetworkFacts((lo, nic("a", "fe80::1/64"), other))).socket.ifname == "lo"
-    pod = NetworkFacts((lo, nic("v", "10.244.0.7/24", type="veth"), other))
-    assert detect(pod).socket.ifname == "v"
-
-
-def test_an_address_on_loopback_counts_when_the_wires_have_none() -> None:
-    lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
-    facts = NetworkFacts((lo, nic("a", "fe80::1/64"), nic("b", "fe80::2/64")), default_route="a")
-    found = detect(facts)
-    assert (found.socket.ifname, found.socket.ip) == ("lo", "10.200.0.7") and found.socket.warnings
-    assert detect(replace(facts, interfaces=(lo, FAST))).socket.ifname == "f"
-
-
-def test_two_hosts_on_a_cable_may_have_link_local_addresses_only() -> None:
-    facts = host(
-        nic("c", "169.254.7.1/16"), MANAGEMENT, default_route="m", example_peer="169.254.7.2"
-    )
-    assert (detect(facts).socket.ifname, detect(facts).socket.ip) == ("c", "169.254.7.1")
+    found = detect(NetworkFacts((lo, nic("a", "fe80::1/64"))), connection_ip="10.200.0.7")
+    assert found.socket.ifname == "lo" and "need it named" in found.socket.warnings[0]
 
 
 def test_a_host_with_ipv6_only_says_so_to_nccl() -> None:
-    found = detect(
-        host(nic("v", "fd00:5::2/64", "fe80::1/64", type="veth"), example_peer="fd00:5::3")
-    )
+    found = detect(host(nic("v", "fe80::1/64", "fd00:5::2/64", type="veth")), override="v")
     assert (found.socket.ifname, found.socket.ip) == ("v", "fd00:5::2")
     assert found.env["NCCL_SOCKET_FAMILY"] == "AF_INET6" and found.env["NCCL_SOCKET_IFNAME"] == "=v"
 
 
-def test_the_address_is_the_one_on_the_peers_network_and_no_floating_one() -> None:
+def test_the_address_of_a_named_interface_is_no_floating_one() -> None:
     several = nic("a", "10.7.0.250/32", "10.8.0.2/24", "10.9.0.2/24")
-    assert detect(host(several, example_peer="10.9.0.3")).socket.ip == "10.9.0.2"
-    assert detect(host(several)).socket.ip == "10.8.0.2"
-
-
-def test_without_any_interface_nothing_is_named() -> None:
-    found = detect(host())
-    assert (
-        found.socket.ifname is None
-        and found.socket.warnings
-        and "GLOO_SOCKET_IFNAME" not in found.env
-    )
+    assert detect(host(several), override="a").socket.ip == "10.8.0.2"
 
 
 # RDMA
@@ -343,7 +228,8 @@ def test_a_port_at_the_bottom_of_a_stack_is_the_front_end_too(
             port("a", netdev=where),
             port("s", netdev="r"),
             default_route=stack[0].name,
-        )
+        ),
+        connection_ip="10.1.0.1",
     )
     assert found.socket.ifname == stack[0].name and names(found) == ["s"]
 
@@ -454,7 +340,9 @@ def test_where_nodes_meet_over_rdma_a_port_elsewhere_is_left_out() -> None:
     here, twin = nic("x", "10.100.4.1/24"), nic("y", "10.100.5.1/24")
     elsewhere, auto = nic("u", "10.0.0.2/24"), nic("w", "169.254.1.2/16")
     ports = [port(f"p{one.name}", netdev=one.name) for one in (here, twin, elsewhere, auto)]
-    found = detect(host(here, twin, elsewhere, auto, *ports, example_peer="10.100.4.9", num_gpus=1))
+    found = detect(
+        host(here, twin, elsewhere, auto, *ports, num_gpus=1), connection_ip="10.100.4.1"
+    )
     assert names(found) == ["px", "py"]
 
 
@@ -462,7 +350,7 @@ def test_rails_with_a_plan_of_their_own_outvote_the_place_where_nodes_meet() -> 
     front = nic("x", "10.0.2.51/24")
     rails = [nic(f"r{n}", f"192.168.{n}.9/24") for n in range(8)]
     ports = [port(f"p{one.name}", netdev=one.name) for one in (front, *rails)]
-    found = detect(host(front, *rails, *ports, slurm_addr="10.0.2.51"))
+    found = detect(host(front, *rails, *ports), connection_ip="10.0.2.51")
     assert len(names(found)) == 8 and "px" not in names(found)
 
 
@@ -504,7 +392,7 @@ def test_fabrics_that_are_no_verbs_are_told_by_driver_or_provider(
 
 def test_tcpx_keeps_control_and_data_apart() -> None:
     nics = [nic(f"g{n}", f"10.{n}.0.1/32", driver="gve") for n in range(5)]
-    found = detect(host(*nics, num_gpus=8, default_route="g0"))
+    found = detect(host(*nics, num_gpus=8, default_route="g0"), connection_ip="10.0.0.1")
     assert found.env["NCCL_GPUDIRECTTCPX_CTRL_DEV"] == "g0"
     assert found.env["NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"] == "g1,g2,g3,g4"
     assert found.rdma_env.keys() == {
@@ -603,7 +491,7 @@ def test_what_the_site_prescribes_is_kept_and_said() -> None:
         "NCCL_SOCKET_IFNAME": "",
         "PATH": "/bin",
     }
-    found = detect(facts, environ=site)
+    found = detect(facts, override="f", environ=site)
     assert (
         found.env["NCCL_IB_TC"] == "106"
         and found.env["UCX_TLS"] == "rc"

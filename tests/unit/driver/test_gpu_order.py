@@ -10,7 +10,7 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.driver import startup
-from rlpost.driver.engines import engines
+from rlpost.driver.engines import own_engines
 from rlpost.driver.placement import Offer, place, service_ports
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
@@ -71,7 +71,7 @@ async def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_pa
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
     actors = Actors(gpus)
     monkeypatch.setattr(startup, "Training", lambda *given, **more: None)
-    monkeypatch.setattr(engines, "WorkerGroup", Group)
+    monkeypatch.setattr(own_engines, "WorkerGroup", Group)
     monkeypatch.setattr(Group, "made", [])
     cluster = SimpleNamespace(
         attempt_dir=str(tmp_path), secret="s", nodes=[SimpleNamespace(host="n1", ip="10.0.0.0")]
@@ -79,7 +79,7 @@ async def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_pa
     group = ActorGroup(actors)
     begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
     await begin.trainer(group, placement, ports, Path("/checkpoint"))
-    fleet = engines.Fleet(config, cluster, placement, ports)
+    fleet = own_engines.OwnEngines(config, cluster, placement, ports)
     visible = await group.all(remote(Actor.visible_gpu))
     for index in range(2):
         fleet._group(index, visible)

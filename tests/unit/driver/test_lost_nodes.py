@@ -178,9 +178,9 @@ class MovingFleet(FakeFleet):
     """A fleet whose engine 1 is on n2."""
 
     async def lose(self, indices):
-        lost = [index for index in indices if index not in self.dismissed]
+        lost = [index for index in indices if index not in self.members.down]
         self.log += [f"lose {index}" for index in lost]
-        self.dismissed.update(lost)
+        self.members.lost(lost)
 
     async def move(self, placement):
         self.log.append(f"move to {placement.engines[1][0].ip}")
@@ -267,7 +267,7 @@ async def test_the_replacement_is_lost_during_the_repair_and_replaced_as_well(tm
         await health.update(6, pause="abort", before=nothing, ready=nothing)
         assert "move to 10.0.0.4" in fleet.log and fleet.log[-1] == "admit 1"
         assert [details["host"] for _, details in driver.events] == ["n2", "n3"]
-        assert not fleet.dismissed
+        assert not fleet.members.dismissed
 
 
 async def test_engines_wait_for_the_ranks_of_their_node(tmp_path):

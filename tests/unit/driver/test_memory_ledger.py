@@ -17,7 +17,7 @@ from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.estimate import estimate
 from rlpost.driver import generation, stages, startup
 from rlpost.driver.checkpoints import Checkpoints
-from rlpost.driver.engines import engines
+from rlpost.driver.engines import own_engines
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.stages import ClusterStages
 from rlpost.driver.worker_groups import Actor, remote
@@ -90,7 +90,7 @@ class Training:
 def run_of(tmp_path, monkeypatch):
     """Return a function that makes a run of a recipe: its cluster and its stages."""
     for module, stand_ins in {
-        engines: {
+        own_engines: {
             "WorkerGroup": EngineProcesses,
             "EngineClient": Client,
             "check_engine": Client.failure,
@@ -252,7 +252,9 @@ async def test_an_engine_that_dies_while_it_generates_is_restarted_with_its_whol
         cluster.engines[1].kill()
         await run.generate(
             lambda: (
-                run.stages._fleet.dismissed if cluster.colocated else cluster.engines[1].is_alive
+                run.stages._engines.members.dismissed
+                if cluster.colocated
+                else cluster.engines[1].is_alive
             )
         )
         await run.cycle()

@@ -11,8 +11,8 @@ import pytest
 from common.cluster import Cluster
 from rlpost.config.load import load
 from rlpost.driver import startup
-from rlpost.driver.engines import engines
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines import own_engines
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.role_environment import (
@@ -63,9 +63,9 @@ def test_workers_are_created_with_the_variables_of_their_role(tmp_path, monkeypa
         async def start(self, *places, **options):
             raise EngineDied("enough")
 
-    for module in (engines, startup):
+    for module in (own_engines, startup):
         monkeypatch.setattr(module, "WorkerGroup", Group)
-    monkeypatch.setattr(engines, "EngineWorkers", lambda group: group)
+    monkeypatch.setattr(own_engines, "EngineWorkers", lambda group: group)
     config = load([], COLOCATED).config
     (tmp_path / "secret").write_text("key")
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (), 20000, 100)
@@ -75,7 +75,7 @@ def test_workers_are_created_with_the_variables_of_their_role(tmp_path, monkeypa
     asyncio.run(made.workers(placement))
     ports = Ports((1,), (2,), 5, (6,))
     with pytest.raises(EngineDied):
-        asyncio.run(Fleet(config, cluster, placement, ports).start(["7"]))
+        asyncio.run(OwnEngines(config, cluster, placement, ports).start(["7"]))
     gpu = {"CUDA_VISIBLE_DEVICES": "7"}
     assert seen["engine-0"] == engine_environment(config, os.environ) | gpu
     assert seen["actor-0"] == trainer_environment(config, os.environ)

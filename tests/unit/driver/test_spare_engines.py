@@ -12,37 +12,33 @@ import pytest
 
 from rlpost.driver import spare_engines
 from rlpost.driver.spare_engines import MAX_TRIES, SpareEngines
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Place
 from rlpost.errors import SyncError
 from rlpost.types import EngineAddress
 
 
 class Policy:
-    """The policy's engines and their health: engine 0 is never lent."""
+    """The policy's engines and their health; one of them is never lent."""
 
     def __init__(self, num_engines: int) -> None:
         self.addresses = tuple(EngineAddress(f"http://{index}", 1) for index in range(num_engines))
-        self.api_key, self.lent, self.log = "k", dict[int, bool](), list[Any]()
+        self.members, self.api_key, self.log = OwnMembership(num_engines), "k", list[Any]()
 
     def places_of(self, indices: Any) -> list[Place]:
         return [Place(self.addresses[index].url, "k", 4) for index in indices]
 
     async def lend(self, most: int) -> list[int]:
-        free = [index for index in range(1, len(self.addresses)) if index not in self.lent]
-        self.lent |= dict.fromkeys(free[:most], False)
-        self.log.append(("lend", free[:most]))
-        return free[:most]
+        lent = self.members.lend(most)
+        self.log.append(("lend", lent))
+        return lent
 
     async def give_back(self, indices: Any, version: int | None) -> None:
-        for index in indices:
-            self.lent.pop(index, None)
+        self.members.give_back(indices, version)
         self.log.append(("back", list(indices), version))
 
-    def check_lent(self, indices: list[int]) -> None:
-        self.lent |= {index: True for index in indices if index in self.lent}
-
     def die(self, index: int) -> None:
-        self.lent.pop(index)
+        self.members.stopped(index)
 
 
 @pytest.fixture
@@ -85,13 +81,13 @@ async def test_engines_read_the_version_before_requests_and_are_given_back_with_
     await bring(spare, 7)
 
     async def evaluating() -> str:
-        assert served(spare) == ["http://1", "http://2"]
-        assert policy.lent == {1: True, 2: True}, "their health is checked from now on"
+        assert served(spare) == ["http://3", "http://2"]
+        assert policy.members.checked == [0, 1, 2, 3], "their health is checked from now on"
         return "metrics"
 
     assert await spare.over(evaluating()) == "metrics"
     assert not served(spare)
-    assert policy.log == [("lend", [1, 2]), ("read", 7), ("back", [1, 2], 7)]
+    assert policy.log == [("lend", [3, 2]), ("read", 7), ("back", [3, 2], 7)]
 
 
 async def test_one_that_dies_is_left_out_and_the_last_one_is_replaced(policy: Policy) -> None:
@@ -99,15 +95,15 @@ async def test_one_that_dies_is_left_out_and_the_last_one_is_replaced(policy: Po
     await bring(spare, 7)
 
     async def evaluating() -> None:
-        policy.die(1)
+        policy.die(3)
         while served(spare) != ["http://2"]:
             await asyncio.sleep(0.01)
         policy.die(2)
-        while served(spare) != ["http://1", "http://2"]:  # they have been restarted
+        while served(spare) != ["http://1"]:  # the last one serves the policy
             await asyncio.sleep(0.01)
 
     await spare.over(evaluating())
-    assert policy.log.count(("read", 7)) == 2 and policy.log[-1] == ("back", [1, 2], 7)
+    assert policy.log.count(("read", 7)) == 2 and policy.log[-1] == ("back", [1], 7)
 
 
 async def test_engines_that_did_not_read_the_weights_are_given_back_as_unknown(
@@ -117,10 +113,10 @@ async def test_engines_that_did_not_read_the_weights_are_given_back_as_unknown(
         raise SyncError(f"{urls[0]} does not answer")
 
     spare = spare_of(policy, 1, fail)
-    with pytest.raises(SyncError, match="http://1 does not answer"):
+    with pytest.raises(SyncError, match="http://3 does not answer"):
         await bring(spare, 7)
-    assert policy.log.count(("back", [1], None)) == MAX_TRIES and not policy.lent
-    assert ("back", [1], 7) not in policy.log and not served(spare)
+    assert policy.log.count(("back", [3], None)) == MAX_TRIES and not policy.members.lent
+    assert ("back", [3], 7) not in policy.log and not served(spare)
 
 
 async def test_a_cancelled_evaluation_gives_its_engines_back(policy: Policy) -> None:
@@ -130,4 +126,4 @@ async def test_a_cancelled_evaluation_gives_its_engines_back(policy: Policy) -> 
     await asyncio.sleep(0.02)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-    assert policy.log[-1] == ("back", [1], 7) and not policy.lent
+    assert policy.log[-1] == ("back", [3], 7) and not policy.members.lent

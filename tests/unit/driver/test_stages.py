@@ -77,7 +77,7 @@ def made(
     """Return the stages of a mode, whose calls in ``fails`` raise, and the log of their closes."""
     log: list[str] = []
     for module in (stages, debug_modes):
-        monkeypatch.setattr(module, "Fleet", lambda *_: Workers("fleet", log, fails))
+        monkeypatch.setattr(module, "OwnEngines", lambda *_: Workers("fleet", log, fails))
     monkeypatch.setattr(
         stages, "WeightCoordinator", lambda *_, **__: Workers("weights", log, fails)
     )

@@ -326,7 +326,9 @@ def test_the_trainer_does_not_wait_in_a_group_for_a_dead_engine(tmp_path, monkey
     assert "broadcast.connect" not in joined
 
 
-def test_an_update_leaves_out_engines_that_are_lent_and_includes_them_again(tmp_path, monkeypatch):
+def test_a_connection_leaves_out_engines_that_are_lent_and_includes_them_again(
+    tmp_path, monkeypatch
+):
     """A process group admits no new member, so each change connects again."""
     left = []
     leave = engine_side_weights.WeightUpdate.leave_groups
@@ -342,14 +344,15 @@ def test_an_update_leaves_out_engines_that_are_lent_and_includes_them_again(tmp_
             Actors(tmp_path / "STOP"), tmp_path, num_engines=2, engines=((NEAR,), (NEAR,))
         )
         one._stop = SimpleNamespace(check=lambda: None)
-        fleet, names = one._fleet, []
-        for lent in ((), ("http://b",), ("http://b",), ()):
+        fleet, names = one._engines, []
+        for lent in ((), ("http://b",), ()):
             fleet.receivers = tuple(a for a in fleet.addresses if a.url not in lent)
-            await (one.update(len(names)) if names else one.connect())
+            await one.connect()
+            await one.update(len(names))
             names.append(one._group_name)
         return one, names
 
     one, names = asyncio.run(run())
-    assert len(set(names)) == 3 and names[1] == names[2]
+    assert len(set(names)) == 3
     assert left == [["http://a", "http://b"], ["http://a"]], "also those that are lent leave"
     assert len(one._update.receivers) == 2

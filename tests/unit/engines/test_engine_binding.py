@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlpost.config.load import load
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, place, service_ports
 from rlpost.engines import engine, server
+from rlpost.engines.own_membership import OwnMembership
 
 
 @pytest.mark.parametrize(("gpus_per_node", "bound"), [(8, 1), (None, 0)])
@@ -57,13 +58,15 @@ def test_the_switch_reaches_the_engine(binds, told, tmp_path):
     ).config
     placement = place([Offer("id", "10.0.0.1", 4)], config)
     ports = service_ports(20000, 100, engines=placement.engines, num_stages=1)
-    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="s"), placement, ports)
+    fleet = OwnEngines(
+        config, SimpleNamespace(attempt_dir=str(tmp_path), secret="s"), placement, ports
+    )
     seen = []
 
     class Workers:
         async def start(self, places, *, deadline_s, gpus_per_node):
             seen.append(gpus_per_node)
 
-    fleet._workers = [Workers()]
+    fleet._workers, fleet.members = [Workers()], OwnMembership(1)
     asyncio.run(fleet.restart(0))
     assert seen == [told]

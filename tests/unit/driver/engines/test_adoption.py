@@ -11,9 +11,9 @@ from aiohttp import web
 
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines import engines
+from rlpost.driver.engines import own_engines
 from rlpost.driver.engines.adoption import difference, is_adopted
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.workers import StandbyWorker
 from rlpost.engines.engine_client import EngineClient
@@ -145,17 +145,17 @@ async def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
 ):
     """Engine 0 serves, engine 1 has ended, and the worker of engine 2 is gone."""
     monkeypatch.setattr(Group, "made", [])
-    monkeypatch.setattr(engines, "WorkerGroup", Group)
+    monkeypatch.setattr(own_engines, "WorkerGroup", Group)
     (tmp_path / "secret").write_text("key")
     node = Node("n0", "127.0.0.1", "lo", 3)
     cluster = Cluster("", str(tmp_path), (node,), 20000, 100, incarnation=incarnation)
     async with Server() as first, Server() as second, Server() as third:
         servers = (first, second, third)
         left = {"engine-0": StandbyWorker(first.url), "engine-1": StandbyWorker("")}
-        monkeypatch.setattr(engines, "left_workers", lambda: left)
+        monkeypatch.setattr(own_engines, "left_workers", lambda: left)
         placement = Placement((), ((Slot("n0", "127.0.0.1", 1),),) * 3)
         ports = Ports(tuple(one.port for one in servers), (1, 1, 1), 4, ())
-        fleet = Fleet(load([], {}).config, cluster, placement, ports)
+        fleet = OwnEngines(load([], {}).config, cluster, placement, ports)
         await fleet.start(())
     assert all(group.outlives for group in Group.made)
     calls = [(group.handle is not None, group.calls) for group in Group.made]

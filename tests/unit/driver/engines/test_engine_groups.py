@@ -10,14 +10,14 @@ from aiohttp import web
 
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines import engines
+from rlpost.driver.engines import own_engines
 from rlpost.driver.engines.engine_groups import EngineGroups
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.preemption import StopRequest
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.engines.fleet.records import EngineRecord, EngineState, LeaseState
 from rlpost.engines.group_client import EngineClients
-from tests.unit.driver.engines.test_engines import FakeGroup
+from tests.unit.driver.engines.test_own_engines import FakeGroup
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
 SETTINGS = {
@@ -46,7 +46,7 @@ class Started(FakeGroup):
 async def test_an_engine_of_a_group_that_dies_is_restarted_while_answers_are_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "WorkerGroup", Started)
+    monkeypatch.setattr(own_engines, "WorkerGroup", Started)
     monkeypatch.setattr(FakeGroup, "made", [])
     events: list[tuple[str, object]] = []
     async with asyncio.timeout(30):

@@ -8,10 +8,11 @@ import pytest
 
 from rlpost.config.load import load
 from rlpost.driver.engines.engine_events import EngineEvents
-from rlpost.driver.engines.engine_health import MAX_RESTARTS, NO_ANSWER, EngineHealth
+from rlpost.driver.engines.engine_health import NO_ANSWER, EngineHealth
 from rlpost.driver.offload import Offload
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.worker_groups import ActorGroup
+from rlpost.engines.own_membership import MAX_RESTARTS, OwnMembership
 from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
 
 INTERVAL_S = 0.01
@@ -22,34 +23,34 @@ class FakeFleet:
 
     pause_mode = "retract"
 
+    num_engines = 2
+
     def __init__(self, sick=()):
-        self.addresses, self.sick, self.log = ("a", "b"), set(sick), []
-        self.released, self.dismissed = set(), set()
+        self.members = OwnMembership(self.num_engines)
+        self.sick, self.log, self.released = set(sick), [], set()
+
+    @property
+    def addresses(self):
+        return [str(index) for index in range(len(self.members))]
 
     def name(self, index):
         return f"engine-{index}"
 
-    @property
-    def serves(self):
-        return [index for index in range(len(self.addresses)) if index not in self.dismissed]
-
-    def catch_up(self):
-        pass
-
     async def unhealthy(self, *, generating):
-        return sorted(self.sick - self.dismissed)
+        return sorted(self.sick & {*self.members.checked})
 
     async def dismiss(self, index):
         self.log.append(f"dismiss {index}")
-        self.dismissed.add(index)
+        self.members.stopped(index)
 
     async def restart(self, index):
         self.log.append(f"restart {index}")
         self.sick.discard(index)
+        self.members.started(index)
 
     async def admit(self, indices):
         self.log += [f"admit {index}" for index in indices]
-        self.dismissed.difference_update(indices)
+        self.members.admitted(indices)
 
     async def release_memory(self, *tags):
         self.released |= set(tags)
@@ -127,14 +128,6 @@ async def updated(watch, version):
 REPAIR_OF_1 = ["dismiss 1", "restart 1", "connect"]
 
 
-async def test_an_engine_that_dies_while_generating_is_restarted_with_the_current_weights():
-    fleet = FakeFleet()
-    watch = watch_over(fleet)
-    await updated(watch, 4)
-    await watch.over(generation(fleet, sick={1}, until="admit 1"))
-    assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 4 retract", "admit 1"]
-
-
 def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_remedy():
     """Its answers would be generated again and again. A trained batch is progress."""
     fleet = FakeFleet()
@@ -162,6 +155,7 @@ def test_an_engine_whose_restarts_do_not_help_ends_the_run_with_its_name_and_a_r
     with pytest.raises(EngineDied, match=r"engine-1 .* after 3 restarts.*engine-1-server.log"):
         asyncio.run(asyncio.wait_for(run(hangs_forever), timeout=20))
     assert num_restarts() == MAX_RESTARTS
+    fleet.members = OwnMembership(2)
     watch = watch_over(fleet)
     asyncio.run(asyncio.wait_for(run(hangs_five_times), timeout=20))
 
@@ -222,12 +216,6 @@ async def test_an_engine_that_dies_before_the_update_gets_the_trainers_newest_ve
     assert fleet.log == ["update 4 abort", *REPAIR_OF_1, "update 5 abort", "admit 1"]
 
 
-async def test_a_failed_update_is_repeated_after_a_restart_of_the_dead_engine():
-    fleet = FakeFleet(sick={1})
-    await updated(watch_over(fleet, failures=1), 7)
-    assert fleet.log == ["update 7 abort", *REPAIR_OF_1, "update 7 abort", "admit 1"]
-
-
 class Ledger:
     """The entries of the ledger, with a clock that advances one second per reading."""
 
@@ -280,31 +268,17 @@ def test_engines_that_recover_together_have_one_event_per_loss():
     ]
 
 
-async def test_engines_blocked_in_a_broken_broadcast_are_restarted_with_the_dead_one():
-    """With NCCL a broadcast that lost a peer never ends, although the server still answers."""
-    fleet = FakeFleet(sick={1})
-    watch = watch_over(fleet, failures=1, are_stuck=True)
-    await updated(watch, 7)
-    everyone = ["dismiss 0", "dismiss 1", "restart 0", "restart 1"]
-    assert fleet.log == [
-        "update 7 abort",
-        *everyone,
-        "connect",
-        "update 7 abort",
-        "admit 0",
-        "admit 1",
-    ]
-
-
 async def test_engines_that_die_together_are_dismissed_and_admitted_together():
     """One by one, dismissing the 64 engines of a rack without power would take minutes."""
 
     class Slow(FakeFleet):
         """A fleet in which a dismissal ends only after all dismissals have begun."""
 
+        num_engines = 3
+
         def __init__(self):
             super().__init__(sick={0, 1, 2})
-            self.addresses, self.begun, self.admissions = ("a", "b", "c"), 0, []
+            self.begun, self.admissions = 0, []
 
         async def dismiss(self, index):
             self.begun += 1
@@ -354,7 +328,7 @@ async def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_
 
 async def test_an_engine_that_was_dismissed_elsewhere_is_restarted_before_the_next_update():
     fleet, ledger = FakeFleet(), Ledger()
-    fleet.dismissed = {1}
+    fleet.members.stopped(1)
     watch = watch_over(fleet, colocate=True, events=ledger.events)
     await updated(watch, 3)
     assert fleet.log == ["restart 1", "connect", "update 3 abort", "admit 1"]
@@ -436,6 +410,8 @@ class SlowRestart(FakeFleet):
         await asyncio.sleep(3 * INTERVAL_S)
         if self.fails:
             raise EngineDied(f"engine {index} does not come back")
+        self.sick.discard(index)
+        self.members.started(index)
 
 
 async def test_a_repair_in_progress_is_finished_when_generation_ends():
@@ -526,7 +502,7 @@ async def test_on_exclusive_gpus_nothing_is_offloaded():
 
 async def test_a_run_without_its_own_engines_checks_those_of_the_fleet():
     fleet, seen = FakeFleet(), []
-    fleet.addresses = ()
+    fleet.members = OwnMembership()
     watch = watch_over(fleet, check_others=seen.append)
     await updated(watch, 1)
 

@@ -20,6 +20,7 @@ from rlpost.cli.run_status import Status, statuses
 from rlpost.config.engine_groups import group_config
 from rlpost.config.load import load
 from rlpost.driver.engines.engine_targets import EngineTargets, engine_targets, has_metrics
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Place, Places
 from rlpost.errors import Fenced
 from rlpost.types import EngineAddress
@@ -44,7 +45,7 @@ def fleet_of(*urls: str) -> SimpleNamespace:
     return SimpleNamespace(
         group="policy",
         addresses=addresses,
-        dismissed=set(),
+        members=OwnMembership(len(urls)),
         serving=serving,
         name=lambda index: f"engine-{index}",
     )
@@ -71,10 +72,12 @@ async def test_the_file_follows_restarts_moves_and_the_fleet(tmp_path: Path) -> 
     )
     await targets.begin()
     assert served(path) == {"10.0.0.1:30000": "0", "[fd00::2]:30001": "1"}
-    fleet.dismissed.add(0)
+    fleet.members.stopped(0)
     await becomes(path, {"[fd00::2]:30001": "1"})
     fleet.addresses = (moved, fleet.addresses[1])
-    fleet.dismissed.clear()
+    fleet.members.started(0)
+    fleet.members.sent(1)
+    fleet.members.admitted([0])
     await becomes(path, {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1"})
     fleet.serving.places.set_fleet([Place("http://10.0.1.1:5", "key", 1, is_own=False)])
     joined = {"10.0.0.9:30000": "0", "[fd00::2]:30001": "1", "10.0.1.1:5": "fleet"}

@@ -10,8 +10,9 @@ import pytest
 
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Offer, Placement, Ports, Slot, replaced
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import GivenUp, Request
 
 ONE, TWO = Slot("id1", "10.0.0.1", 1), Slot("id2", "10.0.0.2", 1)
@@ -25,7 +26,7 @@ def scene(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("key")
     cluster = Cluster("10.0.0.1:1", str(tmp_path), (Node("n1", ONE.ip, "lo", 2),), 20000, 100)
     ports = Ports((1, 1, 2), (3, 3, 4), 7, ())
-    fleet, log = Fleet(load([], {}).config, cluster, PLACEMENT, ports), []
+    fleet, log = OwnEngines(load([], {}).config, cluster, PLACEMENT, ports), []
     found = SimpleNamespace(fleet=fleet, log=log, may_start=asyncio.Event(), fails=False)
 
     def group(index, *_):
@@ -46,6 +47,7 @@ def scene(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet, "_group", group)
     monkeypatch.setattr(fleet, "_start_engine", start_engine)
     fleet._workers = [group(index) for index in range(3)]
+    fleet.members = OwnMembership(3)
     fleet.addresses = tuple(fleet._address(index) for index in range(3))
     fleet._place()
     return found
@@ -73,7 +75,7 @@ async def test_engines_of_a_lost_node_get_no_requests_and_those_in_flight_are_gi
     await asyncio.sleep(0.05)
     assert sorted(ends) == ["http://10.0.0.1:2", "http://10.0.0.2:1"]
     assert [place.url for place in places.all()] == ["http://10.0.0.1:1"]
-    assert scene.fleet.dismissed == {1, 2} and not asking[0].done()
+    assert scene.fleet.members.dismissed == {1, 2} and not asking[0].done()
 
 
 async def test_only_engines_with_other_slots_get_new_workers_and_addresses(scene):

@@ -38,6 +38,7 @@ from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import PauseMode
 from rlpost.engines.external import external_addresses
 from rlpost.engines.features import check_servers
+from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Place
 from rlpost.errors import EngineDied
 from rlpost.observe.spans import SPANS, ProcessSpans, clock_offset
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 STOP_S = 10.0  # deadline for an engine's workers to end on those of its nodes that are not lost
 
 
-class Fleet:
+class OwnEngines:
     """The engines of one group in the run's job. Call ``start`` first, ``close`` last."""
 
     def __init__(
@@ -84,14 +85,8 @@ class Fleet:
         self._starting: dict[int, asyncio.Task[None]] = {}  # tasks of ``begin_restart``
         self._released: dict[int, set[str]] = {}
         self._lives: dict[int, EngineLife] = {}
-        self.dismissed: set[int] = set()
-        """Engines that were stopped because they were dead or hung, and are not admitted again yet."""
-        self._restarted: set[int] = set()
-        """Those of them whose new process has started."""
-        self.lent: dict[int, bool] = {}
-        """Engines that evaluate a version, not the policy's. True: its health is checked."""
-        self._behind: set[int] = set()
-        """Engines that have done so: no requests before the next weights."""
+        self.members = OwnMembership()
+        """Decides what happens to them."""
 
     async def start(self, visible_gpus: Sequence[str]) -> None:
         """Start the engines and admit them. ``visible_gpus`` becomes the attribute.
@@ -112,11 +107,12 @@ class Fleet:
                 *(self._start_engine(index) for index in every if index not in adopted)
             )
         await self._check_versions()
+        self.members = OwnMembership(len(self.addresses))
         self._place()
 
     def _place(self) -> None:
         """Let requests go to the engines that serve."""
-        self.serving.places.set_own(self.places_of(self.serves))
+        self.serving.places.set_own(self.places_of(self.members.serving))
 
     def places_of(self, indices: Sequence[int]) -> list[Place]:
         """Return the places of requests of engines."""
@@ -129,40 +125,20 @@ class Fleet:
         return places
 
     @property
-    def serves(self) -> list[int]:
-        """The engines that get requests: neither dismissed nor lent, nor behind."""
-        return [index for index in self._present() if index not in {*self.lent, *self._behind}]
-
-    @property
     def receivers(self) -> tuple[EngineAddress, ...]:
         """The engines that get weights: all that are not lent."""
-        every = enumerate(self.addresses)
-        return tuple(address for index, address in every if index not in self.lent)
+        return tuple(self.addresses[index] for index in self.members.receivers)
 
     def lend(self, most: int) -> list[int]:
-        """Lend up to ``most`` engines, first those that are behind, but not the last that serves."""
-        chosen = [*self._behind, *reversed(self.serves[1:])][:most]
-        self._behind.difference_update(chosen)
-        self.lent |= dict.fromkeys(chosen, False)
+        """Lend up to ``most`` engines; see ``OwnMembership``."""
+        chosen = self.members.lend(most)
         self._place()
         return chosen
 
-    def check_lent(self, indices: Sequence[int]) -> None:
-        """Check the health of lent engines from now on: they have the weights to evaluate."""
-        self.lent |= {index: True for index in indices if index in self.lent}
-
-    def give_back(self, indices: Sequence[int], *, are_current: bool) -> None:
-        """Take engines back that were lent; ``are_current``: they have the weights of the others."""
-        back = [index for index in indices if self.lent.pop(index, None) is not None]
-        if not are_current:
-            self._behind.update(back)
+    def give_back(self, indices: Sequence[int], version: int | None) -> None:
+        """Take engines back that were lent and hold ``version``; None: it is unknown."""
+        self.members.give_back(indices, version)
         self._place()
-
-    def catch_up(self) -> None:
-        """Let engines serve that were behind: new weights have arrived."""
-        if self._behind:
-            self._behind.clear()
-            self._place()
 
     async def _adopt(self) -> dict[int, EngineWorkers]:
         """Take over engines of an earlier driver of this attempt; return them by index.
@@ -232,7 +208,7 @@ class Fleet:
         return "abort" if must_abort else "retract"
 
     async def unhealthy(self, *, generating: bool) -> list[int]:
-        """Return dead engines, except dismissed ones and those that read other weights.
+        """Return dead engines, of those with a process that reads no other weights.
 
         ``generating``: the engines are not paused, so the check generates a token, and one that is
         busy is not dead (``engine_life``). Otherwise an engine is dead that does not answer.
@@ -250,9 +226,9 @@ class Fleet:
                 logger.warning("%s", problem)
             return problem is None
 
-        present = [index for index in self._present() if self.lent.get(index, True)]
-        healthy = await for_each(is_healthy, present)
-        return [index for index, fine in zip(present, healthy, strict=True) if not fine]
+        checked = self.members.checked
+        healthy = await for_each(is_healthy, checked)
+        return [index for index, fine in zip(checked, healthy, strict=True) if not fine]
 
     async def dismiss(self, index: int) -> None:
         """Send no more requests to an engine and stop its process; those in flight go elsewhere.
@@ -265,10 +241,10 @@ class Fleet:
                 f"engine {address.url} does not answer; rlpost cannot restart an external engine: repair it and resume"
             )
         logger.warning("engine %s is dead or hangs; stopping it", address.url)
-        self.dismissed.add(index)
+        self.members.stopped(index)
         self._place()
         await self._workers[index].stop()
-        self._forget_memory(index)
+        self._released.pop(index, None)
 
     async def lose(self, indices: Sequence[int]) -> None:
         """Send no more requests to engines of a lost node; ``move`` assigns another node.
@@ -276,14 +252,12 @@ class Fleet:
         Those in flight are sent again elsewhere at once: a silent node does not even close
         connections.
         """
-        lost = [index for index in indices if index not in self.dismissed]
-        urls = [self.addresses[index].url for index in lost]
-        self.dismissed.update(lost)
-        for index in lost:
-            self._forget_memory(index)
+        lost = [index for index in indices if index not in self.members.down]
+        self.members.lost(lost)
         self._place()
-        for url in urls:
-            self.serving.places.give_up(url)
+        for index in lost:
+            self._released.pop(index, None)
+            self.serving.places.give_up(self.addresses[index].url)
 
     async def move(self, placement: Placement) -> None:
         """Create workers for engines with other slots in ``placement``; ``restart`` starts them."""
@@ -316,14 +290,7 @@ class Fleet:
             await (self._start_engine(index) if begun is None else begun)
         finally:
             self._forget_start(index)
-        self._restarted.add(index)
-
-    def _forget_memory(self, index: int) -> None:
-        """Record that the process of an engine has ended; a new one has all its memory."""
-        self._restarted.discard(index)
-        self._behind.discard(index)
-        self.lent.pop(index, None)
-        self._released.pop(index, None)
+        self.members.started(index)
 
     def _forget_start(self, index: int) -> None:
         begun = self._starting.pop(index, None)
@@ -334,8 +301,7 @@ class Fleet:
         """Send requests to these engines again. Raises EngineDied when one has ended."""
         if self._workers:
             await asyncio.gather(*(self._workers[index].check_alive() for index in indices))
-        self.dismissed.difference_update(indices)
-        self._restarted.difference_update(indices)
+        self.members.admitted(indices)
         self._place()
 
     async def release_memory(self, *tags: str) -> None:
@@ -396,7 +362,8 @@ class Fleet:
                 logger.warning("%s", error)
                 await self.dismiss(index)
 
-        running = sorted({*self._present(), *self._restarted})
+        down = {*self.members.down}
+        running = [index for index in range(len(self.members)) if index not in down]
         await asyncio.gather(*(ask_or_dismiss(index) for index in running))
 
     async def memory_use(self) -> list[dict[str, float]]:
@@ -416,7 +383,7 @@ class Fleet:
             return ProcessSpans(f"{self.name(index)} server", [tuple(one) for one in found], ahead)
 
         of_workers = await asyncio.gather(*(workers.spans(since) for workers in self._workers))
-        indices = self._present() if self._workers else ()
+        indices = self.members.checked if self._workers else ()
         of_servers = await asyncio.gather(*(of_server(index) for index in indices))
         return [*(one for found in of_workers for one in found), *of_servers]
 
@@ -424,9 +391,6 @@ class Fleet:
         """Stop starts in progress; engines end with Ray."""
         for index in [*self._starting]:
             self._forget_start(index)
-
-    def _present(self) -> list[int]:
-        return [index for index in range(len(self.addresses)) if index not in self.dismissed]
 
     def _client(self, index: int) -> EngineClient:
         return EngineClient(self.addresses[index].url, self.api_key, timeout_s=self._deadline_s)

@@ -10,10 +10,11 @@ from aiohttp import web
 from common.bounded import MAX_AT_ONCE
 from common.cluster import Cluster, Node
 from rlpost.config.load import load
-from rlpost.driver.engines import engine_settings, engines
-from rlpost.driver.engines.engines import Fleet
+from rlpost.driver.engines import engine_settings, own_engines
+from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.engines.connection import RunEngines
+from rlpost.engines.own_membership import Admit, OwnMembership
 from rlpost.errors import EngineDied, RolloutError
 
 
@@ -45,7 +46,7 @@ class FakeGroup:
 @pytest.fixture(autouse=True)
 def _workers(monkeypatch):
     """Replace the processes of Ray."""
-    monkeypatch.setattr(engines, "WorkerGroup", FakeGroup)
+    monkeypatch.setattr(own_engines, "WorkerGroup", FakeGroup)
     monkeypatch.setattr(FakeGroup, "made", [])
 
 
@@ -79,7 +80,7 @@ async def fleet_of(runners, folder, **settings):
     config = load([], {"cluster": {"colocate": True, **settings}}).config
     placement = Placement((), tuple((Slot("n0", "127.0.0.1", 1),) for _ in runners))
     ports = Ports(tuple(runner.addresses[0][1] for runner in runners), (1,) * len(runners), 4, ())
-    fleet = Fleet(config, cluster, placement, ports)
+    fleet = OwnEngines(config, cluster, placement, ports)
     await fleet.start([""] * len(runners))
     return fleet
 
@@ -109,7 +110,7 @@ def test_an_engine_that_died_with_its_memory_released_is_dismissed_when_asked_to
     tmp_path,
 ):
     fleet, asked = asked_of_two(lambda fleet: fleet.restore_memory("weights"), tmp_path)
-    assert fleet.dismissed == {1} and [group.stopped for group in FakeGroup.made] == [0, 1]
+    assert fleet.members.dismissed == {1} and [group.stopped for group in FakeGroup.made] == [0, 1]
     assert serving(fleet) == {fleet.addresses[0].url}
     assert (
         asked[0][-1] == "/resume_memory_occupation" and "/resume_memory_occupation" not in asked[1]
@@ -154,14 +155,18 @@ def test_an_engine_that_hangs_when_asked_to_release_memory_is_dismissed_and_a_re
         return web.json_response({"success": False}, status=400)
 
     fleet = asyncio.run(released(hang))
-    assert fleet.dismissed == {1} and FakeGroup.made[1].stopped and fleet.is_released("kv_cache")
+    assert (
+        fleet.members.dismissed == {1}
+        and FakeGroup.made[1].stopped
+        and fleet.is_released("kv_cache")
+    )
     with pytest.raises(RolloutError, match="POST /release_memory_occupation answered 400"):
         asyncio.run(released(refuse))
 
 
 def test_an_engine_that_died_is_dismissed_when_asked_to_resume(tmp_path):
     fleet, asked = asked_of_two(lambda fleet: fleet.resume(), tmp_path)
-    assert fleet.dismissed == {1} and asked[0][-1] == "/continue_generation"
+    assert fleet.members.dismissed == {1} and asked[0][-1] == "/continue_generation"
 
 
 class Busy:
@@ -191,6 +196,7 @@ async def test_a_bounded_number_of_engines_is_asked_at_a_time(ask, tmp_path):
     busy.total = 0  # requests of its start
     url = fleet.addresses[0].url
     fleet.addresses *= num_engines
+    fleet.members = OwnMembership(num_engines)
     try:
         if ask == "health":
             assert await fleet.unhealthy(generating=True) == []
@@ -210,10 +216,11 @@ def test_an_engine_that_has_ended_is_not_admitted(tmp_path):
         fleet = await fleet_of(runners, tmp_path)
         try:
             await fleet.dismiss(1)
+            await fleet.restart(1)
             FakeGroup.made[1].has_ended = True
             with pytest.raises(EngineDied, match="engine 1 ended"):
                 await fleet.admit([1])
-            return fleet.dismissed, serving(fleet), fleet.addresses[0].url
+            return fleet.members.dismissed, serving(fleet), fleet.addresses[0].url
         finally:
             fleet.close()
             for runner in runners:
@@ -247,7 +254,7 @@ def test_an_engine_gets_what_it_runs_at_once_and_an_eighth_more(states, slots):
 )
 def test_new_weights_abort_answers_that_would_mix_routes_or_adapters(tmp_path, groups, mode):
     config = load([], groups).config
-    fleet = Fleet(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, None)
+    fleet = OwnEngines(config, SimpleNamespace(attempt_dir=str(tmp_path), secret="key"), None, None)
     assert fleet.pause_mode == mode
 
 
@@ -261,15 +268,17 @@ def test_engines_are_started_with_routes_enabled_if_routes_are_replayed(
         async def start(self, *places, **options):
             raise EngineDied("enough")
 
-    monkeypatch.setattr(engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes))
-    monkeypatch.setattr(engines, "EngineWorkers", lambda group: Workers())
+    monkeypatch.setattr(
+        own_engines, "WorkerGroup", lambda makes, *rest, **named: made.extend(makes)
+    )
+    monkeypatch.setattr(own_engines, "EngineWorkers", lambda group: Workers())
     config = load([], {"grpo": {"use_rollout_routing_replay": replay}}).config
     part = Slot("node-1", "127.0.0.1", 1)
     placement = SimpleNamespace(engines=[[part]])
     ports = SimpleNamespace(engines=[1], engine_groups=[2])
     cluster = SimpleNamespace(attempt_dir=str(tmp_path), secret="key", incarnation=0)
     with pytest.raises(EngineDied):
-        asyncio.run(Fleet(config, cluster, placement, ports).start([]))
+        asyncio.run(OwnEngines(config, cluster, placement, ports).start([]))
     assert made[0].keywords["server_args"].get("enable_return_routed_experts", False) is replay
 
 
@@ -280,24 +289,28 @@ async def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they
     assert fleet.lend(5) == [2, 1], "one engine generates"
     assert fleet.lend(1) == []
     assert serving(fleet) == {urls[0]} and fleet.receivers == fleet.addresses[:1]
-    fleet.give_back([1], are_current=True)
+    fleet.members.sent(5)
+    fleet.give_back([1], 5)
     assert serving(fleet) == {urls[0], urls[1]}
-    fleet.give_back([2], are_current=False)
+    fleet.give_back([2], None)
     assert serving(fleet) == {urls[0], urls[1]} and fleet.receivers == fleet.addresses
-    assert fleet.serves == [0, 1] and fleet.lend(1) == [2], "no update may follow"
-    fleet.give_back([2], are_current=False)
-    fleet.catch_up()
+    assert fleet.members.serving == [0, 1] and fleet.lend(1) == [2], "no update may follow"
+    fleet.give_back([2], 4)
+    fleet.members.sent(6)
+    assert fleet.members.next_action() == Admit((2,), restarted=())
+    await fleet.admit([2])
     assert serving(fleet) == {*urls}
     assert fleet.lend(1) == [2]
     await runners[2].cleanup()
     assert 2 not in await fleet.unhealthy(generating=False), "paused, while it reads weights"
-    fleet.check_lent([1, 2])
-    assert fleet.lent == {2: True}, "1 is not lent"
+    fleet.members.evaluates([1, 2])
+    assert fleet.members.lent == [2], "1 is not lent"
     assert 2 in await fleet.unhealthy(generating=False)
     await fleet.dismiss(2)
-    assert not fleet.lent, "it is restarted as an engine of the policy"
-    fleet.give_back([2], are_current=False)
+    assert not fleet.members.lent, "it is restarted as an engine of the policy"
+    fleet.give_back([2], None)
     await fleet.restart(2)
+    fleet.members.sent(6)
     await fleet.admit([2])
     assert serving(fleet) == {*urls}
     for runner in runners:
