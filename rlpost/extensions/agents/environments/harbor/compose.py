@@ -16,6 +16,7 @@ import yaml
 
 MAX_BYTES = 64 << 10
 """Of a file: the parser takes seconds for each MiB."""
+MAX_DEPTH = 32
 SERVICE_KEYS = frozenset({"build", "image", "command", "deploy", "volumes"})
 _CONTEXT = re.compile(r"\$\{CONTEXT_DIR\}(/\.\.)?/?|\.\.?/?")
 _LOGS = re.compile(r"\$\{HOST_\w*LOGS_PATH\}:\$\{ENV_\w*LOGS_PATH\}")
@@ -30,14 +31,12 @@ def read_compose(text: str) -> str:
     if len(text) > MAX_BYTES:
         raise ComposeUnsupported(f"more than {MAX_BYTES >> 10} KiB")
     try:
-        events = yaml.parse(text, yaml.SafeLoader)
-        has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
-        # Texts of aliases of aliases are exponentially long.
-        content = None if has_alias else yaml.safe_load(text)
+        _check_events(text)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ComposeUnsupported):
+            raise
         raise ComposeUnsupported(f"no YAML: {' '.join(str(error).split())[:200]}") from None
-    if has_alias:
-        raise ComposeUnsupported("an alias")
     services = _table(content, {"services", "version", "name"}, "the file")["services"]
     main = _table(_table(services, {"main"}, "services")["main"], SERVICE_KEYS, "main")
     command = main.get("command", "sleep infinity")
@@ -54,6 +53,18 @@ def read_compose(text: str) -> str:
     limits = _table(resources, {"limits"}, "resources").get("limits", {})
     _table(limits, {"cpus", "memory"}, "limits")
     return _context(main.get("build", "."))
+
+
+def _check_events(text: str) -> None:
+    """Raise ComposeUnsupported for what makes a small text expensive. Raises YAMLError."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):  # aliases of aliases are exponentially long
+            raise ComposeUnsupported("an alias")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:  # the scanner takes a millisecond for each further level
+            raise ComposeUnsupported(f"more than {MAX_DEPTH} nested values")
 
 
 def _context(build: object) -> str:
