@@ -298,7 +298,7 @@ def _answer(items: Iterable[_Item]) -> Message:
         elif item.get("type") == "function_call":
             if not isinstance(item.get("name"), str):
                 raise BadRequest(f"{where} must have a name", param=where)
-            arguments = checked_arguments(str(item.get("arguments") or ""), where)
+            arguments = checked_arguments(item.get("arguments"), where)
             calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
         else:
             texts.append(text_of(item.get("content"), where, TEXT_PARTS))
@@ -395,7 +395,7 @@ def _function(tool: object, where: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or kind != "function" or not isinstance(tool.get("name"), str):
         raise BadRequest(
-            f"{where} is of type {kind!r}; it must be a function with a name",
+            f"{where} is of type {kind!r}; send a function with a name in its place",
             param="tools",
         )
     return function_tool(tool, tool.get("parameters"))

@@ -46,9 +46,8 @@ def call_of(item: Mapping[str, Any], where: str) -> ToolCall:
             "tools as functions",
             param=where,
         )
-    arguments = item.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(str(item.get("call_id") or ""), NAME, checked_arguments(text, where))
+    arguments = checked_arguments(item.get("arguments"), where)
+    return ToolCall(str(item.get("call_id") or ""), NAME, arguments)
 
 
 def call_item(item: Mapping[str, Any]) -> dict[str, object]:

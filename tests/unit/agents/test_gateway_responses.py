@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, ToolCall
+from rlpost.extensions.agents.openai_format import chat_request
 from rlpost.extensions.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
@@ -162,6 +163,52 @@ def response_of(stream: str) -> Any:
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     return events[-1]["response"]
+
+
+async def test_an_answer_that_a_client_splits_by_its_calls_is_recognised(folder: str) -> None:
+    """LiteLLM sends a message of the assistant for each call; outputs may be in any order."""
+    both = CALL.replace("Paris", "Rome") + "\n" + CALL
+    async with setup(folder, [both, "Sun."]) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/chat/completions", {"x-api-key": episode.api_key}
+        body: Any = {
+            "messages": [{"role": "user", "content": "How is the weather?"}],
+            "tools": [{"type": "function", "function": TOOL}],
+        }
+        async with made.client.post(url, json=body, headers=key) as response:
+            answer = (await response.json())["choices"][0]["message"]
+        calls = answer["tool_calls"]
+        assert len(calls) == 2
+        body["messages"] += [
+            *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls),
+            *(
+                {"role": "tool", "tool_call_id": call["id"], "content": "sun"}
+                for call in reversed(calls)
+            ),
+        ]
+        async with made.client.post(url, json=body, headers=key) as response:
+            assert response.status == 200, await response.text()
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == [both, "Sun."]
+        check([trajectory], made.sampled)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "user", "content": "x"}]])
+def test_an_output_without_a_call_before_it_is_refused(before: list[Any]) -> None:
+    """Also as the first message, which is left where a program cut off its history."""
+    output = {"role": "tool", "tool_call_id": "gone", "content": "x"}
+    with pytest.raises(BadRequest, match="'gone' follows no message with this call"):
+        chat_request({"messages": [*before, output]})
+
+
+def test_arguments_may_be_an_object() -> None:
+    """As LiteLLM sends them in items of earlier answers."""
+    items: list[Any] = [
+        QUESTION,
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": {"city": "Ö"}},
+        {"type": "function_call_output", "call_id": "a", "output": "sun"},
+    ]
+    (call,) = responses_request({"input": items}).messages[1].tool_calls
+    assert call.arguments == '{"city": "Ö"}'
 
 
 def test_a_function_that_is_named_as_a_search_is_none() -> None:
