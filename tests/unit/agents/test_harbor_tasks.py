@@ -765,9 +765,45 @@ async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_f
     assert (await trial.verify()).score == 0.0
 
 
+def sparse(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size", "reason"),
+    [
+        ("task.toml", "a." * 4_000_000 + "a = 1", 0, "larger than"),
+        ("task.toml", "a." * 100_000 + "a = 1", 0, "a line with more than 500 dots"),
+        ("environment/disk.img", "", 20 << 30, "20480 MiB, of which the image is built"),
+        ("steps/two/instruction.md", "", 20 << 30, "larger than"),
+    ],
+)
+def test_a_task_that_would_take_hours_or_all_memory_is_unreadable(
+    tmp_path, name, text, size, reason
+):
+    """Files of a set need neither disk nor traffic for it: sparse ones, and links to one."""
+    folder = write_steps(tmp_path)
+    sparse(folder / name, size)
+    if text:
+        (folder / name).write_text(text)
+    with pytest.raises(TaskUnreadable, match=reason):
+        read_task(tmp_path, "count", {})
+
+
+def test_the_instructions_of_all_steps_together_are_bounded(tmp_path):
+    names = [f"step{number}" for number in range(20)]
+    folder = write_task(tmp_path, toml="".join(f'[[steps]]\nname = "{each}"\n' for each in names))
+    (folder / "steps/step0").mkdir(parents=True)
+    (folder / "steps/step0/instruction.md").write_text("x" * (1 << 20))
+    for each in names[1:]:
+        (folder / f"steps/{each}").symlink_to("step0")
+    with pytest.raises(TaskUnreadable, match="larger than"):
+        read_task(tmp_path, "count", {})
+
+
 def test_a_file_of_a_task_that_does_not_fit_the_memory_is_not_read(tmp_path):
-    (tmp_path / "tests").mkdir()
-    with (tmp_path / "tests" / "sparse").open("wb") as file:
-        file.truncate(20 << 30)
+    sparse(tmp_path / "tests" / "sparse", 20 << 30)
     with pytest.raises(UploadFailed, match="at most 256 MiB"):
         files_below(tmp_path / "tests")

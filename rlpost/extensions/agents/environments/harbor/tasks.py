@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ from rlpost.extensions.agents.environments.harbor.steps import (
 
 FOLDERS = ("environment", "tests", "solution")
 STEP_FOLDERS = ("tests", "solution", "workdir")
-TEXT_BYTES = 8 << 20
-"""Of task.toml or an instruction."""
+TOML_BYTES, TEXT_BYTES = 1 << 20, 8 << 20
+"""Of task.toml, and of all instructions and compose files of a task together."""
+MAX_DOTS = 500
+"""Of one line of task.toml: the parser takes a second for a key of 10,000 parts, and grows with its
+square."""
 STRATEGIES = ("mean", "final")
 
 
@@ -126,10 +129,17 @@ def read_task(folder: Path, name: str, host_env: Mapping[str, str]) -> HarborTas
         if ".." in Path(name).parts:
             raise OutsideFolder(f"task {name!r} is not below {folder}")
         at = below(folder, name)
-        settings = tomllib.loads(read_regular(below(at, "task.toml"), TEXT_BYTES).decode())
+        settings = parse_toml(read_regular(below(at, "task.toml"), TOML_BYTES).decode())
         return parse_task(name, at, _task_files(at, settings), host_env)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise TaskUnreadable(f"task {name}: {type(error).__name__}: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of task.toml. Raises ValueError, RecursionError."""
+    if any(line.count(".") > MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"task.toml has a line with more than {MAX_DOTS} dots")
+    return tomllib.loads(text)
 
 
 def _task_files(at: Path, settings: Mapping[str, Any]) -> TaskFiles:
@@ -143,20 +153,32 @@ def _task_files(at: Path, settings: Mapping[str, Any]) -> TaskFiles:
     compose = [
         f"{each}/{name}" for each in ("environment", "tests", *tests) for name in COMPOSE_NAMES
     ]
-    asked = steps or ["."]
+    instructions = [
+        f"{each}/instruction.md" if steps else "instruction.md" for each in steps or "."
+    ]
+    texts = _texts(at, [*instructions, *compose])
     return TaskFiles(
         settings,
-        {each: _text(at, f"{each}/instruction.md".removeprefix("./")) or "" for each in asked},
-        {name: text for name in compose if (text := _text(at, name)) is not None},
+        {
+            folder: texts.get(name, "")
+            for folder, name in zip(steps or ["."], instructions, strict=True)
+        },
+        {name: texts[name] for name in compose if name in texts},
         frozenset(names),
         lambda part: folder_digest(below(at, part)),
     )
 
 
-def _text(task: Path, name: str) -> str | None:
-    """Return a text of a task; None if it has none. Raises OSError, ValueError."""
-    path = below(task, name)
-    return read_regular(path, TEXT_BYTES).decode() if path.is_file() else None
+def _texts(task: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the texts of a task by their names, without missing ones. Raises OSError, ValueError."""
+    texts, left = dict[str, str](), TEXT_BYTES
+    for name in names:
+        path = below(task, name)
+        if path.is_file():
+            data = read_regular(path, left)
+            left -= len(data)
+            texts[name] = data.decode()
+    return texts
 
 
 def parse_task(
