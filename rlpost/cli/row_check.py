@@ -175,9 +175,9 @@ def _length_note(
     if is_skipped or length < longest:
         return None
     return (
-        f"{where}: {length} tokens leave none of the {longest} for an answer that engines serve in "
-        f"full of the model's context of {context}; an engine that rejects the request ends the run; "
-        f"add --rollout-max-context-len {longest} to skip such rows"
+        f"{where}: {length} tokens leave none for an answer of the {longest} that engines serve in "
+        f"full (the model's context has {context}), and an engine that rejects the request ends the "
+        f"run; add --rollout-max-context-len {longest} to skip such rows"
     )
 
 
