@@ -80,11 +80,13 @@ def has_network(phase: Mapping[str, Any], environment: Mapping[str, Any]) -> boo
 
 
 def cores_of(environment: Mapping[str, Any]) -> int | None:
+    """Return the CPUs of an environment, rounded up; None if it names none."""
     cores = environment.get("cpus")
     return None if cores is None else max(1, math.ceil(cores))
 
 
 def memory_of(environment: Mapping[str, Any]) -> int | None:
+    """Return the memory of an environment in MiB; None if it names none."""
     return mib_of(environment.get("memory_mb", environment.get("memory")))
 
 
@@ -103,6 +105,7 @@ def image_of(environment: Mapping[str, Any]) -> str | None:
 
 
 def has_excludes(artifacts: Sequence[str | Mapping[str, Any]]) -> bool:
+    """Return whether an artifact leaves some of its files out."""
     return any(not isinstance(each, str) and bool(each.get("exclude")) for each in artifacts)
 
 
