@@ -58,12 +58,12 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
         known, known_namespaces = earlier.found_tools, earlier.namespaces
     messages += _messages(body.get("input"), recall)
     tools, namespaces, dropped = _tools(body)
-    found, found_namespaces = _found_tools(body.get("input"))
+    loaded, loaded_namespaces = _found_tools(body.get("input"))
     return ChatRequest(
         messages=checked(messages),
         tools=tools,
-        namespaces={**known_namespaces, **found_namespaces, **namespaces},
-        found_tools=(*known, *found),
+        namespaces={**known_namespaces, **loaded_namespaces, **namespaces},
+        found_tools=(*known, *loaded),
         searches_tools=_searches(body.get("tools")),
         dropped_tools=dropped,
         has_instructions=bool(instructions),
@@ -313,8 +313,8 @@ def _message(item: Mapping[str, object], where: str) -> Message:
         return Message("tool", text_of(item.get("output"), where, TEXT_PARTS), tool_call_id=call_id)
     if kind == tool_search.OUTPUT:
         call_id = str(item.get("call_id") or "")
-        found, _ = _functions(item.get("tools") or [], f"{where}.tools")
-        return Message("tool", tool_search.shown(found), tool_call_id=call_id)
+        loaded, _ = _functions(item.get("tools") or [], f"{where}.tools")
+        return Message("tool", tool_search.shown(loaded), tool_call_id=call_id)
     if kind != "message":
         raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
     role = "system" if item.get("role") == "developer" else item.get("role")

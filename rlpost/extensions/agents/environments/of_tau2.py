@@ -171,9 +171,9 @@ class Tau2Harness:
         )
         answer = agent.generate_next_message
 
-        def noted(*given: Any, **named: Any) -> Any:
+        def noted(*inputs: Any, **named: Any) -> Any:
             try:
-                return answer(*given, **named)
+                return answer(*inputs, **named)
             except ValueError as error:  # tau2 has none for an agent that it cannot continue
                 without_call.append(str(error))
                 raise

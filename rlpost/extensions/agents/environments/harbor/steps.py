@@ -171,8 +171,8 @@ def parse_steps(
     ``root``: of the agent. Raises ValueError, TypeError, AttributeError.
     """
     steps, lacking = list[HarborStep](), list[str]()
-    given: list[Mapping[str, Any] | None] = [*step_tables(files.settings)]
-    for each in given or [None]:
+    declared: list[Mapping[str, Any] | None] = [*step_tables(files.settings)]
+    for each in declared or [None]:
         tables = _Tables.of(files.settings, each)
         variables = {**tables.verifier[0].get("env", {}), **tables.verifier[1].get("env", {})}
         resolved, unknown = resolve(variables, host_env)
@@ -193,7 +193,7 @@ def _step(
     verifier_env: Mapping[str, str],
 ) -> HarborStep:
     """Return one step."""
-    own, prefix, used = tables.own, tables.prefix, tables.verifier_environment
+    table, prefix, used = tables.own, tables.prefix, tables.verifier_environment
     own_root, artifacts = None, tuple[str, ...]()
     if tables.is_separate:
         artifacts = artifact_paths(tables.artifacts)
@@ -203,7 +203,7 @@ def _step(
     folders = dict.fromkeys(("tests", f"{prefix}tests"))
     solution, workdir = f"{prefix}solution", f"{prefix}workdir"
     return HarborStep(
-        name=str(own.get("name", "")),
+        name=str(table.get("name", "")),
         folder=prefix.rstrip("/") or ".",
         instruction=files.instructions.get(prefix.rstrip("/") or ".", ""),
         agent_seconds=seconds_of(last_of(tables.agent, "timeout_sec"), AGENT_SECONDS),
@@ -219,8 +219,8 @@ def _step(
         verifier_env=verifier_env,
         verifier_cores=cores_of(used),
         verifier_memory_mib=memory_of(used),
-        least=_least(own.get("min_reward")),
-        health_check=_health_check(own.get("healthcheck")),
+        least=_least(table.get("min_reward")),
+        health_check=_health_check(table.get("healthcheck")),
     )
 
 
@@ -232,8 +232,8 @@ def _verifier_root(
     candidates = [(of_task, "tests")]
     if tables.prefix:
         candidates.insert(0, (of_step, f"{tables.prefix}tests"))
-    own = last_of(tables.verifier, "environment") or {}
-    return verifier_root(task, root, own, candidates, files)
+    environment = last_of(tables.verifier, "environment") or {}
+    return verifier_root(task, root, environment, candidates, files)
 
 
 def _network(phase: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> bool:
