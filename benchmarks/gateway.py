@@ -177,7 +177,7 @@ async def rounds_of(
     directly: list[Measured] = []
     by_gateway: list[Measured] = []
     sampling = SamplingParams(max_new_tokens=load.length)
-    async with Gateway(str(TINY), context_length=1 << 20) as gateway:
+    async with Gateway(str(TINY), server_args={"context_length": 1 << 20}) as gateway:
 
         async def measure_direct(connection: Connection) -> None:
             directly.append(await measured(direct(connection, load, gateway)))

@@ -218,7 +218,7 @@ async def measure(options: argparse.Namespace) -> list[str]:
     with prepared_engines(LENGTH, delay=delay, largest_id=LAST_ID) as url:
         engines = RunEngines.of([url], KEY, capacity=4 * options.conversations)
         async with (
-            WatchedGateway(str(TINY), context_length=1 << 22) as gateway,
+            WatchedGateway(str(TINY), server_args={"context_length": 1 << 22}) as gateway,
             Connection(engines) as connection,
         ):
             sampling = SamplingParams(max_new_tokens=LENGTH)

@@ -259,7 +259,7 @@ async def observe(program: Program, model: str, folder: Path, recorder: Recorder
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         async with setup(model) as serving:
             serving.sampled.write = script(program, recorder.bodies)
-            serving.gateway.policy.context_length = CONTEXT
+            serving.gateway.policy.longest_request = CONTEXT
             sampling = SamplingParams(max_new_tokens=4000)
             async with await serving.gateway.open(
                 PROMPT, sampling, connection=serving.connection

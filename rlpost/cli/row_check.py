@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.units import counted
-from rlpost.config.checks.context_length import engine_context
+from rlpost.config.checks.context_length import engine_context, longest_request
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
@@ -154,10 +154,11 @@ def _length_note(
 ) -> str | None:
     """Compare the longest row with the model's context; None if there is nothing to say."""
     hf = read_config(config.checkpoint.hf_checkpoint)
-    context = engine_context(config, hf)
+    context = engine_context(config.sglang.server_args, hf)
+    longest = longest_request(config.sglang.server_args, hf)
     position = max(sample.lengths, key=lambda one: sample.lengths[one])
     length, where = sample.lengths[position], sample.rows.where(position)
-    if context is None:
+    if context is None or longest is None:
         return None
     limit = settings.rollout_max_context_len
     if is_trained:
@@ -171,11 +172,12 @@ def _length_note(
             f"model's context{skips}"
         )
     is_skipped = limit is not None or length > (settings.rollout_max_prompt_len or length)
-    if is_skipped or length < context:
+    if is_skipped or length < longest:
         return None
     return (
-        f"{where}: {length} tokens leave none of the {context} of the model's context for an answer, and an engine "
-        f"that rejects the request ends the run; add --rollout-max-context-len {context} to skip such rows"
+        f"{where}: {length} tokens leave none for an answer of the {longest} that engines serve in "
+        f"full (the model's context has {context}), and an engine that rejects the request ends the "
+        f"run; add --rollout-max-context-len {longest} to skip such rows"
     )
 
 

@@ -163,7 +163,7 @@ def model_problems(config: Config) -> tuple[list[str], list[str]]:
             f"--sglang-context-length {context}: more than the {model_context(resolved)} tokens of {path}, "
             f"with which SGLang does not start; use {model_context(resolved)} or less"
         )
-    context_of_run = engine_context(config, language_model(hf))
+    context_of_run = engine_context(config.sglang.server_args, language_model(hf))
     trainer = trainer_model(description, context=context_of_run, end_tokens=ends)
     engines = engine_model(resolved, generation_eos=_generation_eos(path.parent), context=context)
     remedy = _remedy(config)

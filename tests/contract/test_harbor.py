@@ -15,7 +15,8 @@ from rlpost.columns import IntColumn
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.extensions.agents.environments.harbor.check import main as check
-from rlpost.extensions.agents.environments.harbor.trial import Trial, TrialOptions, runnable
+from rlpost.extensions.agents.environments.harbor.runnable import TrialOptions, runnable
+from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.make import make_environments
 from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment
 from rlpost.extensions.agents.environments.protocol import Turn
@@ -276,6 +277,161 @@ def test_a_run_makes_the_environment_and_plays_an_episode(tmp_path, monkeypatch)
     assert asyncio.run(play()) == 1.0
 
 
+STEPS = """\
+[verifier]
+timeout_sec = 20.0
+[environment]
+memory_mb = 256
+[[steps]]
+name = "count"
+min_reward = 0.5
+[steps.agent]
+timeout_sec = 60.0
+[[steps]]
+name = "sort"
+[steps.healthcheck]
+command = "test -f /app/ready"
+interval_sec = 0.1
+start_interval_sec = 0.1
+[steps.agent]
+timeout_sec = 30.0
+"""
+OF_SORT = """\
+#!/bin/sh
+test -e /tests/helper && test "$(cat /app/count.txt)" = 3 || exit 1
+if [ "$(tr '\\n' ' ' < /app/sorted.txt)" = "a b c " ]; then echo 1; else echo 0; fi > \
+/logs/verifier/reward.txt
+"""
+
+
+def write_steps(folder: Path, *, toml: str = STEPS, setup: str = "touch ready\n") -> None:
+    """Write the task ``count`` with two steps, of which the second needs the files of the first."""
+    more = {
+        "steps/count/instruction.md": "Count the lines of words.txt.\n",
+        "steps/count/solution/solve.sh": SOLUTION,
+        "steps/sort/instruction.md": "Sort the lines of words.txt into sorted.txt.\n",
+        "steps/sort/tests/test.sh": OF_SORT,
+        "steps/sort/workdir/setup.sh": setup,
+        "steps/sort/workdir/notes/hint": "use sort\n",
+        "tests/helper": "of all steps\n",
+    }
+    solution = "#!/bin/sh\ncat notes/hint && sort words.txt > sorted.txt\n"
+    write_task(folder, toml=toml, solution=solution, more=more)
+
+
+def play(
+    folder: Path, *commands: str, env_args: dict[str, object] | None = None
+) -> HarborEnvironment:
+    """Play an episode of the task ``count``; '' is a turn without a command. Returns it scored."""
+
+    async def whole() -> HarborEnvironment:
+        async with LocalPool(LIMITS, size=1, warm=0, root=Root(None, PROGRAMS)) as pool:
+            made = HarborEnvironment(str(folder), images=images_of(folder), **(env_args or {}))
+            made.sandboxes, made.archives = pool, Archives(folder / "store")
+            await made.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
+            steps = [
+                await made.step(turn(f"<bash>{each}" if each else "done")) for each in commands
+            ]
+            reward = await made.score()
+            made.info = {**made.info, "reward": reward, "said": steps}
+            await made.close()
+            assert pool.in_use == 0
+            return made
+
+    return asyncio.run(whole())
+
+
+RIGHT = ("wc -l < words.txt > count.txt", "", "sort words.txt > sorted.txt", "")
+
+
+@pytest.mark.parametrize(
+    ("commands", "rewards", "reward"),
+    [
+        (RIGHT, [1.0, 1.0], 1.0),
+        (("true", ""), [0.0], 0.0),
+        ((*RIGHT[:2], "true", ""), [1.0, 0.0], 0.5),
+        (RIGHT[:2], [1.0, 0.0], 0.5),
+        (RIGHT[:1], [1.0], 0.5),
+        ((*RIGHT[:2], "rm count.txt", ""), [1.0, None], 0.5),
+        (("rm -rf /app; touch /app", ""), [0.0], 0.0),
+    ],
+    ids=[
+        *("solved", "a first step that is not enough", "an unsolved second step"),
+        *("cut off in the second step", "cut off in the first step", "no verdict"),
+        "no folder",
+    ],
+)
+def test_the_steps_of_a_task_follow_each_other_and_are_scored_each(
+    tmp_path, commands, rewards, reward
+):
+    write_steps(tmp_path)
+    made = play(tmp_path, *commands)
+    results = [each.rewards and each.rewards["reward"] for each in made.trial.results]
+    assert (results, made.info["reward"]) == (rewards, reward), made.info
+    said = made.info["said"]
+    if len(commands) > 2:
+        assert not said[1].done and said[1].text == (
+            "\n<next-step>\nSort the lines of words.txt into sorted.txt.\n</next-step>\n"
+        )
+    is_cut_off = commands in (RIGHT[:1], RIGHT[:2])
+    assert said[-1].done is not is_cut_off
+
+
+def test_a_step_does_not_see_tests_and_processes_of_those_before(tmp_path):
+    write_steps(tmp_path)
+    listed = (
+        "ls -d /tests /logs/verifier /solution; cat count.txt notes/hint; ps x | grep -c 'slee[p]'"
+    )
+    first = "wc -l < words.txt > count.txt; sleep 600 &"
+    made = play(tmp_path, first, "", listed)
+    shown_text = made.info["said"][-1].text
+    assert "3\nuse sort\n0\n" in shown_text and "\n/tests" not in shown_text
+
+
+@pytest.mark.parametrize(
+    ("setup", "why"),
+    [
+        ("echo no room; exit 3\n", "it could not begin: setup.sh: exited 3: no room"),
+        ("true\n", "it could not begin: the health check 'test -f /app/ready'"),
+    ],
+)
+def test_a_step_that_cannot_begin_counts_as_0_because_the_agent_may_be_the_cause(
+    tmp_path, setup, why
+):
+    write_steps(tmp_path, setup=setup)
+    made = play(tmp_path, RIGHT[0], "")
+    assert made.info["said"][-1].done and made.info["reward"] == 0.5
+    assert made.trial.results[1].rewards is None and why in str(made.info["verifier"])
+
+
+def test_an_interrupted_episode_goes_on_in_its_step(tmp_path):
+    write_steps(tmp_path)
+
+    async def whole() -> tuple[float, bool]:
+        async with LocalPool(LIMITS, size=1, warm=0, root=Root(None, PROGRAMS)) as pool:
+
+            def environment() -> HarborEnvironment:
+                made = HarborEnvironment(str(tmp_path), images=images_of(tmp_path))
+                made.sandboxes, made.archives = pool, Archives(tmp_path / "store")
+                return made
+
+            first, second = environment(), environment()
+            await first.reset(Prompt(0, "x", (1,), metadata={"task": "count"}))
+            for text in (f"<bash>{RIGHT[0]}", "done"):
+                assert not (await first.step(turn(text))).done
+            state = await first.save()
+            await first.close()
+            await second.restore(state)
+            await second.step(turn(f"<bash>{RIGHT[2]}"))
+            over = (await second.step(turn("done"))).done
+            try:
+                return await second.score(), over
+            finally:
+                await second.close()
+
+    assert asyncio.run(whole()) == (1.0, True)
+
+
 def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys):
     tasks = tmp_path / "tasks"
     write_task(tasks)
@@ -283,13 +439,15 @@ def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys)
     write_task(tasks, "unbuilt")
     write_task(tasks, "other", toml=TOML + "gpus = 1\n")
     write_task(tasks, "unsolved", solution=None)
+    write_steps(tmp_path / "steps")
+    (tmp_path / "steps/count").rename(tasks / "steps-count")
     out = tmp_path / "prompts.jsonl"
-    names = ("count", "wrong", "other", "unsolved")
+    names = ("count", "wrong", "other", "unsolved", "steps-count")
     images = dict.fromkeys(names, images_of(tmp_path)["count"])
     arguments = ["--env-args", json.dumps({"images": images}), "--disk-mib", "64", *READ_ONLY]
     assert check([str(tasks), *arguments, "--oracle", "--out", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "1 of 5 tasks run"
+    assert lines[-1] == "2 of 6 tasks run"
     for line in (
         "other: it needs 1 GPUs",
         "unsolved: it has no solution/solve.sh",
@@ -297,7 +455,10 @@ def test_check_runs_the_solution_and_the_verifier_of_each_task(tmp_path, capsys)
     ):
         assert line in lines
     assert any(line.startswith("unbuilt: environment/Dockerfile describes") for line in lines)
-    assert [json.loads(row)["task"] for row in out.read_text().splitlines()] == ["count"]
+    rows = [json.loads(row) for row in out.read_text().splitlines()]
+    assert [row["task"] for row in rows] == ["count", "steps-count"]
+    assert ["the first of 2 steps" in row["prompt"] for row in rows] == [False, True]
+    assert "Count the lines of words.txt." in rows[1]["prompt"]
 
 
 async def test_the_files_of_an_image_belong_to_the_agent(tmp_path):

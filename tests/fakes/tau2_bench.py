@@ -33,7 +33,20 @@ def build_environment(domain: str, *, solo_mode: bool = False) -> Any:
 
 def build_agent(agent_name: str, environment: Any, *, llm: str, llm_args: Any, **more: Any) -> Any:
     assert agent_name == "llm_agent_solo" and more["solo_mode"] and environment.solo_mode
-    return SimpleNamespace(llm=llm, llm_args=llm_args)
+    return SoloAgent(llm, llm_args)
+
+
+class SoloAgent:
+    """As in tau2-bench 1.0.1: it asks for a call, and raises for an answer without one."""
+
+    def __init__(self, llm: str, llm_args: Any) -> None:
+        self.llm, self.llm_args = llm, llm_args
+
+    def generate_next_message(self, message: Any, state: Any) -> tuple[dict[str, Any], Any]:
+        reply = _complete(self, state or [{"role": "user", "content": "the ticket"}])
+        if not reply.get("tool_calls"):
+            raise ValueError("LLMSoloAgent only supports tool calls.")
+        return reply, [*state, reply]
 
 
 class DummyUser:
@@ -58,11 +71,8 @@ def build_text_orchestrator(config: TextRunConfig, task: Any, *, seed: int) -> A
 def run_simulation(orchestrator: Any, *, evaluation_type: EvaluationType) -> Any:
     agent, messages, made = orchestrator.agent, [], []
     for _ in range(orchestrator.max_steps):
-        reply = _complete(agent, messages or [{"role": "user", "content": "the ticket"}])
-        messages.append(reply)
-        calls = [each["function"] for each in reply.get("tool_calls") or ()]
-        if not calls:
-            return _run(messages, "agent_error", 0.0)
+        reply, messages = agent.generate_next_message(None, messages)
+        calls = [each["function"] for each in reply["tool_calls"]]
         if calls[0]["name"] == "done":
             right = [{"user_id": "user_1", "title": "Important Meeting"}]
             return _run(messages, "agent_stop", float(made == right))
@@ -80,7 +90,8 @@ def _complete(agent: Any, messages: list[Any]) -> dict[str, Any]:
     args = dict(agent.llm_args)
     base, key = args.pop("api_base"), args.pop("api_key")
     args.pop("num_retries")
-    body = {"model": agent.llm.removeprefix("openai/"), "messages": messages, **args}
+    body = {"model": agent.llm.removeprefix("openai/"), "messages": messages}
+    body |= {"tool_choice": "required", **args.pop("extra_body", {}), **args}
     request = urllib.request.Request(
         f"{base}/chat/completions",
         json.dumps(body).encode(),

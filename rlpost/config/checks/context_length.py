@@ -1,19 +1,28 @@
-"""Check that prompts and responses fit into the context that the engines accept. Pure.
+"""The context of the engines: the longest request that they serve in full, and what exceeds it. Pure.
 
 Input: a ``Config`` and the model's ``config.json``. Output: problems, where an engine would reject
-every request, and notes, where it would reject the longest ones. An engine rejects a request whose
-prompt and ``max_new_tokens`` exceed its context (``_validate_one_request`` in SGLang's
-``managers/tokenizer_manager.py``, 0.5.21), and that ends the run.
+every request, and notes, where it would reject or shorten the longest ones. A rejected request ends
+the run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlpost.config.eval_sets import eval_sets, set_settings
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.models.model_types import HfConfig
+
+UNREAD_TOKENS = 6
+"""Engines read no longer input than the context less 7 tokens (``max_req_input_len`` in SGLang's
+``managers/tp_worker.py``, 0.5.21: context - 1 - 5, exclusive), and end an answer at 2 less than the
+context without a word (``init_req_max_new_tokens`` in ``managers/scheduler.py``)."""
+DRAFTING = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+"""Algorithms of speculative decoding that keep room for drafts (``is_eagle``)."""
+DRAFT_TOKENS = 64
+"""Of an algorithm whose sizes SGLang chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +36,36 @@ class RequestLengths:
     context_flag: str = "--rollout-max-context-len"
 
 
-def engine_context(config: Config, hf: HfConfig) -> int | None:
-    """Tokens of a request and its answer that the engines accept; None if not known.
+def longest_request(server_args: Mapping[str, object], hf: HfConfig) -> int | None:
+    """Return the tokens of a request with its answer that engines serve in full.
+
+    An input below it is accepted, also one that goes on after an abort. None if it is not known.
+    ``server_args``: of the engines.
+    """
+    context = engine_context(server_args, hf)
+    return None if context is None else context - max(UNREAD_TOKENS, _reserved(server_args))
+
+
+def _reserved(server_args: Mapping[str, object]) -> int:
+    """Tokens that the engines keep for drafts (``compute_num_reserved_tokens``, 0.5.21)."""
+    if str(server_args.get("speculative_algorithm") or "").upper() not in DRAFTING:
+        return 0
+    names = ("eagle_topk", "num_steps", "num_draft_tokens")
+    sizes = [server_args.get(f"speculative_{name}") for name in names]
+    topk, steps, drafts = (size if isinstance(size, int) else None for size in sizes)
+    if topk is None or steps is None:
+        return max(DRAFT_TOKENS, drafts or 0)
+    return max(topk * steps, drafts or 0)
+
+
+def engine_context(server_args: Mapping[str, object], hf: HfConfig) -> int | None:
+    """Return the context of the engines in tokens; None if it is not known.
 
     As ``get_context_length`` in SGLang (``utils/hf_transformers/common.py``, 0.5.21), which reads
     ``rope_parameters`` as transformers resolves them: those of Llama-3 and YaRN have a context
     before the scaling, and nested ones, as Gemma-3 has, no factor.
     """
-    context_length = config.sglang.server_args.get("context_length")
+    context_length = server_args.get("context_length")
     if isinstance(context_length, int):
         return context_length
     positions = hf.get("max_position_embeddings")
@@ -49,35 +80,36 @@ def engine_context(config: Config, hf: HfConfig) -> int | None:
 
 def context_problems(config: Config, hf: HfConfig) -> list[str]:
     """Responses that leave no token of the context for a prompt."""
-    context = engine_context(config, hf)
+    context = longest_request(config.sglang.server_args, hf)
     if context is None:
         return []
     problems = []
     for one in _lengths(config):
         if one.context is not None and one.context > context:
             problems.append(
-                f"{one.context_flag} {one.context} is more than the {context} tokens of the "
-                f"model's context ({_source(config)}); use {one.context_flag} {context}"
+                f"{one.context_flag} {one.context} is more than the {context} tokens that engines "
+                f"serve in full of {_source(config, hf)}; use {one.context_flag} {context}"
             )
         elif one.context is None and one.response >= context:
             problems.append(
                 f"{one.flags}-max-response-len {one.response} leaves no token for a prompt in the "
-                f"{context} tokens of the model's context ({_source(config)}); use a smaller value, or "
-                f"--rollout-max-context-len {context}, which bounds prompt and response together"
+                f"{context} tokens that engines serve in full of {_source(config, hf)}; use a smaller "
+                f"value, or --rollout-max-context-len {context}, which bounds prompt and response "
+                "together"
             )
     return problems
 
 
 def context_notes(config: Config, hf: HfConfig) -> list[str]:
     """Prompts of the permitted length whose response exceeds the context."""
-    context = engine_context(config, hf)
+    context = longest_request(config.sglang.server_args, hf)
     if context is None:
         return []
     return [
         f"{one.flags}-max-response-len {one.response} with prompts of up to {one.prompt} tokens exceeds "
-        f"the {context} tokens of the model's context ({_source(config)}); an engine rejects a prompt "
-        f"of more than {context - one.response} tokens, which ends the run; use "
-        f"--rollout-max-context-len {context}, or a prompt limit of {context - one.response}"
+        f"the {context} tokens that engines serve in full of {_source(config, hf)}; the answer to a "
+        f"prompt of more than {context - one.response} tokens is shortened, or rejected, which ends "
+        f"the run; use --rollout-max-context-len {context}, or a prompt limit of {context - one.response}"
         for one in _lengths(config)
         if one.context is None and one.prompt and one.prompt + one.response > context > one.response
     ]
@@ -120,7 +152,8 @@ def _lengths(config: Config) -> list[RequestLengths]:
     return request_lengths
 
 
-def _source(config: Config) -> str:
+def _source(config: Config, hf: HfConfig) -> str:
+    context = engine_context(config.sglang.server_args, hf)
     if "context_length" in config.sglang.server_args:
-        return "--sglang-context-length"
-    return "max_position_embeddings in config.json"
+        return f"--sglang-context-length {context}"
+    return f"the model's context of {context} (max_position_embeddings in config.json)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from rlpost.extensions.agents.json_values import canonical, loads_strict
@@ -181,6 +181,7 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
     """Return the messages of a request with outputs of tools in the order of their calls.
 
     Chat templates write outputs without ids, so only their order says which call they answer.
+    Messages with one call each of an answer with several are joined: LiteLLM sends them so.
 
     Raises:
         BadRequest: an output belongs to no call before it, or a call has two; or the last message
@@ -190,8 +191,11 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
     ordered: list[Message] = []
     for role, group in itertools.groupby(messages, key=lambda message: message.role):
         neighbours = list(group)
-        if role == "tool" and ordered:
-            neighbours = _in_order_of_calls(neighbours, ordered[-1].call_ids)
+        if role == "tool":
+            call_ids = ordered[-1].call_ids if ordered else []
+            neighbours = _in_order_of_calls(neighbours, call_ids)
+        elif role == "assistant":
+            neighbours = _joined_calls(neighbours)
         ordered += neighbours
     if needs_answer and ordered[-1].role == "assistant":
         raise BadRequest(
@@ -200,6 +204,19 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
             param="messages",
         )
     return tuple(ordered)
+
+
+def _joined_calls(answers: list[Message]) -> list[Message]:
+    """Join messages of the assistant that have calls alone with one before that has calls."""
+    joined: list[Message] = []
+    for answer in answers:
+        is_rest = bool(answer.tool_calls) and not answer.content and not answer.reasoning
+        if is_rest and joined and joined[-1].tool_calls:
+            calls = joined[-1].tool_calls + answer.tool_calls
+            joined[-1] = replace(joined[-1], tool_calls=calls)
+        else:
+            joined.append(answer)
+    return joined
 
 
 def _in_order_of_calls(outputs: list[Message], call_ids: list[str]) -> list[Message]:
@@ -287,13 +304,16 @@ def _call(given: object, where: str) -> ToolCall:
     function = raw.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where} must have a function with a name", param=where)
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return ToolCall(str(raw.get("id") or ""), function["name"], checked_arguments(text, where))
+    arguments = checked_arguments(function.get("arguments"), where)
+    return ToolCall(str(raw.get("id") or ""), function["name"], arguments)
 
 
-def checked_arguments(text: str, where: str) -> str:
-    """Return the arguments of a call; "{}" for an empty text. Raises BadRequest."""
+def checked_arguments(given: object, where: str) -> str:
+    """Return the arguments of a call as JSON, which some programs send as an object.
+
+    "{}" for an empty text. Raises BadRequest.
+    """
+    text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
     try:
         parsed = loads_strict(text or "{}")
     except ValueError as error:

@@ -355,7 +355,14 @@ class OpenEpisode:
         if node is None or request is None:
             return None
         messages = [each.message for each in node.path() if each.message is not None]
-        return Earlier(tuple(messages[:-1]), request.tools, request.has_instructions, messages[-1])
+        return Earlier(
+            tuple(messages[:-1]),
+            request.tools,
+            request.has_instructions,
+            messages[-1],
+            request.found_tools,
+            request.namespaces,
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, for log-probs."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+from rlpost.config.checks.context_length import longest_request
 from rlpost.engines.connection import Connection
 from rlpost.extensions.agents.chat_template import ChatTemplate
 from rlpost.extensions.agents.episode import Limit, OpenEpisode
@@ -58,7 +59,7 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         template_kwargs: Mapping[str, object] | None = None,
-        context_length: int | None = None,
+        server_args: Mapping[str, object] | None = None,
     ) -> None:
         """
         Args:
@@ -68,16 +69,14 @@ class Gateway:
             port: 0 for any free one.
             template_kwargs: additional arguments of the chat template
                 (``--apply-chat-template-kwargs``).
-            context_length: tokens that the engines accept in a request with its answer
-                (``--sglang-context-length``); that of the model unless given.
+            server_args: of the engines, as ``--sglang-...`` has them; those about the context count.
 
         Raises:
             ConfigError: the folder has no tokenizer or no chat template.
         """
         template = ChatTemplate(model_folder, template_kwargs)
-        self.policy = Policy(
-            template, context_length=context_length or model_context_length(model_folder)
-        )
+        longest = longest_request_of(model_folder, server_args or {})
+        self.policy = Policy(template, longest_request=longest)
         self._host, self._port = host, port
         # By id. Thread-safe: each change is one operation on the dict.
         self._episodes: dict[str, OpenEpisode] = {}
@@ -169,10 +168,7 @@ class Gateway:
             await runner.cleanup()
 
 
-def model_context_length(model_folder: str) -> int | None:
-    """Return ``max_position_embeddings`` of a model; None if its config.json has none."""
-    file = Path(model_folder) / "config.json"
-    if not file.is_file():
-        return None
-    found = read_config(model_folder).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+def longest_request_of(model_folder: str, server_args: Mapping[str, object]) -> int | None:
+    """Return ``longest_request`` of a model; None if its config.json says nothing."""
+    is_there = (Path(model_folder) / "config.json").is_file()
+    return longest_request(server_args, read_config(model_folder) if is_there else {})

@@ -15,9 +15,6 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_BOUND = 4 << 20
 """Bytes of a body that are read whatever the context is."""
-UNREAD_TOKENS = 6
-"""Engines refuse an input that leaves no more of their context (``max_req_input_len`` in SGLang's
-``managers/tp_worker.py``, 0.5.21: context - 1 - 5)."""
 BYTES_PER_TOKEN = 16
 """Bound on a body, in bytes a token of the context: escaped Chinese has 6 to 12."""
 
@@ -41,9 +38,9 @@ class EpisodeLimits:
 class Policy:
     """Template, formats and limits of the model, shared by all episodes."""
 
-    def __init__(self, template: ChatTemplate, *, context_length: int | None = None) -> None:
-        """``context_length``: that of the engines."""
-        self.template, self.context_length = template, context_length
+    def __init__(self, template: ChatTemplate, *, longest_request: int | None = None) -> None:
+        """``longest_request``: tokens of a request with its answer that the engines serve in full."""
+        self.template, self.longest_request = template, longest_request
         self.format = format_of(template.written_for(PROBE_ANSWER, PROBE_TOOLS))
         logger.info("format of tool calls in the chat template: %s", self.format)
         if not template.takes_systems:
@@ -60,8 +57,8 @@ class Policy:
 
         An input below it is accepted by the engines, also one that an abort has left incomplete.
         """
-        context = None if self.context_length is None else self.context_length - UNREAD_TOKENS
-        return min((each for each in (max_context_len, context) if each is not None), default=None)
+        bounds = [each for each in (max_context_len, self.longest_request) if each is not None]
+        return min(bounds, default=None)
 
     def log_once(self, text: str) -> None:
         """Log a message of harnesses, unless one that differs only in numbers was logged."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpost.extensions.agents.chat_messages import BadRequest
+from rlpost.extensions.agents.tool_search import is_run_by_client
 
 _SAMPLING = frozenset(
     {
@@ -72,20 +73,7 @@ def server_tools(tools: Sequence[object]) -> tuple[str, ...]:
 
     Raises:
         BadRequest: all are. A program that asks for nothing else takes the answer for a result.
-            Or one is a search for tools that the client runs: its answers add tools to a
-            conversation, in items that are not supported.
     """
-    for place, tool in enumerate(tools):
-        if (
-            isinstance(tool, Mapping)
-            and tool.get("type") == "tool_search"
-            and tool.get("execution") == "client"
-        ):
-            raise BadRequest(
-                f"tools[{place}] is tool_search with execution 'client', which is not supported; "
-                "send all tools as functions",
-                param="tools",
-            )
     kinds = [kind for tool in tools if (kind := server_tool(tool)) is not None]
     if kinds and len(kinds) == len(tools):
         raise BadRequest(
@@ -98,6 +86,8 @@ def server_tools(tools: Sequence[object]) -> tuple[str, ...]:
 
 def server_tool(tool: object) -> str | None:
     """Return the kind of a tool that a server would run; None for another tool."""
+    if is_run_by_client(tool):
+        return None
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     return next((each for each in _SERVER_TOOLS if str(kind).startswith(each)), None)
 

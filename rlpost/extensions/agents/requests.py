@@ -28,6 +28,9 @@ class ChatRequest:
             samples with those of the run.
         dropped_tools: kinds of tools that the server would run; the model does not see them.
         namespaces: the namespace of each function that is in one.
+        found_tools: those that outputs of a search hold. The policy read them there, so they are no
+            part of ``tools``.
+        searches_tools: the function ``tool_search`` is a search that the client runs.
         has_instructions: the first message is not part of the conversation, but of this request.
         size: bytes of its body, or characters of its messages if it refers to earlier ones.
     """
@@ -43,6 +46,8 @@ class ChatRequest:
     overridden: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     namespaces: Mapping[str, str] = field(default_factory=dict)
+    found_tools: tuple[Tool, ...] = ()
+    searches_tools: bool = False
     has_instructions: bool = False
     size: int = field(default=0, compare=False)
 
@@ -77,6 +82,8 @@ class Earlier:
     tools: tuple[Tool, ...]
     has_instructions: bool
     answer: Message
+    found_tools: tuple[Tool, ...] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
 
     def conversation(self, *, with_instructions: bool) -> tuple[Message, ...]:
         """Return all messages up to the answer."""

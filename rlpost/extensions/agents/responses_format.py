@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rlpost.extensions.agents import request_fields
+from rlpost.extensions.agents import request_fields, tool_search
 from rlpost.extensions.agents.chat_messages import (
     BadRequest,
     Message,
@@ -48,17 +48,23 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
         raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
     instructions = text_of(body.get("instructions"), "instructions")
     messages = [Message("system", instructions)] if instructions else []
+    known: tuple[Tool, ...] = ()
+    known_namespaces: Mapping[str, str] = {}
     if (previous := body.get("previous_response_id")) is not None:
         field = "previous_response_id"
         remedy = "send the items of the conversation in input"
         earlier = recalled(previous, "resp", recall, field=field, remedy=remedy)
         messages += earlier.conversation(with_instructions=False)
+        known, known_namespaces = earlier.found_tools, earlier.namespaces
     messages += _messages(body.get("input"), recall)
     tools, namespaces, dropped = _tools(body)
+    loaded, loaded_namespaces = _found_tools(body.get("input"))
     return ChatRequest(
         messages=checked(messages),
         tools=tools,
-        namespaces=namespaces,
+        namespaces={**known_namespaces, **loaded_namespaces, **namespaces},
+        found_tools=(*known, *loaded),
+        searches_tools=_searches(body.get("tools")),
         dropped_tools=dropped,
         has_instructions=bool(instructions),
         max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
@@ -133,7 +139,9 @@ def _events(body: dict[str, Any]) -> Iterator[Event]:
         at = {"output_index": index}
         yield {"type": "response.output_item.added", **at, "item": _begun(item)}
         at_item = {**at, "item_id": item["id"]}
-        if item["type"] == "function_call":
+        if item["type"] == tool_search.CALL:
+            pass  # it has no deltas
+        elif item["type"] == "function_call":
             kind, arguments = "response.function_call_arguments", item["arguments"]
             yield {"type": f"{kind}.delta", **at_item, "delta": arguments}
             yield {"type": f"{kind}.done", **at_item, "name": item["name"], "arguments": arguments}
@@ -158,17 +166,27 @@ def _begun(item: dict[str, object]) -> dict[str, object]:
     begun = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
         return {**begun, "arguments": ""}
+    if item["type"] == tool_search.CALL:
+        return {**begun, "arguments": {}}
     return {**begun, "content": []}
 
 
 def _answer_items(reply: Reply) -> list[dict[str, object]]:
-    """Return an answer as items; a call of a function in a namespace names it."""
+    """Return an answer as items; a call of a function in a namespace names it.
+
+    A call of a search for tools is an item of its kind.
+    """
     choice, namespaces = reply.completion.choices[0], reply.request.namespaces
     status = "incomplete" if choice.ended_by == "length" else "completed"
     items = _items(choice.message, reply.completion.id, status)
     for item in items:
         if str(item.get("name")) in namespaces:
             item["namespace"] = namespaces[str(item["name"])]
+    if reply.request.searches_tools:
+        return [
+            tool_search.call_item(item) if item.get("name") == tool_search.NAME else item
+            for item in items
+        ]
     return items
 
 
@@ -264,7 +282,7 @@ def _is_of_the_assistant(located: _Item) -> bool:
     item = located[1]
     if item.get("type", "message") == "message":
         return item.get("role") == "assistant"
-    return item.get("type") in ("reasoning", "function_call")
+    return item.get("type") in ("reasoning", "function_call", tool_search.CALL)
 
 
 def _answer(items: Iterable[_Item]) -> Message:
@@ -275,10 +293,12 @@ def _answer(items: Iterable[_Item]) -> Message:
     for where, item in items:
         if item.get("type") == "reasoning":
             thoughts.append(text_of(item.get("content"), where, THOUGHT_PARTS))
+        elif item.get("type") == tool_search.CALL:
+            calls.append(tool_search.call_of(item, where))
         elif item.get("type") == "function_call":
             if not isinstance(item.get("name"), str):
                 raise BadRequest(f"{where} must have a name", param=where)
-            arguments = checked_arguments(str(item.get("arguments") or ""), where)
+            arguments = checked_arguments(item.get("arguments"), where)
             calls.append(ToolCall(str(item.get("call_id") or ""), item["name"], arguments))
         else:
             texts.append(text_of(item.get("content"), where, TEXT_PARTS))
@@ -291,6 +311,10 @@ def _message(item: Mapping[str, object], where: str) -> Message:
     if kind == "function_call_output":
         call_id = str(item.get("call_id") or "")
         return Message("tool", text_of(item.get("output"), where, TEXT_PARTS), tool_call_id=call_id)
+    if kind == tool_search.OUTPUT:
+        call_id = str(item.get("call_id") or "")
+        loaded, _ = _functions(item.get("tools") or [], f"{where}.tools")
+        return Message("tool", tool_search.shown(loaded), tool_call_id=call_id)
     if kind != "message":
         raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
     role = "system" if item.get("role") == "developer" else item.get("role")
@@ -312,13 +336,41 @@ def _tools(
     if not isinstance(raw_tools, list):
         raise BadRequest("tools must be a list", param="tools")
     dropped = request_fields.server_tools(raw_tools)
+    tools, namespaces = _functions(raw_tools, "tools")
+    if not may_call_tools(choice):
+        return (), {}, dropped
+    return tools, namespaces, dropped
+
+
+def _searches(raw_tools: object) -> bool:
+    tools = raw_tools if isinstance(raw_tools, list) else ()
+    return any(tool_search.is_run_by_client(tool) for tool in tools)
+
+
+def _found_tools(raw_input: object) -> tuple[tuple[Tool, ...], dict[str, str]]:
+    """Return the tools that outputs of a search hold, and the namespaces of some by name."""
+    tools, namespaces = list[Tool](), dict[str, str]()
+    for place, item in enumerate(raw_input if isinstance(raw_input, list) else ()):
+        if isinstance(item, Mapping) and item.get("type") == tool_search.OUTPUT:
+            found, named = _functions(item.get("tools") or [], f"input[{place}].tools")
+            tools += found
+            namespaces |= named
+    return tuple(tools), namespaces
+
+
+def _functions(raw_tools: object, field: str) -> tuple[tuple[Tool, ...], dict[str, str]]:
+    """Return the functions of a list of tools, and the namespaces of some. Raises BadRequest."""
+    if not isinstance(raw_tools, list):
+        raise BadRequest(f"{field} must be a list", param=field)
     tools: list[Tool] = []
     namespaces: dict[str, str] = {}
     for place, tool in enumerate(raw_tools):
-        where = f"tools[{place}]"
+        where = f"{field}[{place}]"
         if request_fields.server_tool(tool) is not None:
             continue
-        if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+        if tool_search.is_run_by_client(tool):
+            tools.append(tool_search.search_function(tool))
+        elif isinstance(tool, Mapping) and tool.get("type") == "namespace":
             inner = tool.get("tools") or []
             if not isinstance(inner, list):
                 raise BadRequest(f"{where}.tools must be a list", param="tools")
@@ -329,16 +381,13 @@ def _tools(
         else:
             tools.append(_function(tool, where))
     names = [tool["function"]["name"] for tool in tools]
-    for name in namespaces:
+    for name in (*namespaces, tool_search.NAME):
         if names.count(name) > 1:
+            kind = f"in namespace {namespaces[name]!r}" if name in namespaces else "a search"
             raise BadRequest(
-                f"two tools have the name {name!r}, one of them in namespace {namespaces[name]!r}; "
-                "send one",
-                param="tools",
+                f"two tools have the name {name!r}, one of them {kind}; send one", param=field
             )
-    if not may_call_tools(choice):
-        return (), {}, dropped
-    return tuple(tools), namespaces, dropped
+    return tuple(tools), namespaces
 
 
 def _function(tool: object, where: str) -> Tool:
@@ -346,7 +395,7 @@ def _function(tool: object, where: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or kind != "function" or not isinstance(tool.get("name"), str):
         raise BadRequest(
-            f"{where} is of type {kind!r}; it must be a function with a name",
+            f"{where} is of type {kind!r}; send a function with a name in its place",
             param="tools",
         )
     return function_tool(tool, tool.get("parameters"))

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from rlpost.config.groups.base import FilePath, FilePaths, Group, Positive, PositiveNumber
 
+ARCHIVE_MIB, ARCHIVE_FILES = 1024, 100_000
+
 
 class SandboxConfig(Group):
     """Sandboxes for the commands of agents, and their limits (docs/agents.md)."""
@@ -36,6 +38,11 @@ class SandboxConfig(Group):
     """Memory of one sandbox, in MiB, without its files."""
     sandbox_disk_mib: Positive = 512
     """Files that one sandbox writes, in MiB; they occupy memory of the node."""
+    sandbox_archive_mib: Positive = ARCHIVE_MIB
+    """Files of one saved sandbox, in MiB over all of its folders, those of the image included. A
+    verifier of a Harbor task gets no more either."""
+    sandbox_archive_files: Positive = ARCHIVE_FILES
+    """Files and folders of one saved sandbox, over all of its folders."""
     sandbox_processes: Positive = 128
     """Processes and threads of one sandbox."""
     sandbox_servers: Positive = 1

@@ -193,14 +193,14 @@ def test_arguments_reach_the_environment_and_wrong_ones_are_reported_before_the_
         make_environments(config("rlpost.extensions.agents.examples.guess:Gues"))
 
 
-def test_the_gateway_gets_the_context_length_of_the_engines(monkeypatch) -> None:
+def test_the_gateway_gets_the_settings_of_the_engines(monkeypatch) -> None:
     """A refusal by the engines would end the run."""
     seen: dict[str, object] = {}
     monkeypatch.setattr(make, "Gateway", lambda folder, **given: seen.update(given) or seen)
     monkeypatch.setattr(make, "HarnessRunner", lambda *given, **named: None)
     word = f"{Path(__file__)}:Asks"
     make_environments(config(word, sglang__sglang_context_length=512))
-    assert seen["context_length"] == 512
+    assert seen["server_args"] == {"context_length": 512}
 
 
 class Asks:

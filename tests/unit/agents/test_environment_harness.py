@@ -105,7 +105,7 @@ def play(
 
     async def played() -> Sequence[Sample]:
         async with setup(folder, answers) as made:
-            made.gateway.policy.context_length = context_length
+            made.gateway.policy.longest_request = context_length
             function = episodes(made, harness, records.append, **settings)
             found = await function(builder(made, folder), PROMPT, SAMPLING)
             await function._environments.close()

@@ -56,12 +56,18 @@ def test_the_reward_is_that_of_the_domain_and_the_policy_answers_through_the_gat
     assert found.info["task"] == "create_task_1" and found.info["stop"] == "agent_stop"
     (_, first), _ = server.asked
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("policy", 0.7, 64)
+    assert first["tool_choice"] == "auto", "the gateway refuses an answer under constraints"
 
 
 def test_an_unsolved_task_has_a_reward_of_zero() -> None:
     other = {**MEETING, "title": "Lunch"}
     found, _ = play(call("create_task", **other), call("done"), task=0)
     assert found.reward == 0.0
+
+
+def test_an_answer_without_a_call_is_the_policys_and_has_a_reward_of_zero() -> None:
+    found, _ = play(call("create_task", **MEETING), {"content": "It is done."}, task=0)
+    assert found.reward == 0.0 and "tool calls" in found.info["stop"]
 
 
 def test_a_refused_key_raises() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rlpost.config.checks.context_length import UNREAD_TOKENS
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.extensions.agents import http_server, request_fields
@@ -25,7 +26,7 @@ from rlpost.extensions.agents.gateway import (
     EpisodeLimits,
     Gateway,
     OpenEpisode,
-    model_context_length,
+    longest_request_of,
 )
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt
@@ -499,8 +500,9 @@ async def test_an_address_that_cannot_be_bound_is_named(folder: str) -> None:
 
 
 def test_the_context_length_of_the_model_is_read_from_its_folder(tmp_path: Path) -> None:
-    assert model_context_length(str(tmp_path)) is None
+    assert longest_request_of(str(tmp_path), {}) is None
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 40960}}')
-    assert model_context_length(str(tmp_path)) == 40960
+    assert longest_request_of(str(tmp_path), {}) == 40960 - UNREAD_TOKENS
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
-    assert model_context_length(str(tmp_path)) == 512
+    assert longest_request_of(str(tmp_path), {}) == 512 - UNREAD_TOKENS
+    assert longest_request_of(str(tmp_path), {"context_length": 100}) == 100 - UNREAD_TOKENS

@@ -13,7 +13,7 @@ from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.chat_template import ChatTemplate
 from rlpost.extensions.agents.episode import OpenEpisode
 from rlpost.extensions.agents.openai_format import chat_request
-from rlpost.extensions.agents.policy import UNREAD_TOKENS, EpisodeLimits, Policy
+from rlpost.extensions.agents.policy import EpisodeLimits, Policy
 from rlpost.extensions.agents.requests import Completion
 from rlpost.extensions.agents.trajectory import to_samples
 from rlpost.rollout.sampling import SamplingParams
@@ -381,7 +381,7 @@ async def test_a_conversation_beyond_the_context_is_refused_with_openais_code(
     """
     template = policies["qwen"].template
     talk = Talk(
-        Policy(template, context_length=60 + UNREAD_TOKENS if of_model else None),
+        Policy(template, longest_request=60 if of_model else None),
         ("Fine. " * 40, "<|im_end|>"),
     )
     talk.sampling = SamplingParams(max_new_tokens=500, max_context_len=None if of_model else 60)

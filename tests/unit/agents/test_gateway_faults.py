@@ -345,7 +345,7 @@ async def test_a_long_text_in_any_field_is_refused_before_it_is_rendered(
     """In every API, and when tokens are counted. Nothing of it runs in the loop of the gateway."""
     apis = {CHAT: chat_of, RESPONSES: items_of, MESSAGES: blocks_of, COUNT: blocks_of}
     async with setup(folder, ["Fine."] * 4 * len(PLACES)) as made:
-        made.gateway.policy.context_length = 2000
+        made.gateway.policy.longest_request = 2000
         for (path, body_of), place in itertools.product(apis.items(), PLACES):
             text = json.dumps({"text": LONG}) if place == "arguments" else LONG
             async with await made.open() as episode:
@@ -373,7 +373,7 @@ async def test_a_body_far_beyond_the_context_is_not_parsed(
     monkeypatch.setattr(policy, "SMALLEST_BOUND", 1000)
     monkeypatch.setattr(http_server, "_parse", lambda _: pytest.fail("it was parsed"))
     async with setup(folder) as made:
-        made.gateway.policy.context_length = 100
+        made.gateway.policy.longest_request = 100
         async with await made.open() as episode:
             body = {"messages": [USER], "metadata": {"log": "x" * 1600}}
             status, answer = await made.post(episode, body)

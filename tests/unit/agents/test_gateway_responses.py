@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from openai import AsyncOpenAI
 from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, ToolCall
+from rlpost.extensions.agents.openai_format import chat_request
 from rlpost.extensions.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
@@ -19,6 +21,12 @@ TOOL: Any = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
+}
+SEARCH: Any = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Find tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
 }
 QUESTION: Any = {"role": "user", "content": [{"type": "input_text", "text": "How is the weather?"}]}
 
@@ -109,13 +117,117 @@ def test_items_become_messages_and_assistant_items_become_one_message() -> None:
     )
 
 
+SEARCHES = (
+    '<tool_call>\n{"name": "tool_search", "arguments": {"query": "weather"}}\n</tool_call>',
+    CALL,
+    "It is sunny.",
+)
+FOUND: Any = [{"type": "namespace", "name": "mcp__sky", "description": "", "tools": [TOOL]}]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+async def test_a_search_for_tools_that_the_client_runs_is_one_trajectory(
+    folder: str, by_id: bool
+) -> None:
+    """What it finds is read as the output of its call, and calls of it name their namespace."""
+    async with setup(folder, SEARCHES) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/responses", {"x-api-key": episode.api_key}
+        items: list[Any] = [QUESTION]
+        body: Any = {"tools": [SEARCH], "parallel_tool_calls": True}
+        for kind in ("tool_search_call", "function_call", "message"):
+            is_stream = kind == "tool_search_call"
+            send = {**body, "input": items, "stream": is_stream}
+            async with made.client.post(url, json=send, headers=key) as response:
+                text = await response.text()
+                assert response.status == 200, text
+            answer = response_of(text) if is_stream else json.loads(text)
+            (item,) = answer["output"]
+            assert item["type"] == kind
+            result: Any = {"call_id": item.get("call_id")}
+            if kind == "tool_search_call":
+                assert (item["arguments"], item["execution"]) == ({"query": "weather"}, "client")
+                result |= {"type": "tool_search_output", "execution": "client", "tools": FOUND}
+            elif kind == "function_call":
+                assert (item["name"], item["namespace"]) == ("weather", "mcp__sky")
+                result |= {"type": "function_call_output", "output": "sunny"}
+            items = [result] if by_id else [*items, item, result]
+            body["previous_response_id"] = answer["id"] if by_id else None
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == list(SEARCHES)
+        check([trajectory], made.sampled)
+
+
+def response_of(stream: str) -> Any:
+    """Return the response in the last event of a stream."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    return events[-1]["response"]
+
+
+async def test_an_answer_that_a_client_splits_by_its_calls_is_recognised(folder: str) -> None:
+    """LiteLLM sends a message of the assistant for each call; outputs may be in any order."""
+    both = CALL.replace("Paris", "Rome") + "\n" + CALL
+    async with setup(folder, [both, "Sun."]) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/chat/completions", {"x-api-key": episode.api_key}
+        body: Any = {
+            "messages": [{"role": "user", "content": "How is the weather?"}],
+            "tools": [{"type": "function", "function": TOOL}],
+        }
+        async with made.client.post(url, json=body, headers=key) as response:
+            answer = (await response.json())["choices"][0]["message"]
+        calls = answer["tool_calls"]
+        assert len(calls) == 2
+        body["messages"] += [
+            *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls),
+            *(
+                {"role": "tool", "tool_call_id": call["id"], "content": "sun"}
+                for call in reversed(calls)
+            ),
+        ]
+        async with made.client.post(url, json=body, headers=key) as response:
+            assert response.status == 200, await response.text()
+        (trajectory,) = episode.trajectories()
+        assert [turn.text for turn in trajectory.turns] == [both, "Sun."]
+        check([trajectory], made.sampled)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "user", "content": "x"}]])
+def test_an_output_without_a_call_before_it_is_refused(before: list[Any]) -> None:
+    """Also as the first message, which is left where a program cut off its history."""
+    output = {"role": "tool", "tool_call_id": "gone", "content": "x"}
+    with pytest.raises(BadRequest, match="'gone' follows no message with this call"):
+        chat_request({"messages": [*before, output]})
+
+
+def test_arguments_may_be_an_object() -> None:
+    """As LiteLLM sends them in items of earlier answers."""
+    items: list[Any] = [
+        QUESTION,
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": {"city": "Ö"}},
+        {"type": "function_call_output", "call_id": "a", "output": "sun"},
+    ]
+    (call,) = responses_request({"input": items}).messages[1].tool_calls
+    assert call.arguments == '{"city": "Ö"}'
+
+
+def test_a_function_that_is_named_as_a_search_is_none() -> None:
+    plain = responses_request({"input": "x", "tools": [{**TOOL, "name": "tool_search"}]})
+    search = responses_request({"input": "x", "tools": [SEARCH]})
+    assert (plain.searches_tools, search.searches_tools) == (False, True)
+    assert search.tools[0]["function"]["name"] == "tool_search" and not search.dropped_tools
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"input": []}, "input"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "x", "tools": [TOOL, {"type": "tool_search", "execution": "client"}]}, "tools"),
+        ({"input": "x", "tools": [{"type": "tool_search"}]}, "tools"),
+        ({"input": "x", "tools": [SEARCH, {**TOOL, "name": "tool_search"}]}, "tools"),
+        ({"input": [{"type": "tool_search_call", "execution": "server"}]}, "input[0]"),
+        ({"input": [{"type": "tool_search_output", "tools": 3}]}, "input[0].tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),

@@ -18,6 +18,14 @@ from rlpost.extensions.agents.environments.export import main as export
 from rlpost.extensions.agents.environments.harbor.check import kind_of
 from rlpost.extensions.agents.environments.harbor.check import main as check
 from rlpost.extensions.agents.environments.harbor.compose import read_compose
+from rlpost.extensions.agents.environments.harbor.fields import FIELDS, resolve
+from rlpost.extensions.agents.environments.harbor.rewards import (
+    RewardUnreadable,
+    chosen,
+    rewards_of,
+    rewards_of_steps,
+)
+from rlpost.extensions.agents.environments.harbor.root_definition import TaskFiles
 from rlpost.extensions.agents.environments.harbor.roots import (
     ImageDefaults,
     TaskSkipped,
@@ -27,23 +35,14 @@ from rlpost.extensions.agents.environments.harbor.roots import (
     files_below,
     image_defaults,
 )
+from rlpost.extensions.agents.environments.harbor.runnable import TrialOptions, runnable
 from rlpost.extensions.agents.environments.harbor.tasks import (
-    FIELDS,
-    RewardUnreadable,
-    TaskFiles,
     TaskUnreadable,
     parse_task,
     read_task,
-    resolve,
-    reward_of,
     task_names,
 )
-from rlpost.extensions.agents.environments.harbor.trial import (
-    Trial,
-    TrialOptions,
-    agent_folders,
-    runnable,
-)
+from rlpost.extensions.agents.environments.harbor.trial import Trial, agent_folders
 from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment, command_of, shown
 from rlpost.extensions.agents.environments.protocol import Turn
 from rlpost.extensions.agents.environments.resumption import resumption_of
@@ -100,7 +99,8 @@ def test_a_compose_file_with_the_service_main_alone_is_a_dockerfile_with_its_con
         (COMPOSE.replace("${CONTEXT_DIR}/..", "/"), "build context '/'"),
         (COMPOSE.replace("environment/Dockerfile", "../Dockerfile"), "build dockerfile"),
         ("services: {}", "services has no main"),
-        ("[" * 50_000, "nested deeper than 16 levels"),
+        ("[" * 50_000, "more than 32 nested values"),
+        ("services: [", "no YAML"),
         ("services: 2026-99-99", "no YAML: month must be in 1..12"),
         ("services: {main: {command: [&a [x], *a]}}", "an alias"),
         ("services: {main: {build: [1]}}", "build is no table"),
@@ -119,10 +119,11 @@ def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):
     toml = TOML.replace("memory_mb = 256", 'memory = "2G"\ncpus = 1.5')
     write_task(tmp_path, toml=toml + more)
     task = read_task(tmp_path, "count", {"MY_KEY": "k"})
-    assert (task.agent_seconds, task.verifier_seconds) == (60.0, 20.0)
+    (step,) = task.steps
+    assert (step.agent_seconds, step.verifier_seconds) == (60.0, 20.0)
     assert (task.memory_mib, task.cores, task.root.short) == (2048, 2, "count")
-    assert task.root.environment == {"A": "1"} and task.verifier_env == {"KEY": "k"}
-    assert task.lacking == () and task.instruction.startswith("Write the number")
+    assert task.root.environment == {"A": "1"} and step.verifier_env == {"KEY": "k"}
+    assert task.lacking == () and step.instruction.startswith("Write the number")
 
 
 def test_the_limits_of_a_sandbox_are_those_of_its_task(tmp_path):
@@ -154,11 +155,13 @@ def test_a_task_that_forbids_the_network_has_none_in_a_pool_with_one(
     write_task(tmp_path, toml=toml)
     given = runnable(tmp_path, "count", NODE)
     base = Limits(network=True)
-    limits = given.limits(base), given.limits(base, verifies=True)
+    limits = given.limits(base), given.limits(base, given.task.steps[0])
     assert [each.network for each in limits] == [agent, verifier]
-    assert not given.limits(Limits(), verifies=True).network
+    assert not given.limits(Limits(), given.task.steps[0]).network
     asked = replace(given, options=replace(NODE, verifier_network=True))
-    assert asked.limits(Limits(), verifies=True).network and not asked.limits(Limits()).network
+    assert (
+        asked.limits(Limits(), given.task.steps[0]).network and not asked.limits(Limits()).network
+    )
 
 
 def test_a_verifier_with_its_own_root_has_its_own_memory_and_cores(tmp_path):
@@ -167,7 +170,7 @@ def test_a_verifier_with_its_own_root_has_its_own_memory_and_cores(tmp_path):
     )
     given = runnable(tmp_path, "count", NODE)
     base = Limits(memory_mib=512, cores=1)
-    limits = given.limits(base), given.limits(base, verifies=True)
+    limits = given.limits(base), given.limits(base, given.task.steps[0])
     assert [(each.memory_mib, each.cores) for each in limits] == [(256, 1), (999, 3)]
 
 
@@ -184,7 +187,11 @@ ENVIRONMENT_VALUES = {
     "network_mode": "no-network",
 }
 ACTING = {
-    "": {"steps": [{"name": "one"}], "artifacts": [{"source": "/app/x", "exclude": ["*"]}]},
+    "": {
+        "steps": [{"name": "one"}],
+        "artifacts": [{"source": "/app/x", "exclude": ["*"]}],
+        "multi_step_reward_strategy": "final",
+    },
     "agent": PHASE_VALUES,
     "verifier": {
         **PHASE_VALUES,
@@ -195,21 +202,42 @@ ACTING = {
     "environment": ENVIRONMENT_VALUES,
     "verifier.environment": ENVIRONMENT_VALUES,
     "solution": {"env": {"A": "7"}},
+    "steps": {
+        **{"name": "two", "min_reward": 7.0, "artifacts": ["/app/x"]},
+        "healthcheck": {"command": "test -e /app/x"},
+    },
+    "steps.agent": PHASE_VALUES,
+    "steps.verifier": {
+        **PHASE_VALUES,
+        "env": {"A": "7"},
+        "environment_mode": "separate",
+        "collect": [{"command": "true"}],
+    },
+    "steps.verifier.environment": ENVIRONMENT_VALUES,
+    "steps.healthcheck": {
+        **{"command": "test -e /app/x", "interval_sec": 7, "timeout_sec": 7, "retries": 7},
+        **{"start_period_sec": 7, "start_interval_sec": 7},
+    },
 }
 """A value of each field that differs from its default."""
 WITHOUT_EFFECT = {
     *("schema_version", "version", "task", "metadata", "source"),  # say nothing of the trial
-    "multi_step_reward_strategy",  # steps are skipped
     *("agent", "verifier", "environment", "solution", "verifier.environment"),  # tables
+    *("steps.agent", "steps.verifier", "steps.verifier.environment"),
     *("agent.allowed_hosts", "verifier.allowed_hosts"),  # of network_mode = "allowlist" alone,
-    *("environment.allowed_hosts", "verifier.environment.allowed_hosts"),  # which is skipped
-    *("environment.gpu_types", "verifier.environment.gpu_types"),  # of gpus, which are skipped
-    # --sandbox-disk-mib bounds files, in memory
-    *("environment.storage_mb", "environment.storage"),
-    *("verifier.environment.storage_mb", "verifier.environment.storage"),
-    # images are built elsewhere
-    *("environment.build_timeout_sec", "verifier.environment.build_timeout_sec"),
+    *("steps.agent.allowed_hosts", "steps.verifier.allowed_hosts"),  # which is skipped
+    *(
+        f"{table}.{name}"
+        for table in ("environment", "verifier.environment", "steps.verifier.environment")
+        for name in (
+            *("allowed_hosts", "gpu_types"),  # of gpus, which are skipped
+            *("storage_mb", "storage"),  # --sandbox-disk-mib bounds files, in memory
+            "build_timeout_sec",  # images are built elsewhere
+        )
+    ),
 }
+SHARED = {"environment_mode": "shared"}
+DEFAULTS = {"environment_mode": SHARED}
 
 
 def test_tasks_in_the_older_form_are_named_with_the_command_that_converts_them(tmp_path):
@@ -222,14 +250,15 @@ def test_tasks_in_the_older_form_are_named_with_the_command_that_converts_them(t
 def test_each_field_of_a_task_acts_or_is_refused():
     """The table of fields is Harbor's; a field of a later Harbor is refused."""
     names = frozenset({"tests/test.sh", "environment/Dockerfile", "tests/Dockerfile"})
-    files = TaskFiles({}, "Do.", names=names)
+    files = TaskFiles({}, {".": "Do.", "steps/one": "Do."}, names=names)
 
     def parse(table: str, **values: object) -> object:
         separate = {} if "environment_mode" in values else {"environment_mode": "separate"}
-        settings = {"verifier": separate}
+        first: dict[str, Any] = {"name": "one", "healthcheck": {"command": "true"}}
+        settings = {"verifier": separate, **({"steps": [first]} if "steps" in table else {})}
         place: Any = settings
         for part in table.split(".") if table else ():
-            place = place.setdefault(part, {})
+            place = first if part == "steps" else place.setdefault(part, {})
         place |= values
         return parse_task("t", Path("t"), replace(files, settings=settings), {})
 
@@ -238,7 +267,7 @@ def test_each_field_of_a_task_acts_or_is_refused():
             if f"{table}.{name}".lstrip(".") in WITHOUT_EFFECT:
                 continue
             value = 7 if name == "of_next_year" else ACTING[table][name]
-            default = {"environment_mode": "shared"} if name == "environment_mode" else {}
+            default = DEFAULTS.get(name, {})
             assert parse(table, **{name: value}) != parse(table, **default), (table, name)
 
 
@@ -253,7 +282,8 @@ def test_each_field_of_a_task_acts_or_is_refused():
         ("", {"environment/docker-compose.yaml": "services:"}, "Docker Compose"),
         ("", {"tests/compose.yaml": "services:"}, "Docker Compose (tests/compose.yaml)"),
         ('[environment.env]\nA = "${HOST_KEY}"', {}, "variables of the host (HOST_KEY)"),
-        ('[[steps]]\nname = "one"', {}, "several steps"),
+        ('[[steps]]\nname = "one"', {}, "step one: steps/one/instruction.md, which is missing"),
+        ("", {"trajectory.json": "[]"}, "a conversation before its first turn (trajectory.json)"),
     ],
 )
 def test_a_task_that_needs_what_a_sandbox_lacks_is_skipped_with_the_reason(
@@ -351,23 +381,28 @@ def test_the_root_of_a_dockerfile_is_its_own_image_or_one_that_is_named_for_the_
     reason = reason_of(tmp_path, TrialOptions(images=shared))
     for name in ("count", "count-tests"):
         assert f"that has {{name}} or is that of {name} alone" in reason
-    task = read_task(tmp_path, "count", {})
-    assert task.verifier_root is not None
-    for name in (task.root.image, "count"):
-        own = {**shared, name: "/own", task.verifier_root.image: "node"}
+    root, of_verifier = roots_of(tmp_path)
+    for name in (root, "count"):
+        own = {**shared, name: "/own", of_verifier: "node"}
         built = runnable(tmp_path, "count", TrialOptions(images=own), lambda path: True)
-        assert (built.root.image, built.verifier_root.image) == ("/own", None)
+        assert (built.root.image, built.verifier_roots[0].image) == ("/own", None)
+
+
+def roots_of(folder: Path) -> tuple[str, str]:
+    """Return the names of the images of the task ``count`` and of its separate verifier."""
+    task = read_task(folder, "count", {})
+    root = task.steps[0].verifier_root
+    assert root is not None
+    return task.root.image, root.image
 
 
 def test_an_edit_of_what_a_dockerfile_copies_gives_another_image(tmp_path):
     folder = write_task(tmp_path, toml=SEPARATE, more={"tests/Dockerfile": "FROM other:1\n"})
     images = set()
     for path in ("solution/solve.sh", "environment/words.txt", "environment/Dockerfile"):
-        task = read_task(tmp_path, "count", {})
-        assert task.verifier_root is not None
-        images.add((task.root.image, task.verifier_root.image))
+        images.add(roots_of(tmp_path))
         (folder / path).write_text("FROM edited:1\n")
-    images.add((read_task(tmp_path, "count", {}).root.image, task.verifier_root.image))
+    images.add(roots_of(tmp_path))
     assert len(images) == 3, "the solution is not copied"
     (folder / "environment/words.txt").rename(folder / "environment/other.txt")
     assert read_task(tmp_path, "count", {}).root.image not in dict(images)
@@ -380,11 +415,12 @@ def test_a_separate_verifier_has_a_root_of_its_own_and_gets_declared_files(tmp_p
     artifacts = 'artifacts = ["/app/out/", {source = "/root/x.json"}]\n'
     write_task(tmp_path, toml=artifacts + SEPARATE, more={"tests/Dockerfile": "FROM other:1\n"})
     task = read_task(tmp_path, "count", {})
-    assert task.artifacts == ("/logs/artifacts", "/app/out", "/root/x.json")
+    assert task.steps[0].artifacts == ("/logs/artifacts", "/app/out", "/root/x.json")
     options = TrialOptions(images={"count": "/a", "count-tests": "/b"})
     found = runnable(tmp_path, "count", options, lambda path: True)
-    assert (found.root.image, found.verifier_root.image) == ("/a", "/b")
-    assert (found.root.brings_tests, found.verifier_root.brings_tests) == (False, True)
+    (of_verifier,) = found.verifier_roots
+    assert (found.root.image, of_verifier.image) == ("/a", "/b")
+    assert (found.root.brings_tests, of_verifier.brings_tests) == (False, True)
     missing = reason_of(tmp_path, TrialOptions(images={"count": "node"}))
     assert "-f tests/Dockerfile tests`" in missing and "image count-tests-" in missing
 
@@ -392,7 +428,8 @@ def test_a_separate_verifier_has_a_root_of_its_own_and_gets_declared_files(tmp_p
 def test_a_separate_verifier_without_a_dockerfile_has_the_root_of_the_agent(tmp_path):
     write_task(tmp_path, toml=SEPARATE)
     found = runnable(tmp_path, "count", NODE)
-    assert found.verifier_root == found.root and found.task.artifacts == ("/logs/artifacts",)
+    assert found.verifier_roots == (found.root,)
+    assert found.task.steps[0].artifacts == ("/logs/artifacts",)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +462,10 @@ def test_an_artifact_that_would_reach_the_tests_makes_a_task_unreadable(tmp_path
 
 
 SECRET = "the key of the user"
-PARTS = (*("instruction.md", "task.toml", "environment", "tests", "solution"),)
+PARTS = (
+    *("instruction.md", "task.toml", "environment", "tests", "solution"),
+    *("steps", "steps/one", "steps/one/tests", "steps/one/instruction.md", "steps/one/workdir"),
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -436,7 +476,11 @@ def test_no_link_of_a_task_leads_out_of_its_folder(tmp_path, part, is_relative):
     keys.mkdir()
     for name in ("file", "Dockerfile", "test.sh", "solve.sh"):
         (keys / name).write_text(SECRET)
-    task = write_task(tmp_path / "tasks", more={"tests/Dockerfile": "FROM x"})
+    if part.startswith("steps"):
+        task = write_steps(tmp_path / "tasks")
+        (task / "steps/one/workdir").mkdir()
+    else:
+        task = write_task(tmp_path / "tasks", more={"tests/Dockerfile": "FROM x"})
     path, is_file = task / part, (task / part).is_file()
     path.rename(tmp_path / "moved")
     target = keys / "file" if is_file else keys
@@ -507,7 +551,7 @@ def test_variables_of_the_host_are_replaced():
     ],
 )
 def test_a_reward_is_read_from_the_verifiers_file(text, is_json, reward):
-    assert reward_of(text, is_json=is_json) == reward
+    assert chosen(rewards_of(text, is_json=is_json), "reward") == reward
 
 
 @pytest.mark.parametrize(
@@ -530,11 +574,102 @@ def test_a_reward_is_read_from_the_verifiers_file(text, is_json, reward):
 )
 def test_a_file_without_a_finite_reward_is_refused(text, is_json):
     with pytest.raises(RewardUnreadable):
-        reward_of(text, is_json=is_json)
+        chosen(rewards_of(text, is_json=is_json), "reward")
 
 
 def test_a_reward_of_several_is_chosen_by_its_key():
-    assert reward_of('{"a": 1, "b": 2}', is_json=True, key="b") == 2.0
+    assert chosen(rewards_of('{"a": 1, "b": 2}', is_json=True), "b") == 2.0
+
+
+ONE = {"reward": 1.0}
+HALF = {"reward": 0.5, "style": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("verified", "least", "mean", "final"),
+    [
+        ([ONE, HALF], [{}, {}], {"reward": 0.75, "style": 0.5}, HALF),
+        ([ONE, HALF, {"reward": 0.0}], [{}] * 3, {"reward": 0.5, "style": 1 / 3}, {"reward": 0.0}),
+        ([HALF], [ONE, {}, {}], HALF, HALF),
+        ([HALF], [{"speed": 0.0}, {}], HALF, HALF),
+        ([ONE], [ONE, {}], {"reward": 0.5}, {}),
+        ([ONE, None], [{}, {}, {}], {"reward": 1 / 3}, {}),
+        ([None], [{}, {}], {}, {}),
+    ],
+    ids=[
+        *("all", "missing value", "stopped by its reward", "stopped by a missing value"),
+        *("the episode ended", "no verdict", "no verdict at all"),
+    ],
+)
+def test_the_reward_of_steps_is_harbors_and_no_policy_gains_by_stopping(
+    verified, least, mean, final
+):
+    """The first four are the results of Harbor 0.26's own functions for the same rewards.
+
+    Harbor leaves out steps without a verdict; here they are 0.
+    """
+    assert rewards_of_steps(verified, least, "mean") == pytest.approx(mean)
+    assert rewards_of_steps(verified, least, "final") == final
+
+
+STEPS_TOML = """\
+[agent]
+timeout_sec = 60.0
+[verifier]
+timeout_sec = 20.0
+[verifier.env]
+A = "task"
+B = "task"
+[[steps]]
+name = "one"
+min_reward = {reward = 1.0, style = 0.5}
+[steps.verifier.env]
+A = "step"
+[[steps]]
+name = "two"
+[steps.agent]
+timeout_sec = 7.0
+"""
+
+
+def write_steps(folder: Path, toml: str = STEPS_TOML) -> Path:
+    """Write the task ``count`` with the steps one and two."""
+    more = {"steps/one/instruction.md": "First.", "steps/two/instruction.md": "Then."}
+    more |= {"steps/one/tests/test.sh": "exit 0", "steps/two/workdir/setup.sh": "exit 0"}
+    return write_task(folder, toml=toml, solution=None, more=more)
+
+
+def test_the_steps_of_a_task_have_the_values_of_the_task_and_their_own(tmp_path):
+    write_steps(tmp_path)
+    (tmp_path / "count/instruction.md").unlink()
+    one, two = runnable(tmp_path, "count", NODE).task.steps
+    assert (one.instruction, two.instruction) == ("First.", "Then.")
+    assert (one.agent_seconds, two.agent_seconds) == (60.0, 7.0)
+    assert one.verifier_seconds == 600.0, "as in Harbor, not that of the task"
+    assert (one.tests, two.tests) == (("tests", "steps/one/tests"), ("tests",))
+    assert (one.workdir, two.workdir, two.has_setup) == (None, "steps/two/workdir", True)
+    assert one.verifier_env == {"A": "step", "B": "task"}
+    assert one.least == {"reward": 1.0, "style": 0.5} and two.least == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "a/b", "/etc", "\x1b]0;OWNED", "a\x00", "ONE", 3, "two\n"]
+)
+def test_the_name_of_a_step_is_one_name_of_a_folder(tmp_path, name):
+    """Names become paths, and are shown."""
+    write_steps(tmp_path, STEPS_TOML.replace('"two"', json.dumps(name)))
+    with pytest.raises(TaskUnreadable, match=r"step.* name|TOML|path"):
+        read_task(tmp_path, "count", {})
+
+
+def test_steps_that_cannot_be_had_are_refused_by_name(tmp_path):
+    text = STEPS_TOML + '[steps.verifier]\nuser = "dev"\n[steps.verifier.environment]\ngpus = 1\n'
+    write_steps(tmp_path, text)
+    reason = reason_of(tmp_path)
+    assert "it needs step two: a second user for the verifier" in reason
+    assert "it needs step two: 1 GPUs" in reason and "step one" not in reason
+    write_steps(tmp_path, STEPS_TOML + 'network_mode = "no-network"\n')
+    assert "a network in some of its steps alone" in reason_of(tmp_path)
 
 
 def test_the_verifier_takes_folders_of_the_agent_and_none_of_the_system():
@@ -621,7 +756,7 @@ async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_f
     async def refuse(self: Trial) -> None:
         raise errors.pop()
 
-    monkeypatch.setattr(Trial, "_hand_over", refuse)
+    monkeypatch.setattr(Trial, "save", refuse)
     errors = [ArchiveRefused("too large"), ArchiveStoreFull("full")]
     trial = Trial(runnable(tmp_path, "count", NODE), AsyncMock(), AsyncMock())
     trial._sandbox = AsyncMock()
@@ -631,9 +766,45 @@ async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_f
     assert (await trial.verify()).score == 0.0
 
 
+def sparse(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size", "reason"),
+    [
+        ("task.toml", "a." * 4_000_000 + "a = 1", 0, "larger than"),
+        ("task.toml", "a." * 100_000 + "a = 1", 0, "a line with more than 500 dots"),
+        ("environment/disk.img", "", 20 << 30, "20480 MiB, of which the image is built"),
+        ("steps/two/instruction.md", "", 20 << 30, "larger than"),
+    ],
+)
+def test_a_task_that_would_take_hours_or_all_memory_is_unreadable(
+    tmp_path, name, text, size, reason
+):
+    """Files of a set need neither disk nor traffic for it: sparse ones, and links to one."""
+    folder = write_steps(tmp_path)
+    sparse(folder / name, size)
+    if text:
+        (folder / name).write_text(text)
+    with pytest.raises(TaskUnreadable, match=reason):
+        read_task(tmp_path, "count", {})
+
+
+def test_the_instructions_of_all_steps_together_are_bounded(tmp_path):
+    names = [f"step{number}" for number in range(20)]
+    folder = write_task(tmp_path, toml="".join(f'[[steps]]\nname = "{each}"\n' for each in names))
+    (folder / "steps/step0").mkdir(parents=True)
+    (folder / "steps/step0/instruction.md").write_text("x" * (1 << 20))
+    for each in names[1:]:
+        (folder / f"steps/{each}").symlink_to("step0")
+    with pytest.raises(TaskUnreadable, match="larger than"):
+        read_task(tmp_path, "count", {})
+
+
 def test_a_file_of_a_task_that_does_not_fit_the_memory_is_not_read(tmp_path):
-    (tmp_path / "tests").mkdir()
-    with (tmp_path / "tests" / "sparse").open("wb") as file:
-        file.truncate(20 << 30)
+    sparse(tmp_path / "tests" / "sparse", 20 << 30)
     with pytest.raises(UploadFailed, match="at most 256 MiB"):
         files_below(tmp_path / "tests")

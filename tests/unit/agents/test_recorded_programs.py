@@ -117,7 +117,7 @@ async def test_the_requests_of_a_program_are_one_trajectory(
         answers = [as_xml(answer) for answer in answers]
     folder = folders[template]
     async with setup(folder, answers) as made, await made.open() as episode:
-        made.gateway.policy.context_length = 100_000
+        made.gateway.policy.longest_request = 100_000
         headers = {"x-api-key": episode.api_key}
         text = ""
         for each in RECORDED:

@@ -208,7 +208,7 @@ def test_the_longest_row_is_compared_with_the_models_context(tmp_path):
     (tmp_path / "model/tokenizer.json").write_text(json.dumps(core))
     problems, (note,) = row_check.check_rows(made)
     assert problems == []
-    assert "line 201: 2400 tokens leave none of the 512 of the model's context" in note
+    assert "line 201: 2400 tokens leave none for an answer of the 506 that engines serve" in note
     limits = {"rollout_max_context_len": 512}
     limited = made.model_copy(update={"rollout": made.rollout.model_copy(update=limits)})
     assert row_check.check_rows(limited) == ([], [])

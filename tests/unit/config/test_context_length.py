@@ -7,12 +7,19 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import pytest
 
 from rlpost.cli.main import main
-from rlpost.config.checks.context_length import context_notes, context_problems, engine_context
+from rlpost.config.checks.context_length import (
+    UNREAD_TOKENS,
+    context_notes,
+    context_problems,
+    engine_context,
+    longest_request,
+)
 from rlpost.config.load import load
 from tests.unit.cli.projects import make_project
 
@@ -22,15 +29,15 @@ MODEL = {"max_position_embeddings": 4096}
 @pytest.mark.parametrize(
     ("rollout", "evaluation", "words"),
     [
-        ({"rollout_max_response_len": 4095}, {}, None),
-        ({"rollout_max_response_len": 4096}, {}, "--rollout-max-response-len 4096 leaves no token"),
-        ({"rollout_max_response_len": 8192, "rollout_max_context_len": 4096}, {}, None),
-        ({"rollout_max_context_len": 4097}, {}, "use --rollout-max-context-len 4096"),
+        ({"rollout_max_response_len": 4089}, {}, None),
+        ({"rollout_max_response_len": 4090}, {}, "--rollout-max-response-len 4090 leaves no token"),
+        ({"rollout_max_response_len": 8192, "rollout_max_context_len": 4090}, {}, None),
+        ({"rollout_max_context_len": 4091}, {}, "use --rollout-max-context-len 4090"),
         ({}, {"eval_max_response_len": 4096}, "--eval-max-response-len 4096 leaves no token"),
         (
-            {"rollout_max_context_len": 4096},
+            {"rollout_max_context_len": 4090},
             {"eval_max_context_len": 9000, "eval_max_response_len": 10},
-            "--eval-max-context-len 9000 is more than the 4096 tokens",
+            "--eval-max-context-len 9000 is more than the 4090 tokens",
         ),
     ],
 )
@@ -42,28 +49,33 @@ def test_lengths_that_every_engine_rejects_are_refused(rollout, evaluation, word
 
 
 def test_a_permitted_prompt_that_an_engine_may_reject_is_noted() -> None:
-    rollout = {"rollout_max_response_len": 3000, "rollout_max_prompt_len": 1097}
+    rollout = {"rollout_max_response_len": 3000, "rollout_max_prompt_len": 1091}
     config = load([], {"rollout": rollout}).config
     (note,) = context_notes(config, MODEL)
-    assert "rejects a prompt of more than 1096 tokens" in note
-    fits = load([], {"rollout": {**rollout, "rollout_max_prompt_len": 1096}}).config
+    assert "a prompt of more than 1090 tokens is shortened, or rejected" in note
+    fits = load([], {"rollout": {**rollout, "rollout_max_prompt_len": 1090}}).config
     assert not context_problems(config, MODEL) and not context_notes(fits, MODEL)
 
 
-def sglang_function(name: str, constant: str) -> Callable[[object], int]:
-    """A function of SGLang's source and the constant that it reads, without importing the rest."""
+def sglang_function(
+    file: str, name: str, constant: str = "", **scope: object
+) -> Callable[..., Any]:
+    """A function or method of SGLang's source and a constant that it reads, without the rest.
+
+    ``scope``: other names that it reads.
+    """
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         pytest.skip("sglang is not installed")
-    path = Path(spec.origin).parent / "srt/utils/hf_transformers/common.py"
+    path = Path(spec.origin).parent / "srt" / file
     found: list[ast.stmt] = []
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.walk(ast.parse(path.read_text())):
         is_constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == constant
         if is_constant or (isinstance(node, ast.FunctionDef) and node.name == name):
             found.append(node)
-    scope: dict[str, Any] = {}
     exec(compile(ast.Module(found, []), str(path), "exec"), scope)
-    return scope[name]
+    function: Callable[..., Any] = scope[name]
+    return function
 
 
 @pytest.mark.parametrize(
@@ -76,12 +88,72 @@ def sglang_function(name: str, constant: str) -> Callable[[object], int]:
     ],
 )
 def test_the_context_is_that_of_sglang(scaling) -> None:
-    of_sglang = sglang_function("get_context_length", "CONTEXT_LENGTH_KEYS")
+    of_sglang = sglang_function(
+        "utils/hf_transformers/common.py", "get_context_length", "CONTEXT_LENGTH_KEYS"
+    )
     hf = MODEL if scaling is None else {**MODEL, "rope_scaling": scaling}
     read = type("Read", (), hf)
-    assert engine_context(load([], {}).config, hf) == of_sglang(read)
+    assert engine_context({}, hf) == of_sglang(read)
     given = load([], {"sglang": {"sglang_context_length": 1000}}).config
-    assert engine_context(given, hf) == 1000
+    assert engine_context(given.sglang.server_args, hf) == 1000
+
+
+CONTEXT = 200
+
+
+def answered_by_sglang(prompt: int, answer: int) -> int:
+    """Tokens of an answer that SGLang's scheduler permits; -1: it refuses the prompt."""
+    worker = MagicMock()
+    worker.model_config.context_len = CONTEXT
+    worker.model_runner.effective_logical_max_total_num_tokens = 1 << 20
+    worker.dllm_algorithm = None
+    info = sglang_function(
+        "managers/tp_worker.py",
+        "get_worker_info",
+        page_interleave_shard_size=lambda allocator: 1,
+        get_schedule=MagicMock(),
+    )(worker)
+    max_req_len, max_req_input_len = info[4], info[5]
+    request = MagicMock(origin_input_ids=[1] * prompt)
+    request.sampling_params.max_new_tokens = answer
+    request.sampling_params.min_new_tokens = 0
+    scheduler = MagicMock(max_new_tokens_limit=None, max_req_len=max_req_len)
+    allocator = scheduler.token_to_kv_pool_allocator
+    allocator.max_new_tokens_for_memory = lambda prompt, answer, **_: answer
+    sglang_function("managers/scheduler.py", "init_req_max_new_tokens")(scheduler, request)
+    refuse = sglang_function(
+        "managers/utils.py", "validate_input_length", Req=Any, Optional=Optional
+    )
+    refused = refuse(request, max_req_input_len, False)
+    return -1 if refused else int(request.sampling_params.max_new_tokens)
+
+
+def test_engines_serve_the_longest_request_in_full_and_no_check_lets_a_longer_one_pass() -> None:
+    """By the functions of SGLang's own scheduler."""
+    longest = longest_request({"context_length": CONTEXT}, {})
+    assert longest == CONTEXT - UNREAD_TOKENS
+    for prompt in (1, 100, longest - 1):
+        assert answered_by_sglang(prompt, longest - prompt) == longest - prompt
+        assert answered_by_sglang(prompt, CONTEXT - 1 - prompt) < CONTEXT - 1 - prompt
+    assert answered_by_sglang(longest, 1) == -1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [((None, None, None), 64), ((4, 3, 16), 16), ((8, 4, 8), 32), ((1, 1, 2), UNREAD_TOKENS)],
+)
+def test_room_for_drafts_is_no_room_for_a_request(sizes: tuple[int | None, ...], reserved) -> None:
+    topk, steps, drafts = sizes
+    args = {
+        "context_length": CONTEXT,
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": topk,
+        "speculative_num_steps": steps,
+        "speculative_num_draft_tokens": drafts,
+    }
+    assert longest_request(args, {}) == CONTEXT - reserved
+    args["speculative_algorithm"] = "NGRAM"
+    assert longest_request(args, {}) == CONTEXT - UNREAD_TOKENS
 
 
 def test_check_notes_a_time_limit_that_a_start_may_use_up(tmp_path: Path, capsys) -> None:

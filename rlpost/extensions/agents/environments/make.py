@@ -67,16 +67,21 @@ def make_environments(
             f"{', '.join(name.label for name in names)}"
         )
     # Created only if an environment needs it: a pool or a gateway takes processes and a port.
-    pool = _Once(lambda: pool_of(config.table(SandboxConfig), run_folder))
+    pool = _Once(lambda: pool_of(sandbox, run_folder))
     gateway = _Once(
         lambda: Gateway(
             config.checkpoint.hf_checkpoint,
             template_kwargs=dict(config.rollout.apply_chat_template_kwargs) or None,
-            context_length=config.sglang.server_args.get("context_length"),
+            server_args=config.sglang.server_args,
         )
     )
     clients = _Once(lambda: EngineClients.of(config) if engines is None else engines)
-    archives = Archives(run_folder / STORE)
+    sandbox = config.table(SandboxConfig)
+    archives = Archives(
+        run_folder / STORE,
+        max_mib=sandbox.sandbox_archive_mib,
+        max_files=sandbox.sandbox_archive_files,
+    )
     shared = _Shared(pool, archives, gateway, clients)
     runners = {name.label: _runner(name, config, shared) for name in names}
     keeps = archives if pool.made is not None else None

@@ -3,8 +3,9 @@
     --env harbor:FOLDER         a folder with tasks, at any depth
 
 A turn of the model ends with a command between <bash> and </bash>, which runs in the task's sandbox;
-its output is added after it. A turn without a command ends the episode. The reward is that of the
-task's verifier, which runs elsewhere (``harbor.trial``). A prompt names its task by ``task`` in the
+its output is added after it. A turn without a command ends the step: the instruction of the next one
+is added, and after the last one the episode is over. The reward is that of the task's verifiers,
+which run elsewhere (``harbor.trial``). A prompt names its task by ``task`` in the
 metadata; ``rlpost.extensions.agents.environments.export`` writes such prompts, and leaves out tasks that cannot
 run here.
 
@@ -22,13 +23,13 @@ from typing import Any
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.extensions.agents.environments.harbor.roots import TaskSkipped
-from rlpost.extensions.agents.environments.harbor.tasks import TaskUnreadable, task_names
-from rlpost.extensions.agents.environments.harbor.trial import (
+from rlpost.extensions.agents.environments.harbor.runnable import (
     RunnableTask,
-    Trial,
     TrialOptions,
     runnable,
 )
+from rlpost.extensions.agents.environments.harbor.tasks import TaskUnreadable, task_names
+from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.protocol import Step, Turn
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import Ended, Pool, Result
@@ -48,6 +49,15 @@ ls -l
 
 Its output follows. Every command begins in the same folder; files stay. When the task is done, write
 a turn without a command.
+"""
+STEPS = """
+This is the first of {count} steps. After a turn without a command your work is tested, and the next
+step is shown if there is one.
+"""
+NEXT = """
+<next-step>
+{instruction}
+</next-step>
 """
 
 
@@ -105,18 +115,23 @@ class HarborEnvironment:
         return self._trial
 
     async def step(self, turn: Turn) -> Step:
-        """Run a command."""
-        command = command_of(turn)
-        if command is None:
-            return Step(done=True)
-        result = await self.trial.run(command)
-        is_over = self.trial.remaining_seconds <= 0
-        return Step(shown(result, self._shown), tool="bash", done=is_over)
+        """Run a command, or end the step and begin the next one."""
+        command, text, tool = command_of(turn), "", None
+        if command is not None:
+            text, tool = shown(await self.trial.run(command), self._shown), "bash"
+            if self.trial.remaining_seconds > 0:
+                return Step(text, tool=tool)
+        if not (self.trial.has_next and await self.trial.finish_step()):
+            return Step(text, tool=tool, done=True)
+        instruction = self.trial.step.instruction.strip()
+        return Step(text + NEXT.format(instruction=instruction), tool=tool)
 
     async def score(self) -> float:
         """Run the task's verifier on the agent's files; its reason is in the episode's record."""
-        verdict = await self.trial.verify()
-        self.info = {"task": self.trial.runnable.task.name, "verifier": verdict.reason}
+        verdict, task = await self.trial.verify(), self.trial.runnable.task
+        self.info = {"task": task.name, "verifier": verdict.reason}
+        if len(task.steps) > 1:
+            self.info["steps"] = [dict(each.rewards or {}) for each in self.trial.results]
         return verdict.score
 
     async def save(self) -> bytes:
@@ -125,14 +140,14 @@ class HarborEnvironment:
         state = {
             "task": self.trial.runnable.task.name,
             "files": files.decode(),
-            "seconds": self.trial.used_seconds,
+            **self.trial.progress(),
         }
         return json.dumps(state).encode()
 
     async def restore(self, data: bytes) -> None:
         """Start the sandbox of the saved task, with the folders that were saved."""
         state = json.loads(data)
-        await self._trial_of(state["task"]).restore(state["files"].encode(), state["seconds"])
+        await self._trial_of(state["task"]).restore(state["files"].encode(), state)
 
     async def close(self) -> None:
         """Close the sandbox."""
@@ -214,5 +229,8 @@ def sort_tasks(
 def prompts(tasks: Sequence[RunnableTask], label: str) -> Iterator[dict[str, object]]:
     """Yield the rows of a prompt file."""
     for each in tasks:
-        text = USAGE.format(instruction=each.task.instruction.strip())
+        first, *others = each.task.steps
+        text = USAGE.format(instruction=first.instruction.strip())
+        if others:
+            text += STEPS.format(count=len(others) + 1)
         yield {"prompt": text, "env": label, "task": each.task.name}

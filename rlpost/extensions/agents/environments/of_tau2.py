@@ -34,6 +34,9 @@ INSTALL = (
 NOT_THE_AGENT = ("user_error", "infrastructure_error", "unexpected_error", "timeout")
 """Reasons for the end of a simulation that no agent caused."""
 SOLO = "llm_agent_solo"
+ANY_ANSWER: Mapping[str, object] = {"extra_body": {"tool_choice": "auto"}}
+"""For litellm, in place of the ``required`` that the agent without a user asks for: a policy is
+sampled without constraints, and an answer without a call is its own fault."""
 REPLAYED = ("airline", "mock", "retail")
 """Domains whose tools use neither a clock nor a random number (read in tau2-bench 1.0.1)."""
 
@@ -103,8 +106,14 @@ class Tau2Harness:
             GradingLost: the simulation ended for a reason outside the agent, or was not evaluated.
         """
         task = self.task_of(episode)
-        orchestrator = self._orchestrator(episode, task)
-        simulation = self._run(orchestrator, evaluation_type=self._evaluation)
+        without_call: list[str] = []
+        orchestrator = self._orchestrator(episode, task, without_call)
+        try:
+            simulation = self._run(orchestrator, evaluation_type=self._evaluation)
+        except ValueError:
+            if not without_call:
+                raise
+            return Outcome(0.0, info={"task": str(task.id), "stop": without_call[0]})
         reason = getattr(simulation.termination_reason, "value", simulation.termination_reason)
         if reason in NOT_THE_AGENT or simulation.reward_info is None:
             raise GradingLost(f"tau2: the simulation of task {task.id} ended by {reason}")
@@ -116,8 +125,11 @@ class Tau2Harness:
             info={"task": str(task.id), "stop": str(reason), "messages": len(simulation.messages)},
         )
 
-    def _orchestrator(self, episode: Episode, task: object) -> object:
-        """Return the conversation of an episode, before its first message."""
+    def _orchestrator(self, episode: Episode, task: object, without_call: list[str]) -> object:
+        """Return the conversation of an episode, before its first message.
+
+        ``without_call`` gets why an agent without a user cannot go on, before it raises ValueError.
+        """
         model = f"openai/{episode.model}"
         arguments = {
             "api_base": episode.base_url,
@@ -127,7 +139,7 @@ class Tau2Harness:
         }
         seed = episode.prompt.prompt_id
         if self._agent == SOLO:
-            return self._solo(task, model, arguments, seed)
+            return self._solo(task, model, {**arguments, **ANY_ANSWER}, seed, without_call)
         config = self._config_class(
             domain=self._domain,
             agent=self._agent,
@@ -139,7 +151,14 @@ class Tau2Harness:
         )
         return self._build(config, task, seed=seed)
 
-    def _solo(self, task: object, model: str, arguments: dict[str, object], seed: int) -> object:
+    def _solo(
+        self,
+        task: object,
+        model: str,
+        arguments: dict[str, object],
+        seed: int,
+        without_call: list[str],
+    ) -> object:
         """Return the conversation without a user, built from its parts.
 
         tau2's own builder passes arguments to its silent user that ``DummyUser`` does not take
@@ -150,6 +169,16 @@ class Tau2Harness:
         agent = build_agent(
             SOLO, environment, llm=model, llm_args=arguments, task=task, solo_mode=True
         )
+        answer = agent.generate_next_message
+
+        def noted(*inputs: Any, **named: Any) -> Any:
+            try:
+                return answer(*inputs, **named)
+            except ValueError as error:  # tau2 has none for an agent that it cannot continue
+                without_call.append(str(error))
+                raise
+
+        agent.generate_next_message = noted
         return orchestrator(
             self._domain,
             agent,

@@ -45,6 +45,7 @@ from rlpost.extensions.agents.sandbox.protocol import (
     SandboxFileError,
     ScanBounds,
 )
+from rlpost.extensions.agents.sandbox_table import ARCHIVE_FILES, ARCHIVE_MIB
 
 FORMAT = 2
 STORE = Path("sandboxes") / "archives"
@@ -108,20 +109,25 @@ class Archives:
         self,
         folder: Path,
         *,
-        max_mib: int = 256,
-        max_files: int = 20_000,
+        max_mib: int = ARCHIVE_MIB,
+        max_files: int = ARCHIVE_FILES,
         max_store_gib: float = 64.0,
     ) -> None:
         """
         Args:
             folder: of the store.
-            max_mib: size of all files of one save.
-            max_files: files and folders of one save.
+            max_mib: size of all files of one save (--sandbox-archive-mib).
+            max_files: files and folders of one save (--sandbox-archive-files).
             max_store_gib: of all contents; a save beyond it raises ArchiveStoreFull.
         """
         self.store = ContentStore(folder, max_bytes=int(max_store_gib * GIB))
         self.listings = ContentStore(folder / LISTINGS, max_bytes=int(max_store_gib * GIB))
-        self._bounds = ScanBounds(max_mib * MIB, max_files, CONTENT_BYTES)
+        self._bounds = ScanBounds(
+            max_mib * MIB,
+            max_files,
+            CONTENT_BYTES,
+            f"--sandbox-archive-mib {max_mib}, --sandbox-archive-files {max_files}",
+        )
         self._places = asyncio.Semaphore(TRANSFERS)
         self._known: weakref.WeakKeyDictionary[Sandbox, dict[bytes, str]] = (
             weakref.WeakKeyDictionary()
@@ -158,10 +164,20 @@ class Archives:
 
     def _remaining(self, listing: Listing) -> ScanBounds:
         """Return the bounds of the next folder, of those that hold for a whole save."""
-        entries = [entry for each in listing.values() for entry in each]
-        num_bytes = self._bounds.bytes - sum(entry.size for entry in entries)
-        num_files = self._bounds.files - len(entries)
-        return replace(self._bounds, bytes=max(0, num_bytes), files=max(0, num_files))
+        sizes = {
+            folder: (sum(entry.size for entry in entries), len(entries))
+            for folder, entries in listing.items()
+        }
+        num_bytes = self._bounds.bytes - sum(size for size, _ in sizes.values())
+        num_files = self._bounds.files - sum(count for _, count in sizes.values())
+        before = "".join(
+            f", {folder} has {size / MIB:.0f} MiB in {count} files"
+            for folder, (size, count) in sizes.items()
+            if count
+        )
+        return replace(
+            self._bounds, bytes=max(0, num_bytes), files=max(0, num_files), before=before
+        )
 
     async def _scan(
         self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str], bounds: ScanBounds

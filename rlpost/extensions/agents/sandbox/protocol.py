@@ -97,6 +97,10 @@ class ScanBounds:
     """Files and folders."""
     content: int
     """Size of the contents in one answer of a sandbox; a larger file is sent alone."""
+    whole: str = ""
+    """The settings that bound all folders of an archive together, for messages."""
+    before: str = ""
+    """What the folders before this one have, for messages."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,7 @@ class Sandbox(abc.ABC):
             "max_bytes": bounds.bytes,
             "max_files": bounds.files,
             "max_content": bounds.content,
+            "bounds": f"{bounds.whole} over all folders{bounds.before}",
         }
         result = await self._operate(request, b"".join(known))
         if not result.ok or result.stdout_truncated:

@@ -215,7 +215,7 @@ def test_large_folders_are_sent_in_parts_of_bounded_size(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("bounds", "message"),
-    [({"max_mib": 1}, "more than 1 MiB"), ({"max_files": 3}, "more than 256 MiB or 3 files")],
+    [({"max_mib": 1}, "more than 1 MiB"), ({"max_files": 3}, "more than 1024 MiB or 3 files")],
 )
 def test_a_folder_beyond_its_bounds_is_refused_with_the_bound(
     tmp_path: Path, bounds: dict[str, Any], message: str
@@ -232,9 +232,14 @@ def test_the_bounds_are_those_of_all_folders_together(tmp_path: Path) -> None:
     paths = ["/work", "/tmp"]
     for path in paths:
         (sandbox.root / path[1:] / "f").write_bytes(bytes(600_000))
+    refused = (
+        r"/tmp: more than 0 MiB or 99999 files and folders, 0 MiB of them in 'f' so far "
+        r"\(--sandbox-archive-mib 1, --sandbox-archive-files 100000 over all folders, /work has 1 "
+        r"MiB in 1 files\)"
+    )
     for number, path in enumerate(paths):
         asyncio.run(Archives(tmp_path / f"{number}", max_mib=1).save(sandbox, [path]))
-    with pytest.raises(ArchiveRefused, match="less the folders before it"):
+    with pytest.raises(ArchiveRefused, match=refused):
         asyncio.run(Archives(tmp_path / "both", max_mib=1).save(sandbox, paths))
 
 

@@ -25,7 +25,8 @@ from common.terminal import visible_output
 from rlpost.config.keys import resolve_references
 from rlpost.errors import RlpostError
 from rlpost.extensions.agents.environments.harbor.roots import BUILD
-from rlpost.extensions.agents.environments.harbor.trial import RunnableTask, Trial
+from rlpost.extensions.agents.environments.harbor.runnable import RunnableTask
+from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.of_harbor import options_of, prompts, sort_tasks
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.local import Root
@@ -47,14 +48,20 @@ class Outcome:
 
 
 async def try_oracle(task: RunnableTask, pool: Pool, archives: Archives) -> Outcome:
-    """Run the solution of a task and its verifier."""
+    """Run the solution of each step of a task and its verifier."""
     name = task.task.name
-    if not (task.task.folder / "solution" / "solve.sh").is_file():
-        return Outcome(name, "it has no solution/solve.sh")
-    trial = Trial(task, pool, archives)
+    for step in task.task.steps:
+        if not (task.task.folder / step.solution / "solve.sh").is_file():
+            return Outcome(name, f"it has no {step.solution}/solve.sh")
+    trial, seconds = Trial(task, pool, archives), 0.0
     try:
         await trial.begin()
         solved = await trial.run_solution()
+        while trial.has_next:
+            seconds += trial.used_seconds
+            if not await trial.finish_step():
+                break
+            solved = await trial.run_solution()
         verdict = await trial.verify()
     finally:
         await trial.close()
@@ -62,7 +69,7 @@ async def try_oracle(task: RunnableTask, pool: Pool, archives: Archives) -> Outc
     if verdict.score < 1:
         how = f"solution/solve.sh: {solved.ended.value} {solved.exit_code}: {solved.text[-500:]}"
         reason = f"the solution gets {verdict.score:g}\n{how}\n{verdict.reason}"
-    return Outcome(name, reason, verdict.score, trial.used_seconds)
+    return Outcome(name, reason, verdict.score, seconds + trial.used_seconds)
 
 
 async def try_all(tasks: Sequence[RunnableTask], pool: Pool, *, jobs: int) -> list[Outcome]:

@@ -16,7 +16,7 @@ import yaml
 
 MAX_BYTES = 64 << 10
 """Of a file: the parser takes seconds for each MiB."""
-MAX_DEPTH = 16
+MAX_DEPTH = 32
 SERVICE_KEYS = frozenset({"build", "image", "command", "deploy", "volumes"})
 _CONTEXT = re.compile(r"\$\{CONTEXT_DIR\}(/\.\.)?/?|\.\.?/?")
 _LOGS = re.compile(r"\$\{HOST_\w*LOGS_PATH\}:\$\{ENV_\w*LOGS_PATH\}")
@@ -31,12 +31,12 @@ def read_compose(text: str) -> str:
     if len(text) > MAX_BYTES:
         raise ComposeUnsupported(f"more than {MAX_BYTES >> 10} KiB")
     try:
-        problem = _shape_problem(text)
-        content = None if problem else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+        _check_events(text)
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ComposeUnsupported):
+            raise
         raise ComposeUnsupported(f"no YAML: {' '.join(str(error).split())[:200]}") from None
-    if problem:
-        raise ComposeUnsupported(problem)
     services = _table(content, {"services", "version", "name"}, "the file")["services"]
     main = _table(_table(services, {"main"}, "services")["main"], SERVICE_KEYS, "main")
     command = main.get("command", "sleep infinity")
@@ -55,21 +55,16 @@ def read_compose(text: str) -> str:
     return _context(main.get("build", "."))
 
 
-def _shape_problem(text: str) -> str | None:
-    """Return what makes a short text long to load. Raises yaml.YAMLError.
-
-    Aliases of aliases stand for exponentially long texts, and the parser looks at every level that
-    is open for each token: 50,000 levels take minutes.
-    """
+def _check_events(text: str) -> None:
+    """Raise ComposeUnsupported for what makes a small text expensive. Raises YAMLError."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            return "an alias"
+        if isinstance(event, yaml.AliasEvent):  # aliases of aliases are exponentially long
+            raise ComposeUnsupported("an alias")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            return f"nested deeper than {MAX_DEPTH} levels"
-    return None
+        if depth > MAX_DEPTH:  # the scanner takes a millisecond for each further level
+            raise ComposeUnsupported(f"more than {MAX_DEPTH} nested values")
 
 
 def _context(build: object) -> str:

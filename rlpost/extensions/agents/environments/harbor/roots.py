@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.files import OutsideFolder, below
 from rlpost.errors import GradingLost, RlpostError
-from rlpost.extensions.agents.environments.harbor.tasks import RootDefinition
+from rlpost.extensions.agents.environments.harbor.root_definition import RootDefinition
 from rlpost.extensions.agents.sandbox.archives import CONTENT_BYTES, END, ArchiveEntry, packed
 from rlpost.extensions.agents.sandbox.protocol import Ended, Result, Sandbox, SandboxFileError
 
@@ -127,8 +127,8 @@ def choose_root(
     path = next((path for path in paths if path == NODE or exists(path)), None)
     if path is not None:
         image = None if path == NODE else path
-        brings_tests = definition.folder == "tests"
-        return TaskRoot(image, brings_tests, definition.environment, definition.workdir)
+        tests = definition.brings_tests
+        return TaskRoot(image, tests, definition.environment, definition.workdir)
     where = f"not at {', '.join(paths)}" if paths else "no path in the argument images"
     if definition.short is None:
         raise TaskSkipped(f"image {definition.image}: {where}")

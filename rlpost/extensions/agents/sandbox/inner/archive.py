@@ -60,16 +60,20 @@ class _Saving:
         self.known, self.request, self.stream = known, request, stream
         self.bytes, self.files = request["max_bytes"], request["max_files"]
         self.content, self.has_sent = request["max_content"], False
+        self.sizes: dict[str, int] = {}  # of what is directly below the folder
 
-    def count(self, size: int) -> None:
+    def count(self, path: str, size: int) -> None:
         """Count an entry. Raises ``FileRefused`` past the limits of an archive."""
         self.bytes -= size
         self.files -= 1
+        top = path.partition("/")[0]
+        self.sizes[top] = self.sizes.get(top, 0) + size
         if self.bytes < 0 or self.files < 0:
+            largest = max(self.sizes, key=lambda name: self.sizes[name])
             raise FileRefused(
                 f"more than {self.request['max_bytes'] >> 20} MiB or {self.request['max_files']} "
-                "files and folders (the limits of archives, less the folders before it); delete "
-                "what is not needed, or raise the limits"
+                f"files and folders, {self.sizes[largest] >> 20} MiB of them in {largest[:80]!r} so "
+                f"far ({self.request['bounds']}); delete what is not needed, or raise the limits"
             )
 
     def state_of(self, signature: bytes, size: int) -> str:
@@ -119,7 +123,7 @@ def _save_below(folder: int, prefix: str, saving: _Saving, depth: int) -> None:
         path, status = prefix + name, os.lstat(name, dir_fd=folder)
         mode, kind = stat.S_IMODE(status.st_mode), stat.S_IFMT(status.st_mode)
         head: SavedHeader = {"path": path, "mode": mode, "mtime": status.st_mtime_ns}
-        saving.count(status.st_size if kind == stat.S_IFREG else len(path))
+        saving.count(path, status.st_size if kind == stat.S_IFREG else len(path))
         if kind == stat.S_IFDIR:
             with _readable(folder, name, FOLDER_FLAGS, mode) as below:
                 saving.send({"kind": "folder", **head})
