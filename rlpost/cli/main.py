@@ -35,10 +35,6 @@ VERBS = {
     "check": Verb(
         "rlpost.cli.check:main", "check a recipe and show its arithmetic", takes_settings=True
     ),
-    "import": Verb(
-        "rlpost.cli.importing.main:main",
-        "a recipe from a script of slime or verl, or YAML of NeMo-RL",
-    ),
     "plan": Verb(
         "rlpost.cli.plan:main",
         "memory, nodes and disks that a recipe needs (--suggest: better layouts)",

@@ -83,6 +83,8 @@ class Extension:
             (``rlpost.algorithm.plugin.register``).
         foreign_names: foreign top-level package -> ``(module, name) -> str | None``, why a plug-in
             cannot import the name, on the login node.
+        foreign_words: ``(str) -> str | None``: an error for a word that another program's command line
+            has, with the flag here; None for a word that it does not know.
         answers: ``(Config, AnswerParts) -> AnswerSource | None`` (``rlpost.rollout.answer_source``).
         rewards: rewards by a model, by --rm-type.
         job: a ``JobPart``.
@@ -97,6 +99,7 @@ class Extension:
     verbs: Mapping[str, Verb] = field(default_factory=dict)
     adapters: str | None = None
     foreign_names: Mapping[str, str] = field(default_factory=dict)
+    foreign_words: str | None = None
     answers: str | None = None
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)
     job: str | None = None
@@ -214,6 +217,16 @@ def why_not_importable(module: str, name: str | None) -> str | None:
         if (path := each.foreign_names.get(module.partition(".")[0])) is not None:
             reason: str | None = load(path)(module, name)
             return reason
+    return None
+
+
+def answer_to(word: str) -> str | None:
+    """Return an error for a word of another program's command line; None if none knows it."""
+    for each in extensions():
+        if each.foreign_words is not None:
+            line: str | None = load(each.foreign_words)(word)
+            if line is not None:
+                return line
     return None
 
 

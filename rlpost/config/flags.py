@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlpost.config import pass_through
+from rlpost.config import extensions, pass_through
 from rlpost.config.arguments import Parser, alike
 from rlpost.config.groups.base import Group
 from rlpost.config.megatron_options import option_names
@@ -197,14 +197,9 @@ def parse(
 
 
 def _keys_of_others(words: Sequence[str]) -> list[str]:
-    """Return a line for each ``a.b=VALUE`` of verl or NeMo-RL."""
+    """Return a line for each ``a.b=VALUE`` of another program that an extension knows."""
     candidates = [word for word in words if re.match(r"[-+~]*[A-Za-z_]\w*\.\w[\w.]*=", word)]
-    if not candidates:
-        return []
-    # Imported here: the rows spell settings, whose flags this module makes.
-    from rlpost.config.peers.pasted import answer_to
-
-    return [line for word in candidates if (line := answer_to(word)) is not None]
+    return [line for word in candidates if (line := extensions.answer_to(word)) is not None]
 
 
 def _unknown_word(

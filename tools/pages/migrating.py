@@ -1,6 +1,6 @@
 """docs/migrating.md: how to come from slime, verl or NeMo-RL, with a table of their keys.
 
-Input: ``migrating.md`` beside this file (the text), and the rows of ``rlpost.config.peers``. Output:
+Input: ``migrating.md`` beside this file (the text), and the rows of ``rlpost.extensions.importing.peers``. Output:
 Markdown. A line ``{{verl}}`` or ``{{NeMo-RL}}`` of the text is replaced by that stack's tables.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpost.cli.importing.imported import flags_of, imported
 from rlpost.config.flags import flag
-from rlpost.config.peers import row
-from rlpost.config.peers.nemo_rl import NEMO_RL
-from rlpost.config.peers.row import Row, Stack
-from rlpost.config.peers.verl import VERL
 from rlpost.config.show import toml_value
+from rlpost.extensions.importing.imported import flags_of, imported
+from rlpost.extensions.importing.peers import row
+from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
+from rlpost.extensions.importing.peers.row import Row, Stack
+from rlpost.extensions.importing.peers.verl import VERL
 
 TEXT = Path(__file__).with_suffix(".md")
 

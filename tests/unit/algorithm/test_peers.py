@@ -18,13 +18,13 @@ from rlpost.algorithm.kl import unbiased_kl
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
-from rlpost.cli.importing.imported import imported
 from rlpost.columns import RunColumn
 from rlpost.config.load import load
-from rlpost.config.peers import row as peer_row
-from rlpost.config.peers.nemo_rl import NEMO_RL
-from rlpost.config.peers.row import Entry
-from rlpost.config.peers.verl import VERL
+from rlpost.extensions.importing.imported import imported
+from rlpost.extensions.importing.peers import row as peer_row
+from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
+from rlpost.extensions.importing.peers.row import Entry
+from rlpost.extensions.importing.peers.verl import VERL
 from tests.settings import loss_settings
 
 LENGTHS, WIDTH = (6, 2, 9, 4), 9

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from rlpost.config.flags import fields
 from rlpost.config.megatron_options import option_names
-from rlpost.config.peers.row import Given, Needless, NotHere, Settings
+from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Settings
 
 FILTER = "rlpost.rollout.filters.check_reward_nonzero_std"
 MEGATRON_NAMES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import lora_targets
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import lora_targets
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,

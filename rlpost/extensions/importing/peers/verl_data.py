@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import FILTER, eval_sets, paths, text
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import FILTER, eval_sets, paths, text
+from rlpost.extensions.importing.peers.row import (
     Given,
     Needless,
     NotHere,

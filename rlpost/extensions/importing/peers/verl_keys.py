@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,

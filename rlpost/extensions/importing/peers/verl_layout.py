@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import lora_targets, megatron_option, model, text
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import lora_targets, megatron_option, model, text
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,
@@ -16,7 +16,14 @@ from rlpost.config.peers.row import (
     same,
     when,
 )
-from rlpost.config.peers.verl_keys import ACTOR, ENGINE, LAYOUT, MEGATRON, MODEL, numeric
+from rlpost.extensions.importing.peers.verl_keys import (
+    ACTOR,
+    ENGINE,
+    LAYOUT,
+    MEGATRON,
+    MODEL,
+    numeric,
+)
 
 
 def _recompute(it: Given) -> Settings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import megatron_option
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import megatron_option
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,
@@ -18,7 +18,7 @@ from rlpost.config.peers.row import (
     same,
     when,
 )
-from rlpost.config.peers.verl_keys import (
+from rlpost.extensions.importing.peers.verl_keys import (
     ACTOR,
     ENGINE,
     LAYOUT,

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlpost.cli.importing.arithmetic import calculate
-from rlpost.cli.importing.shell_syntax import (
+from rlpost.errors import ConfigError
+from rlpost.extensions.importing.arithmetic import calculate
+from rlpost.extensions.importing.shell_syntax import (
     Assignment,
     Block,
     Branch,
@@ -27,7 +28,7 @@ from rlpost.cli.importing.shell_syntax import (
     parse,
     quote_end,
 )
-from rlpost.cli.importing.shell_words import (
+from rlpost.extensions.importing.shell_words import (
     OTHER_HARDWARE,
     Builder,
     Value,
@@ -38,8 +39,7 @@ from rlpost.cli.importing.shell_words import (
     texts_of,
     trimmed,
 )
-from rlpost.cli.importing.text_file import read_text
-from rlpost.errors import ConfigError
+from rlpost.extensions.importing.text_file import read_text
 
 MOST_STEPS, MOST_LETTERS, MOST_FILES, MOST_CALLS = 100_000, 1_000_000, 20, 20
 _MARK = re.compile("\ue000(\\d+)\ue001")

@@ -6,10 +6,10 @@ its recipes. Those of ``policy``: ``nemo_rl_policy``.
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import FILTER, eval_sets, job_name, paths, text
-from rlpost.config.peers.nemo_rl_megatron import MEGATRON_ROWS
-from rlpost.config.peers.nemo_rl_policy import POLICY_ROWS
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import FILTER, eval_sets, job_name, paths, text
+from rlpost.extensions.importing.peers.nemo_rl_megatron import MEGATRON_ROWS
+from rlpost.extensions.importing.peers.nemo_rl_policy import POLICY_ROWS
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,

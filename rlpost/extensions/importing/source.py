@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.cli.importing import slime
-from rlpost.cli.importing.shell import Shell, read_script
-from rlpost.cli.importing.shell_words import Word
-from rlpost.cli.importing.yaml_file import read_yaml, scalar
-from rlpost.config.peers import row
-from rlpost.config.peers.nemo_rl import NEMO_RL
-from rlpost.config.peers.row import Answer, Entry, Stack, Unresolved
-from rlpost.config.peers.verl import VERL
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing import slime
+from rlpost.extensions.importing.peers import row
+from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
+from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved
+from rlpost.extensions.importing.peers.verl import VERL
+from rlpost.extensions.importing.shell import Shell, read_script
+from rlpost.extensions.importing.shell_words import Word
+from rlpost.extensions.importing.yaml_file import read_yaml, scalar
 
 _PROGRAMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"verl\.trainer\.main_ppo"), "verl"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.config.peers.common import model, sglang_option
-from rlpost.config.peers.nemo_rl_keys import (
+from rlpost.extensions.importing.peers.common import model, sglang_option
+from rlpost.extensions.importing.peers.nemo_rl_keys import (
     DTENSOR,
     MEGATRON,
     adapters,
@@ -13,7 +13,7 @@ from rlpost.config.peers.nemo_rl_keys import (
     recompute,
     steps_per_rollout,
 )
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from rlpost.config.flags import flag
-from rlpost.config.peers.nemo_rl import NEMO_RL
-from rlpost.config.peers.row import Given, Needless, NotHere, Row
-from rlpost.config.peers.verl import VERL
 from rlpost.config.wording import value_text
+from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
+from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Row
+from rlpost.extensions.importing.peers.verl import VERL
 
 _KEY = re.compile(r"(?:-{0,2}|\+{0,2}|~)([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 

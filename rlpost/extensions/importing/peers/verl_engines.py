@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.config.peers.common import model, sglang_option
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.common import model, sglang_option
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,
@@ -17,7 +17,7 @@ from rlpost.config.peers.row import (
     same,
     when,
 )
-from rlpost.config.peers.verl_keys import ENGINE, numeric, warmup
+from rlpost.extensions.importing.peers.verl_keys import ENGINE, numeric, warmup
 
 _OF_CRITIC = "the critic has the layout and the optimizer of the policy (docs/ppo.md)"
 

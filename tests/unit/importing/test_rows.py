@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.check_settings import check
-from rlpost.cli.importing.imported import Imported, imported
 from rlpost.config import flags
 from rlpost.config.load import load
-from rlpost.config.peers import row
-from rlpost.config.peers.nemo_rl import NEMO_RL
-from rlpost.config.peers.row import ABSENT, Entry, Stack
-from rlpost.config.peers.verl import VERL
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.imported import Imported, imported
+from rlpost.extensions.importing.peers import row
+from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
+from rlpost.extensions.importing.peers.row import ABSENT, Entry, Stack
+from rlpost.extensions.importing.peers.verl import VERL
 
 DATA = Path(__file__).parents[2] / "data"
 MADE_UP = "rlpost knows no such key"

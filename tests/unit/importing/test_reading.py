@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.importing.arithmetic import calculate
-from rlpost.cli.importing.shell import read_script
-from rlpost.cli.importing.source import read
-from rlpost.cli.importing.yaml_file import read_yaml, scalar
 from rlpost.cli.main import main
 from rlpost.config.load import load
-from rlpost.config.peers.row import Unresolved
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.arithmetic import calculate
+from rlpost.extensions.importing.peers.row import Unresolved
+from rlpost.extensions.importing.shell import read_script
+from rlpost.extensions.importing.source import read
+from rlpost.extensions.importing.yaml_file import read_yaml, scalar
 
 SCRIPT = r"""
 #!/bin/bash

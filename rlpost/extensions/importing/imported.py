@@ -15,10 +15,10 @@ from rlpost.config.checks.no_effect import idle_settings
 from rlpost.config.flags import Values, fields, flag, groups
 from rlpost.config.load import load
 from rlpost.config.masking import mask
-from rlpost.config.peers.row import Answer, Settings
 from rlpost.config.show import one_line, toml_value
 from rlpost.config.wording import value_of, value_text
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.peers.row import Answer, Settings
 
 _WIDTH = 48
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import yaml
 
-from rlpost.cli.importing.text_file import read_text
-from rlpost.config.peers.row import Entry, Unresolved
 from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.peers.row import Entry, Unresolved
+from rlpost.extensions.importing.text_file import read_text
 
 MOST_KEYS, MOST_DEPTH, MOST_FILES, MOST_REFERENCES = 10_000, 40, 10, 20
 KNOWN_BASE = "grpo_math_1B"

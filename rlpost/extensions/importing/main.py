@@ -13,14 +13,14 @@ from pathlib import Path
 
 from common.units import counted
 from rlpost.cli.check_settings import absent, check
-from rlpost.cli.importing.imported import Imported, flags_of, imported, shown
-from rlpost.cli.importing.source import Source, read
 from rlpost.config.arguments import Parser
 from rlpost.config.load import load
-from rlpost.config.peers.row import Answer
 from rlpost.config.show import one_line
 from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.imported import Imported, flags_of, imported, shown
+from rlpost.extensions.importing.peers.row import Answer
+from rlpost.extensions.importing.source import Source, read
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlpost.config.flags import fields
-from rlpost.config.peers.common import megatron_option
-from rlpost.config.peers.nemo_rl_keys import (
+from rlpost.extensions.importing.peers.common import megatron_option
+from rlpost.extensions.importing.peers.nemo_rl_keys import (
     MEGATRON,
     adapters,
     as_is,
     recompute,
     steps_per_rollout,
 )
-from rlpost.config.peers.row import (
+from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
     Needless,

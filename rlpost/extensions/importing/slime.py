@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 
-from rlpost.cli.importing.shell_words import Word
-from rlpost.cli.importing.yaml_file import scalar
 from rlpost.cli.secret_file import KEY_FLAGS
 from rlpost.config import flags
 from rlpost.config.load import load
-from rlpost.config.peers.row import Answer, Settings
 from rlpost.errors import ConfigError
+from rlpost.extensions.importing.peers.row import Answer, Settings
+from rlpost.extensions.importing.shell_words import Word
+from rlpost.extensions.importing.yaml_file import scalar
 
 DEFAULTS: Settings = {
     "kl_loss_type": "k1",
