@@ -230,10 +230,15 @@ def _without_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line for each key whose value differs, without secrets.
 
-    A key that one side lacks counts as None: another version has a setting that is not set here.
+    A key that one side lacks counts as not set, as do None and an empty list or table: another
+    version has a setting that is not set here.
     """
     return tuple(
         f"{key}: {mask(key, before.get(key))!r} -> {mask(key, now.get(key))!r}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        if _value(before.get(key)) != _value(now.get(key))
     )
+
+
+def _value(recorded: object) -> object:
+    return None if recorded in ([], {}) else recorded

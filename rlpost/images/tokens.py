@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.images.processor import ImageProcessor
@@ -98,6 +96,8 @@ class ImageTokens:
 
     def count(self, ids: IntColumn) -> int:
         """Return how many tokens of images or videos a sequence has."""
+        import numpy as np  # here: settings are checked without it
+
         return int(np.isin(ids.array, self.all).sum())
 
     def collapse(self, ids: IntColumn, images: Sequence[ImageSpan]) -> IntColumn:
@@ -107,6 +107,8 @@ class ImageTokens:
             RolloutError: the tokens of images are not exactly those of ``images``. An engine would
                 ignore an image without a token, and read a token without an image as text.
         """
+        import numpy as np  # here: settings are checked without it
+
         array = ids.array
         kept = np.ones(len(array), dtype=bool)
         end = 0

@@ -47,6 +47,7 @@ class SampledTokens:
     abort_share: float = 0.0  # fraction of answers that are aborted
     split_share: float = 0.1  # fraction of answers during which the weights change
     routes: RouteFormat | None = None
+    images: None = None
     halted: bool = False
     version: int = 1
     num_sampled: int = 0

@@ -47,7 +47,9 @@ def test_a_row_says_what_was_decided() -> None:
         RdmaPort(f"q{n}", state="ACTIVE", link_layer="InfiniBand", rate_gbps=400) for n in range(2)
     )
     facts = NetworkFacts((Interface("e", "ether", "up", ("10.0.0.1/24",), (), mtu=9000),), ports)
-    assert network_row(facts, detect(facts), {"ray": "2.60.0", "torch": None}) == {
+    assert network_row(
+        facts, detect(facts, connection_ip="10.0.0.1"), {"ray": "2.60.0", "torch": None}
+    ) == {
         "interface": "e",
         "address": "10.0.0.1",
         "MTU": "9000",

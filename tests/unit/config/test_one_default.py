@@ -21,7 +21,7 @@ OTHER = {
     # the limits of a fleet without settings, such as that of a simulation
     ("rlpost.engines.fleet.membership", "FleetLimits"),
     # other things of the same name
-    ("rlpost.extensions.agents.environments.harbor.trial", "TrialOptions"),  # a key of Harbor's
+    ("rlpost.extensions.agents.environments.harbor.runnable", "TrialOptions"),  # a key of Harbor's
     ("rlpost.extensions.agents.environments.of_reasoning_gym", "__init__"),  # a task set's seed
     ("rlpost.tasks.prompts", "check_prompt_file"),  # a file's messages, without settings
 }

@@ -127,7 +127,7 @@ def test_a_sample_takes_eight_bytes_per_token_and_its_text(length: int, most_byt
     )
 
     class Prepared:
-        routes = None
+        routes = images = None
 
         async def generate(self, *given: Any, **where: Any) -> Any:
             return parse(body)
