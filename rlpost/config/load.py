@@ -112,14 +112,15 @@ def without_idle_groups(config: Config) -> Config:
 def _with_earlier(earlier: object, value: object, *, group: str, key: str) -> object:
     """Return the later value.
 
-    ``cluster.environment`` is merged by variable name instead, a group of engines and MODEL_ARGS by
-    key.
+    ``cluster.environment`` and overrides of config.json are merged by name instead, a group of
+    engines and MODEL_ARGS by key.
     """
     is_merged = group == "engines" or key == "model_args"
     if is_merged and isinstance(earlier, dict) and isinstance(value, dict):
         return {**earlier, **value}
     # Variables of a recipe, a site and a command line serve different purposes.
-    if (group, key) != ("cluster", "environment") or not earlier:
+    by_name = {("cluster", "environment"), ("checkpoint", "override_hf_config")}
+    if (group, key) not in by_name or not earlier:
         return value
     try:
         return {**variables(earlier), **variables(value)}

@@ -117,6 +117,15 @@ def problems(arguments: Mapping[str, Any], expected: Mapping[str, object]) -> li
     return lines
 
 
+def idle_overrides(overrides: Mapping[str, float], expected: Mapping[str, object]) -> list[str]:
+    """Return one line per override of a value that the model does not have; see ``problems``."""
+    return [
+        f"--override-hf-config {name}={value:g}: the model has no such value; leave it out"
+        for name, value in overrides.items()
+        if expected.get(name) is None
+    ]
+
+
 def layer_pattern(pattern: object) -> tuple[int, ...] | None:
     """Expand ``[0]*3+[1]*89`` (Megatron's syntax) to 3 zeros and 89 ones; None if it is none.
 

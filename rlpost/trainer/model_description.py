@@ -252,6 +252,7 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
             raise WeightError(problem)
         stated = architecture.architecture(description.family, description.hf_config)
         problems = model_arguments.problems(settings.model_args, stated)
+        problems += model_arguments.idle_overrides(overrides, stated)
     except json.JSONDecodeError as error:
         raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
     except KeyError as error:

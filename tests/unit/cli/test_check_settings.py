@@ -62,6 +62,12 @@ def test_every_value_of_a_recipe_for_another_model_is_named(tmp_path):
     assert stated(tmp_path, {"rotary_base": 10000.0}, rotary_base="1e4") == []
 
 
+def test_an_override_of_what_the_model_does_not_have_is_refused(tmp_path):
+    write_model(make_project(tmp_path))
+    (line,) = stated(tmp_path, {"moe_router_topk": 4, "norm_epsilon": 1e-5})
+    assert "--override-hf-config moe_router_topk=4: the model has no such value" in line
+
+
 def test_a_model_file_of_another_model_is_one_problem_with_one_remedy(tmp_path, capsys):
     """The remedy works: with it the same command finds no problem."""
     folder = make_project(tmp_path)

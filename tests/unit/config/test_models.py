@@ -7,7 +7,7 @@ import pytest
 
 from rlpost.cli import plan
 from rlpost.cli.check_settings import check
-from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.load import JOBS, _with_earlier, files_of, load
 from rlpost.config.model_file import (
     MODELS,
     model_path,
@@ -95,6 +95,16 @@ def test_a_table_model_of_an_earlier_version_is_refused_with_what_to_do(tmp_path
     with pytest.raises(ConfigError) as raised:
         load([recipe], {})
     assert str(raised.value).count("config.json states it: leave it out") == 2
+
+
+def test_overrides_of_recipe_and_command_line_are_merged_by_name() -> None:
+    recipe = {"checkpoint": {"override_hf_config": {"rotary_base": 5e5, "norm_epsilon": 1e-6}}}
+    flags = {"checkpoint": {"override_hf_config": ["norm_epsilon=1e-5"]}}
+    earlier, value = recipe["checkpoint"], flags["checkpoint"]
+    key = "override_hf_config"
+    merged = _with_earlier(earlier[key], value[key], group="checkpoint", key=key)
+    loaded = load([], {"checkpoint": {key: merged}}).config.checkpoint.override_hf_config
+    assert loaded == {"rotary_base": 5e5, "norm_epsilon": 1e-5}
 
 
 def test_a_recipe_overrides_the_keys_of_its_base(tmp_path: Path) -> None:
