@@ -236,7 +236,8 @@ def test_check_and_submit_report_what_the_process_finds(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     given = ["recipe.toml", "--apply-chat-template", "--rollout-max-response-len", "64"]
     assert main(["check", *given]) == 0
-    assert capsys.readouterr().err == ""
+    # a busy machine is told after 10 s what it waits for
+    assert all(line.startswith("... ") for line in capsys.readouterr().err.splitlines())
     wrong = [*given, "--sglang-json-model-override-args", OVERRIDE]
     assert main(["check", *wrong]) == 2
     assert "rope.rope_type: the trainer has default, the engines yarn" in capsys.readouterr().err
