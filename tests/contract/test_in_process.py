@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rlpost
@@ -112,3 +114,47 @@ def test_no_step_follows_the_last():
         run.step()
         with pytest.raises(ConfigError, match="all 1 steps are trained"):
             run.step()
+
+
+def test_a_run_begins_with_the_weights_of_its_rank_and_samples_as_the_settings_say(tmp_path):
+    """Another --ref-load, and a folder whose generation_config.json would change sampling."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "assets/tiny", folder)
+    (folder / "generation_config.json").write_text('{"min_p": 0.99, "repetition_penalty": 1.5}')
+    tensors = load_file(folder / "model.safetensors")
+    norm = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file(tensors | {norm: tensors[norm] * 1.5}, folder / "model.safetensors", {"format": "pt"})
+    with open_run(hf_checkpoint=str(folder), ref_load=str(ROOT / "assets/tiny")) as run:
+        step = run.step()
+    assert step.metrics["train/rollout_logprob_abs_diff"] < 1e-5
+    assert len({scored.sample.response_ids[0] for scored in step.samples}) > 2
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_each_answer_is_of_the_one_version_that_it_records(mode):
+    """A large learning rate: tokens of two versions would differ from the trainer's."""
+    with open_run(rollout_mode=mode, lr=1e-2, rollout_max_response_len=32) as run:
+        steps = [run.step() for _ in range(3)]
+    for step in steps:
+        for scored in step.samples:
+            assert scored.sample.policy_version in range(step.number)
+            assert not scored.sample.version_spans, "one version"
+    assert steps[0].metrics["train/rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_an_interrupted_step_is_returned_by_the_next_call_and_ends_before_the_run(monkeypatch):
+    run = open_run()
+    wait = type(run)._wait
+    monkeypatch.setattr(
+        type(run), "_wait", lambda self, future: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run.step()
+    monkeypatch.setattr(type(run), "_wait", wait)
+    assert run.step().number == 1
+    assert run.evaluate()["eval/heldout/reward_mean"] >= 0
+    run.close()
+    with pytest.raises(ConfigError, match="the run is closed"):
+        run.step()
+    with pytest.raises(ConfigError, match="the run is closed"):
+        run.evaluate()

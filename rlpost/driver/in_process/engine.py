@@ -7,21 +7,24 @@ Output: answers with the log-prob of each token and the version of the weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, Halted, RunEngines, Watch
 from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.routes import RouteFormat
+from rlpost.errors import ConfigError
 from rlpost.types import ImageSpan
 
+SAMPLING = frozenset({"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids"})
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids, without special tokens."""
 
@@ -46,24 +49,42 @@ class InProcessEngine:
     def __init__(
         self, folder: Path, *, decode: Decode, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Load the weights of ``folder``, which are of version 0."""
+        """Load the model of ``folder``; the first ``update`` brings the weights of a version."""
         self._decode = decode
+        self._lock = threading.Lock()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        # Without the folder's generation_config.json, which would change how tokens are sampled.
+        self._model.generation_config = GenerationConfig()
         self._waiting: list[_Request] = []
         self._generating: asyncio.Task[None] | None = None
-        self.version = 0
+        self.version: int | None = None
+        """Of the weights; None before the first ``update``."""
 
-    def update(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy weights under their Hugging Face names; the caller sets ``version``."""
+    def update(self, parts: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
+        """Take the weights of ``version``, in parts by Hugging Face name.
+
+        Waits for the answers that are being generated: each is of one version.
+        """
         own = self._model.state_dict()
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+        with self._lock, torch.no_grad():
+            for tensors in parts:
+                for name, tensor in tensors.items():
+                    own[name].copy_(tensor)
+            self.version = version
 
     async def generate(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, object]
     ) -> Answer:
-        """Return one answer; requests of one turn of the event loop are generated together."""
+        """Return one answer; requests of one turn of the event loop are generated together.
+
+        Raises ConfigError for a sampling parameter that this engine does not have.
+        """
+        for name, value in sampling_params.items():
+            if value and name not in SAMPLING:
+                raise ConfigError(
+                    f"{name} = {value!r}: a run in one process does not have it; use rlpost submit "
+                    "RECIPE --local"
+                )
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(input_ids, sampling_params, answered))
         if self._generating is None or self._generating.done():
@@ -108,25 +129,32 @@ class InProcessEngine:
             attended[row, width - len(prompt_ids) :] = 1
         device = self._model.device
         sampled = {"temperature": temperature, "top_p": top_p, "top_k": max(top_k, 0)}
-        out = self._model.generate(
-            input_ids=ids.to(device),
-            attention_mask=attended.to(device),
-            max_new_tokens=max(request.params["max_new_tokens"] for request in batch),
-            do_sample=not is_greedy,
-            **({} if is_greedy else sampled),
-            eos_token_id=list(ends) or None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        with self._lock:
+            version = self.version
+            out = self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=attended.to(device),
+                max_new_tokens=max(request.params["max_new_tokens"] for request in batch),
+                do_sample=not is_greedy,
+                **({} if is_greedy else sampled),
+                eos_token_id=list(ends) or None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        assert version is not None, "the first update comes before the first request"
         logits = torch.stack(out.logits, 1).float() / (1.0 if is_greedy else temperature)
         new_ids = out.sequences[:, width:]
         logprobs = logits.log_softmax(-1).gather(-1, new_ids[..., None])[..., 0]
         rows = zip(batch, new_ids.tolist(), logprobs.tolist(), strict=True)
-        return [self._answer_of(*row) for row in rows]
+        return [self._answer_of(*row, version) for row in rows]
 
     def _answer_of(
-        self, request: _Request, new_ids: Sequence[int], logprobs: Sequence[float]
+        self,
+        request: _Request,
+        new_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
     ) -> Answer:
         """Return the tokens of one row up to its end; a batch is padded to its longest answer."""
         ends, limit = request.sampling[3], request.params["max_new_tokens"]
@@ -141,7 +169,7 @@ class InProcessEngine:
             logprobs=FloatColumn(logprobs[:length]),
             text=self._decode(new_ids[: length - is_stopped]),
             finish_reason=reason,
-            version_spans=((self.version, length),),
+            version_spans=((version, length),),
             meta_info={},
         )
 

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -101,12 +102,14 @@ class InProcessRun:
             ConfigError: a setting is unknown, wrong, or not for one process.
             DataError, WeightError: prompts or model cannot be read.
         """
-        self.config = one_process_config(recipe, settings)
+        self.config = one_process_config(recipe, settings, has_reward=reward is not None)
         if dist.is_initialized():
             raise ConfigError("another run is open in this process; close() it first")
         self._groups: Sequence[SampleGroup] = ()
         self._running: Future[Mapping[str, float]] | None = None
-        self._closing, self._async_closing = ExitStack(), AsyncExitStack()
+        self._is_closed = False
+        # What the event loop closes, and then what this thread closes.
+        self._async_closing, self._closing = AsyncExitStack(), ExitStack()
         try:
             self._start_thread()
             self._begin(self._start(reward)).result()
@@ -128,16 +131,33 @@ class InProcessRun:
             if self._loop.state.step == num_steps:
                 raise ConfigError(f"all {num_steps} steps are trained; give a larger num_rollout")
             self._running = self._begin(self._loop.step())
-        metrics = self._running.result()
+        metrics = self._wait(self._running)
         self._running = None
         return TrainedStep(self._loop.state.step, metrics, self._groups)
 
     def evaluate(self) -> Mapping[str, float]:
-        """Return metrics on the recipe's held-out prompts, as ``eval/SET/NAME``."""
+        """Return metrics on the recipe's held-out prompts, as ``eval/SET/NAME``.
+
+        A step that was interrupted is completed first.
+        """
+        if self._running is not None:
+            wait_for([self._running])
         return self._begin(self._generation.evaluate()).result()
 
     def close(self) -> None:
-        """End graders, process groups and the thread; can be called again."""
+        """End graders, process groups and the thread; can be called again.
+
+        A step that was interrupted is completed first: its kernels use the process groups.
+        """
+        if self._is_closed:
+            return
+        if self._running is not None:
+            wait_for([self._running])
+        self._begin(self._async_closing.aclose()).result()
+        self._is_closed = True
+        self._events.call_soon_threadsafe(self._events.stop)
+        self._thread.join()
+        self._events.close()
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -156,20 +176,18 @@ class InProcessRun:
         self._events = asyncio.new_event_loop()
         # Of several answers that fail for one reason, the first is raised by ``step``.
         self._events.set_exception_handler(lambda _, context: logger.debug("%s", context))
-        thread = threading.Thread(target=self._events.run_forever, name="rlpost-run", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._events.run_forever, name="rlpost-run", daemon=True
+        )
+        self._thread.start()
 
-        def stop() -> None:
-            if self._running is not None:  # a step that was interrupted
-                self._running.exception()
-            self._begin(self._async_closing.aclose()).result()
-            self._events.call_soon_threadsafe(self._events.stop)
-            thread.join()
-            self._events.close()
-
-        self._closing.callback(stop)
+    def _wait(self, future: Future[T]) -> T:
+        return future.result()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._is_closed:
+            work.close()
+            raise ConfigError("the run is closed; make another InProcessRun")
         return asyncio.run_coroutine_threadsafe(work, self._events)
 
     async def _start(self, reward: RewardFunction | None) -> None:
@@ -250,9 +268,8 @@ class InProcessStages(Stages):
 
     def _copy_weights(self, policy_version: int) -> None:
         exporter = self._rank.exporter
-        for bucket in exporter.plan(self._rank.piece_bytes):
-            self._engine.update(exporter.gather(bucket))
-        self._engine.version = policy_version
+        buckets = exporter.plan(self._rank.piece_bytes)
+        self._engine.update(map(exporter.gather, buckets), policy_version)
 
     async def evaluate(self) -> Mapping[str, float] | None:
         """See ``Stages``."""

@@ -46,14 +46,20 @@ ABSENT = {
     "observe": "metrics are returned by step()",
 }
 """Tables without an effect, and why."""
+STARTS = {"hf_checkpoint", "ref_load", "critic_load", "model", "model_args", "override_hf_config"}
+"""Keys of [checkpoint] that act: where a run starts; nothing is saved."""
+NEVER_ABORTED = {"partial_rollout", "partial_rollout_record_s", "mask_offpolicy_in_partial_rollout"}
+REWARDS = {"rm_type", "custom_rm_path", "group_rm", "rm_url"}
 
 
-def one_process_config(recipe: str | Path, settings: Mapping[str, object]) -> Config:
+def one_process_config(
+    recipe: str | Path, settings: Mapping[str, object], *, has_reward: bool = False
+) -> Config:
     """Return the settings of ``recipe``, changed by ``settings``, for one process.
 
-    Raises ConfigError.
+    ``has_reward``: a function replaces the reward of the settings. Raises ConfigError.
     """
-    given = _values(settings)
+    given = _values(settings, has_reward=has_reward)
     merged: Values = {}
     for values in (ONE_DEVICE, given):
         for group, entries in values.items():
@@ -64,15 +70,14 @@ def one_process_config(recipe: str | Path, settings: Mapping[str, object]) -> Co
     return config
 
 
-def _values(settings: Mapping[str, object]) -> Values:
+def _values(settings: Mapping[str, object], *, has_reward: bool) -> Values:
     """Return settings by table. Raises ConfigError for unknown ones and those of no effect."""
     owner, values, problems = fields(), Values(), []
     for key, value in settings.items():
         group = owner.get(key) or pass_through.owner(key, ())
         if group is None:
             problems.append(f"{key} = {value!r}: no such setting{suggestion(key, owner)}")
-        elif key in ONE_DEVICE.get(group, {}) or group in ABSENT:
-            why = ABSENT.get(group, "it has one device and saves nothing")
+        elif why := _why_idle(group, key, has_reward=has_reward):
             problems.append(
                 f"{flag(key)} {value} has no effect in one process: {why}; leave it out"
             )
@@ -81,6 +86,17 @@ def _values(settings: Mapping[str, object]) -> Values:
     if problems:
         raise ConfigError("\n".join(problems))
     return values
+
+
+def _why_idle(group: str, key: str, *, has_reward: bool) -> str | None:
+    """Return why a setting has no effect; None for one that acts."""
+    if key in ONE_DEVICE.get(group, {}) or (group == "checkpoint" and key not in STARTS):
+        return "it has one device and saves nothing"
+    if key in NEVER_ABORTED:
+        return "no answer is aborted"
+    if has_reward and key in REWARDS:
+        return "the function of reward= is the reward"
+    return ABSENT.get(group)
 
 
 def _problems(config: Config) -> list[str]:

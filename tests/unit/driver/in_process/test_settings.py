@@ -2,18 +2,35 @@
 
 import pytest
 
-from rlpost.config.flags import groups
-from rlpost.driver.in_process.settings import ABSENT, ONE_DEVICE, one_process_config
+from rlpost.config.flags import fields, groups
+from rlpost.config.groups.checkpoint import CheckpointConfig
+from rlpost.driver.in_process.settings import (
+    ABSENT,
+    NEVER_ABORTED,
+    ONE_DEVICE,
+    REWARDS,
+    STARTS,
+    one_process_config,
+)
 from rlpost.errors import ConfigError
 
 IDLE = [(table, key) for table in ABSENT for key in groups()[table].model_fields]
 FIXED = [(table, key) for table, entries in ONE_DEVICE.items() for key in entries]
+SAVES = [("checkpoint", key) for key in CheckpointConfig.model_fields.keys() - STARTS]
+ABORTS = [("rollout", key) for key in NEVER_ABORTED]
 
 
-@pytest.mark.parametrize(("table", "key"), [*IDLE, *FIXED])
+@pytest.mark.parametrize(("table", "key"), [*IDLE, *FIXED, *sorted(SAVES), *sorted(ABORTS)])
 def test_a_setting_without_effect_is_refused_by_name(table, key):
     with pytest.raises(ConfigError, match=rf"--{key.replace('_', '-')} 1 has no effect"):
         one_process_config("tiny", {key: 1})
+
+
+def test_settings_of_rewards_are_refused_beside_a_function():
+    assert fields().keys() >= REWARDS
+    for key in REWARDS:
+        with pytest.raises(ConfigError, match="the function of reward= is the reward"):
+            one_process_config("tiny", {key: "x"}, has_reward=True)
 
 
 def test_layout_and_saves_of_the_recipe_are_replaced_and_the_rest_is_kept():
