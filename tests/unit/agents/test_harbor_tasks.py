@@ -43,15 +43,18 @@ from rlpost.extensions.agents.environments.harbor.tasks import (
     task_names,
 )
 from rlpost.extensions.agents.environments.harbor.trial import Trial, agent_folders
+from rlpost.extensions.agents.environments.harbor.verification import declared_files
 from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment, command_of, shown
 from rlpost.extensions.agents.environments.protocol import Turn
 from rlpost.extensions.agents.environments.resumption import resumption_of
+from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
     ArchiveStoreFull,
     Ended,
     Limits,
     Result,
+    SandboxFileError,
 )
 from rlpost.types import Prompt
 from tests.unit.agents.harbor_tasks import TOML, write_task
@@ -764,6 +767,34 @@ async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_f
         await trial.verify()
     trial._sandbox = AsyncMock()
     assert (await trial.verify()).score == 0.0
+
+
+class FilesOnly:
+    """A sandbox with single files, as ``declared_files`` sees it."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = {f"/{name}": data for name, data in files.items()}
+
+    async def run(self, argv: list[str], cwd: str) -> Result:
+        is_there = argv[1] == "-e" and argv[2] in self.files
+        return Result(Ended.EXITED, 0 if is_there else 1)
+
+    async def read(self, path: str, *, limit: int) -> bytes:
+        if len(self.files[path]) > limit:
+            raise SandboxFileError(f"{path}: larger than {limit} bytes")
+        return self.files[path]
+
+
+async def test_single_artifacts_count_towards_the_bound_and_only_missing_ones_are_left_out(
+    tmp_path,
+):
+    archives = Archives(tmp_path, max_mib=1)
+    some: Any = FilesOnly(a=bytes(600_000), b=bytes(400_000))
+    handed = await declared_files(some, ["/a", "/missing", "/b"], archives)
+    assert list(handed.files) == ["/a", "/b"]
+    large: Any = FilesOnly(a=bytes(600_000), b=bytes(600_000))
+    with pytest.raises(ArchiveRefused, match=r"/b: larger than 448576 .* --sandbox-archive-mib 1"):
+        await declared_files(large, ["/a", "/b"], archives)
 
 
 def sparse(path: Path, size: int) -> None:

@@ -133,8 +133,17 @@ class Archives:
             weakref.WeakKeyDictionary()
         )
 
-    async def save(self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS) -> bytes:
+    @property
+    def max_bytes(self) -> int:
+        """Bound on the size of all files of one save."""
+        return self._bounds.bytes
+
+    async def save(
+        self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS, *, beside: int = 0
+    ) -> bytes:
         """Return a manifest of folders of a sandbox, whose contents are then on disk.
+
+        ``beside``: bytes of other files of the sandbox that count towards ``max_bytes``.
 
         Raises:
             ArchiveRefused: the folders are too large together, or processes run in the background.
@@ -148,7 +157,9 @@ class Archives:
             known = await in_daemon(lambda: self._stored(self._known.get(sandbox, {})))
             try:
                 for folder in folders:
-                    scan = await self._scan(sandbox, folder, known, self._remaining(listing))
+                    scan = await self._scan(
+                        sandbox, folder, known, self._remaining(listing, beside)
+                    )
                     listing[folder] = tuple(scan.entries)
                     trusted |= trusted_digests(scan)
                 manifest = await in_daemon(lambda: self._write_listing(listing))
@@ -162,19 +173,21 @@ class Archives:
         missing = set(self.store.missing(set(known.values())))
         return {each: digest for each, digest in known.items() if digest not in missing}
 
-    def _remaining(self, listing: Listing) -> ScanBounds:
+    def _remaining(self, listing: Listing, beside: int) -> ScanBounds:
         """Return the bounds of the next folder, of those that hold for a whole save."""
         sizes = {
             folder: (sum(entry.size for entry in entries), len(entries))
             for folder, entries in listing.items()
         }
-        num_bytes = self._bounds.bytes - sum(size for size, _ in sizes.values())
+        num_bytes = self._bounds.bytes - beside - sum(size for size, _ in sizes.values())
         num_files = self._bounds.files - sum(count for _, count in sizes.values())
         before = "".join(
             f", {folder} has {size / MIB:.0f} MiB in {count} files"
             for folder, (size, count) in sizes.items()
             if count
         )
+        if beside:
+            before = f", single files have {beside / MIB:.0f} MiB{before}"
         return replace(
             self._bounds, bytes=max(0, num_bytes), files=max(0, num_files), before=before
         )

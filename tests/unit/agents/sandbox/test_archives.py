@@ -241,6 +241,8 @@ def test_the_bounds_are_those_of_all_folders_together(tmp_path: Path) -> None:
         asyncio.run(Archives(tmp_path / f"{number}", max_mib=1).save(sandbox, [path]))
     with pytest.raises(ArchiveRefused, match=refused):
         asyncio.run(Archives(tmp_path / "both", max_mib=1).save(sandbox, paths))
+    with pytest.raises(ArchiveRefused, match="over all folders, single files have 1 MiB"):
+        asyncio.run(Archives(tmp_path / "c", max_mib=1).save(sandbox, paths[:1], beside=600_000))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
