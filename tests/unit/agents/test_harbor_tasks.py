@@ -611,8 +611,18 @@ def test_the_reward_of_steps_is_harbors_and_no_policy_gains_by_stopping(
 
     Harbor leaves out steps without a verdict; here they are 0.
     """
-    assert rewards_of_steps(verified, least, "mean") == pytest.approx(mean)
-    assert rewards_of_steps(verified, least, "final") == final
+    assert rewards_of_steps(verified, least, "mean", "reward") == pytest.approx(mean)
+    assert rewards_of_steps(verified, least, "final", "reward") == final
+
+
+def test_the_only_value_of_each_step_counts_whatever_its_name():
+    """As for a task of one step; ``min_reward`` has the verifier's own names."""
+    verified = [{"reward": 1.0}, {"tests": 1.0}]
+    assert chosen(rewards_of_steps(verified, [{}, {}], "mean", "reward"), "reward") == 1.0
+    stopped = rewards_of_steps([{"tests": 0.5}], [{"tests": 1.0}, {}], "mean", "reward")
+    assert chosen(stopped, "reward") == 0.5
+    passed = rewards_of_steps([{"tests": 1.0}], [{"tests": 1.0}, {}], "mean", "reward")
+    assert chosen(passed, "reward") == 0.5
 
 
 STEPS_TOML = """\
@@ -741,6 +751,16 @@ def test_check_counts_the_tasks_that_run_and_the_reasons(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "other: it needs 1 GPUs" and lines[-1] == "1 of 2 tasks run"
     assert check([str(tmp_path / "missing")]) == 2
+
+
+def test_check_notes_a_task_that_pays_for_missing_its_min_reward(tmp_path, capsys):
+    write_steps(tmp_path)
+    arguments = [str(tmp_path), "--env-args", json.dumps({"images": NODE.images})]
+    check(arguments)
+    assert "count: note: an agent that misses min_reward of one keeps" in capsys.readouterr().out
+    write_steps(tmp_path, STEPS_TOML.replace("min_reward = ", "# "))
+    check(arguments)
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_reasons_are_counted_without_names(tmp_path):
