@@ -166,6 +166,8 @@ echo 1 > /logs/verifier/reward.txt
     verdict = trial(tmp_path, command(work), options)
     assert verdict.score == 1.0, verdict.reason
     assert trial(tmp_path, command("mkdir out; echo y > out/x"), options).score == 0.0
+    large = trial(tmp_path, command(f"{work}; truncate -s 65M count.txt"), options)
+    assert large.score == 0.0 and "artifact /app/count.txt: larger than 67108864" in large.reason
 
 
 @pytest.mark.parametrize(

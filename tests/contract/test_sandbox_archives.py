@@ -13,6 +13,8 @@ import pytest
 
 from rlpost.extensions.agents.environments.protocol import Step, Turn
 from rlpost.extensions.agents.examples.shell import Shell
+from rlpost.extensions.agents.sandbox import archives as archives_module
+from rlpost.extensions.agents.sandbox import wire
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.local import LocalSandbox
 from rlpost.extensions.agents.sandbox.pool import LocalPool
@@ -107,7 +109,12 @@ async def test_a_turn_with_50_mb_costs_little_when_few_files_changed(tmp_path: P
     assert len(list((tmp_path / "store").glob("??/*"))) < 1000 + 3 * 11
 
 
-async def test_a_sandbox_of_another_node_is_saved_over_its_connection(tmp_path: Path) -> None:
+async def test_a_sandbox_of_another_node_is_saved_over_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file larger than a message may be is sent in parts."""
+    monkeypatch.setattr(archives_module, "CONTENT_BYTES", 1 << 20)
+    monkeypatch.setattr(wire, "MAX_BODY", 2 << 20)
     archives, secret = Archives(tmp_path / "store"), b"secret"
     async with LocalPool(SMALL, size=2, warm=0) as pool:
         server = SandboxServer(pool, secret, "127.0.0.1")

@@ -33,14 +33,18 @@ def build_environment(domain: str, *, solo_mode: bool = False) -> Any:
 
 def build_agent(agent_name: str, environment: Any, *, llm: str, llm_args: Any, **more: Any) -> Any:
     assert agent_name == "llm_agent_solo" and more["solo_mode"] and environment.solo_mode
-    return SoloAgent(llm, llm_args)
+    return LLMSoloAgent(llm, llm_args)
 
 
-class SoloAgent:
+class LLMSoloAgent:
     """As in tau2-bench 1.0.1: it asks for a call, and raises for an answer without one."""
 
     def __init__(self, llm: str, llm_args: Any) -> None:
         self.llm, self.llm_args = llm, llm_args
+
+    @classmethod
+    def check_valid_task(cls, task: Any) -> bool:
+        return getattr(task, "ticket", "") is not None
 
     def generate_next_message(self, message: Any, state: Any) -> tuple[dict[str, Any], Any]:
         reply = _complete(self, state or [{"role": "user", "content": "the ticket"}])
@@ -104,9 +108,11 @@ def _complete(agent: Any, messages: list[Any]) -> dict[str, Any]:
 def install(monkeypatch: Any) -> None:
     """Make ``tau2``, and the submodules that the adapter imports, resolve to this module."""
     this = sys.modules[__name__]
-    for name in ("tau2", "tau2.data_model", "tau2.evaluator", "tau2.orchestrator", "tau2.user"):
+    parents = ("agent", "data_model", "evaluator", "orchestrator", "user")
+    for name in ("tau2", *(f"tau2.{each}" for each in parents)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name in (
+        "tau2.agent.llm_agent",
         "tau2.data_model.simulation",
         "tau2.evaluator.evaluator",
         "tau2.orchestrator.orchestrator",

@@ -70,6 +70,11 @@ def function_tool(given: Mapping[str, Any], parameters: object) -> Tool:
     return {"type": "function", "function": function}
 
 
+def name_of(tool: Tool) -> str:
+    """Return the name of a function."""
+    return str(tool["function"]["name"])
+
+
 def check_function(function: Mapping[str, Any], where: str) -> None:
     """Raise BadRequest if the parameters of a tool are no JSON schema of an object."""
     parameters = function.get("parameters")

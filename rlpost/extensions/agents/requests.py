@@ -30,6 +30,7 @@ class ChatRequest:
         namespaces: the namespace of each function that is in one.
         found_tools: those that outputs of a search hold. The policy read them there, so they are no
             part of ``tools``.
+        allows_calls: the answer may have calls; found tools are known to later requests anyway.
         searches_tools: the function ``tool_search`` is a search that the client runs.
         has_instructions: the first message is not part of the conversation, but of this request.
         size: bytes of its body, or characters of its messages if it refers to earlier ones.
@@ -47,6 +48,7 @@ class ChatRequest:
     dropped_tools: tuple[str, ...] = ()
     namespaces: Mapping[str, str] = field(default_factory=dict)
     found_tools: tuple[Tool, ...] = ()
+    allows_calls: bool = True
     searches_tools: bool = False
     has_instructions: bool = False
     size: int = field(default=0, compare=False)

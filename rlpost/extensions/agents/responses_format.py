@@ -8,7 +8,7 @@ as items, or refers to answers of the episode by their ids. Consecutive items of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlpost.extensions.agents import request_fields, tool_search
@@ -21,10 +21,18 @@ from rlpost.extensions.agents.chat_messages import (
     checked_arguments,
     constrains_sampling,
     function_tool,
+    name_of,
     text_of,
 )
 from rlpost.extensions.agents.openai_format import boolean, may_call_tools, whole_number
-from rlpost.extensions.agents.requests import ChatRequest, Recall, Reply, recall_nothing, recalled
+from rlpost.extensions.agents.requests import (
+    ChatRequest,
+    Earlier,
+    Recall,
+    Reply,
+    recall_nothing,
+    recalled,
+)
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 THOUGHT_PARTS = ("reasoning_text", "text")
@@ -48,22 +56,22 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
         raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
     instructions = text_of(body.get("instructions"), "instructions")
     messages = [Message("system", instructions)] if instructions else []
-    known: tuple[Tool, ...] = ()
-    known_namespaces: Mapping[str, str] = {}
+    earlier = None
     if (previous := body.get("previous_response_id")) is not None:
         field = "previous_response_id"
         remedy = "send the items of the conversation in input"
         earlier = recalled(previous, "resp", recall, field=field, remedy=remedy)
         messages += earlier.conversation(with_instructions=False)
-        known, known_namespaces = earlier.found_tools, earlier.namespaces
     messages += _messages(body.get("input"), recall)
     tools, namespaces, dropped = _tools(body)
-    loaded, loaded_namespaces = _found_tools(body.get("input"))
+    found_tools, found_namespaces = _found_tools(body, tools, namespaces, earlier)
+    allows_calls = may_call_tools(body.get("tool_choice"))
     return ChatRequest(
         messages=checked(messages),
-        tools=tools,
-        namespaces={**known_namespaces, **loaded_namespaces, **namespaces},
-        found_tools=(*known, *loaded),
+        tools=tools if allows_calls else (),
+        namespaces={**found_namespaces, **namespaces},
+        found_tools=found_tools,
+        allows_calls=allows_calls,
         searches_tools=_searches(body.get("tools")),
         dropped_tools=dropped,
         has_instructions=bool(instructions),
@@ -332,14 +340,11 @@ def _tools(
 
     Codex sends functions in tools of type ``namespace``. Raises BadRequest.
     """
-    raw_tools, choice = body.get("tools") or [], body.get("tool_choice")
+    raw_tools = body.get("tools") or []
     if not isinstance(raw_tools, list):
         raise BadRequest("tools must be a list", param="tools")
     dropped = request_fields.server_tools(raw_tools)
-    tools, namespaces = _functions(raw_tools, "tools")
-    if not may_call_tools(choice):
-        return (), {}, dropped
-    return tools, namespaces, dropped
+    return *_functions(raw_tools, "tools"), dropped
 
 
 def _searches(raw_tools: object) -> bool:
@@ -347,15 +352,54 @@ def _searches(raw_tools: object) -> bool:
     return any(tool_search.is_run_by_client(tool) for tool in tools)
 
 
-def _found_tools(raw_input: object) -> tuple[tuple[Tool, ...], dict[str, str]]:
-    """Return the tools that outputs of a search hold, and the namespaces of some by name."""
-    tools, namespaces = list[Tool](), dict[str, str]()
+def _found_tools(
+    body: Mapping[str, object],
+    tools: Sequence[Tool],
+    namespaces: Mapping[str, str],
+    earlier: Earlier | None,
+) -> tuple[tuple[Tool, ...], dict[str, str]]:
+    """Return the tools that outputs of a search hold, and the namespaces of some by name.
+
+    Those of ``earlier`` come first, without names that ``tools`` has. Raises BadRequest for two
+    functions of one name that a call could not tell apart.
+    """
+    origins: dict[str, str | None] = {
+        name: namespaces.get(name, "") for name in map(name_of, tools)
+    }
+    if _searches(body.get("tools")):
+        origins[tool_search.NAME] = None
+    all_found, all_namespaces = list[Tool](), dict[str, str]()
+
+    def add(found: Sequence[Tool], named: Mapping[str, str], where: str) -> None:
+        for tool in found:
+            name = name_of(tool)
+            origin = named.get(name, "")
+            if (other := origins.setdefault(name, origin)) != origin:
+                raise BadRequest(
+                    f"{where} has a function {name!r} ({_described(origin)}), and another tool has "
+                    f"this name ({_described(other)}); send one",
+                    param=where,
+                )
+            all_found.append(tool)
+            if origin:
+                all_namespaces[name] = origin
+
+    if earlier is not None:
+        kept = [tool for tool in earlier.found_tools if name_of(tool) not in origins]
+        add(kept, earlier.namespaces, "previous_response_id")
+    raw_input = body.get("input")
     for place, item in enumerate(raw_input if isinstance(raw_input, list) else ()):
         if isinstance(item, Mapping) and item.get("type") == tool_search.OUTPUT:
-            found, named = _functions(item.get("tools") or [], f"input[{place}].tools")
-            tools += found
-            namespaces |= named
-    return tuple(tools), namespaces
+            where = f"input[{place}].tools"
+            add(*_functions(item.get("tools") or [], where), where)
+    return tuple(all_found), all_namespaces
+
+
+def _described(origin: str | None) -> str:
+    """Return where a function is from, for messages: a namespace, "", or None for the search."""
+    if origin is None:
+        return "the search"
+    return f"in namespace {origin!r}" if origin else "in no namespace"
 
 
 def _functions(raw_tools: object, field: str) -> tuple[tuple[Tool, ...], dict[str, str]]:
@@ -376,11 +420,11 @@ def _functions(raw_tools: object, field: str) -> tuple[tuple[Tool, ...], dict[st
                 raise BadRequest(f"{where}.tools must be a list", param="tools")
             for number, each in enumerate(inner):
                 function = _function(each, f"{where}.tools[{number}]")
-                namespaces[function["function"]["name"]] = str(tool.get("name"))
+                namespaces[name_of(function)] = str(tool.get("name"))
                 tools.append(function)
         else:
             tools.append(_function(tool, where))
-    names = [tool["function"]["name"] for tool in tools]
+    names = [name_of(tool) for tool in tools]
     for name in (*namespaces, tool_search.NAME):
         if names.count(name) > 1:
             kind = f"in namespace {namespaces[name]!r}" if name in namespaces else "a search"

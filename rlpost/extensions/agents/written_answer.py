@@ -86,7 +86,7 @@ def read_answer(
 def _parse(text: str, policy: Policy, request: ChatRequest, *, opens_thinking: bool) -> Parsed:
     """Parse an answer. A parser that fails must not lose the turn, which stays a text."""
     try:
-        tools = (*request.tools, *request.found_tools)
+        tools = (*request.tools, *request.found_tools) if request.allows_calls else ()
         return parse_answer(text, policy.format, tools, opens_thinking=opens_thinking)
     except Exception:
         logger.exception("an answer of %d characters could not be parsed", len(text))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from rlpost.errors import ConfigError, DataError, GradingLost
+from rlpost.extensions.agents.env_names import parse_env
+from rlpost.extensions.agents.environments.export import tasks_of
 from rlpost.extensions.agents.environments.of_tau2 import REPLAYED, Tau2Harness
 from rlpost.extensions.agents.environments.protocol import Episode, Outcome
 from rlpost.extensions.agents.environments.resumption import resumption_of
@@ -95,8 +100,60 @@ def test_a_task_that_was_not_evaluated_has_no_reward(monkeypatch: pytest.MonkeyP
     with pytest.raises(GradingLost, match=r"evaluation of task .* failed: ValueError: replay"):
         harness.run(given)
     monkeypatch.setattr(harness, "tasks", [SimpleNamespace(id="free", evaluation_criteria=None)])
-    with pytest.raises(DataError, match="task free of tau2:mock has no evaluation criteria"):
-        harness.run(given)
+    named = replace(given, prompt=replace(given.prompt, metadata={"task": "free"}))
+    with pytest.raises(DataError, match=r"task free of tau2:mock .* has no evaluation criteria"):
+        harness.run(named)
+
+
+def errors_of_others() -> dict[str, ValueError]:
+    with pytest.raises(ValidationError) as of_pydantic:
+        TypeAdapter(int).validate_python({})
+    return {
+        "json": json.JSONDecodeError("Expecting value", "", 0),
+        "pydantic": of_pydantic.value,
+        "unicode": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        "a library": ValueError("the model's answer has no choices"),
+    }
+
+
+@pytest.mark.parametrize("name", errors_of_others())
+def test_an_error_of_the_agents_turn_is_no_reward_but_for_an_answer_without_a_call(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each is a ValueError, as tau2's own; a damaged HTTP answer is not the policy's fault."""
+    error = errors_of_others()[name]
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(solo_agent(), "generate_next_message", fail)
+    with pytest.raises(type(error)) as caught:
+        play(call("done"), task=0)
+    assert caught.value is error
+
+
+def solo_agent() -> Any:
+    return importlib.import_module("tau2.agent.llm_agent").LLMSoloAgent
+
+
+def test_tasks_that_the_agent_without_a_user_refuses_are_neither_exported_nor_played(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def is_valid(task: Any) -> bool:
+        return bool(task.id == "update_task_1")
+
+    monkeypatch.setattr(solo_agent(), "check_valid_task", is_valid)
+    rows = list(tasks_of(parse_env("tau2:mock"), SOLO))
+    harness = Tau2Harness("mock", **SOLO)
+    assert [harness.tasks[row["task"]].id for row in rows] == ["update_task_1"]
+    assert (
+        "skipped create_task_1: tau2's agent llm_agent_solo refuses it" in capsys.readouterr().err
+    )
+    episode = Episode("http://x/v1", "k", "policy", Prompt(0, "t", (1,)), 0, {}, 4)
+    assert harness.task_of(episode).id == "update_task_1"
+    monkeypatch.setattr(solo_agent(), "check_valid_task", lambda task: False)
+    with pytest.raises(ConfigError, match=r"none of its \d+ tasks can be played"):
+        Tau2Harness("mock", **SOLO)
 
 
 def test_missing_settings_are_reported_before_the_run() -> None:

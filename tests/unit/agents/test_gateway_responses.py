@@ -11,6 +11,7 @@ from openai.resources.responses import AsyncResponses  # takes seconds, so not w
 
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, ToolCall
 from rlpost.extensions.agents.openai_format import chat_request
+from rlpost.extensions.agents.requests import ChatRequest, Earlier
 from rlpost.extensions.agents.responses_format import responses_request
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.sampled import check
@@ -157,6 +158,59 @@ async def test_a_search_for_tools_that_the_client_runs_is_one_trajectory(
         check([trajectory], made.sampled)
 
 
+def found_by_search(tools: list[Any]) -> list[Any]:
+    """The items of a search that found ``tools``."""
+    call: Any = {"call_id": "c", "execution": "client", "arguments": {"query": "weather"}}
+    return [
+        QUESTION,
+        {"type": "tool_search_call", **call},
+        {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": tools},
+    ]
+
+
+def after(first: ChatRequest) -> Any:
+    """What recalls the answer of a request."""
+    return lambda _: Earlier(
+        first.messages,
+        first.tools,
+        first.has_instructions,
+        Message("assistant", "x"),
+        first.found_tools,
+        first.namespaces,
+    )
+
+
+def test_a_later_request_knows_the_found_tools_of_the_earlier_one_and_no_namespace_beside() -> None:
+    """A plain function must not get the namespace that one of its name had before."""
+    later: Any = {"input": "y", "previous_response_id": "resp_1"}
+    first = responses_request({"input": "x", "tools": FOUND})
+    second = responses_request({**later, "tools": [TOOL]}, after(first))
+    assert first.namespaces == {"weather": "mcp__sky"} and second.namespaces == {}
+    searched = responses_request({"input": found_by_search(FOUND), "tools": [SEARCH]})
+    none = responses_request({**later, "tools": [SEARCH], "tool_choice": "none"}, after(searched))
+    third = responses_request({**later, "tools": [SEARCH]}, after(none))
+    for each in (searched, none, third):
+        assert each.namespaces == {"weather": "mcp__sky"} and len(each.found_tools) == 1
+    assert not none.allows_calls and not none.tools and third.allows_calls
+    replaced = responses_request({**later, "tools": [SEARCH, TOOL]}, after(searched))
+    assert replaced.namespaces == {} and replaced.found_tools == ()
+
+
+def test_a_tool_that_is_found_again_is_no_conflict() -> None:
+    items = [*found_by_search(FOUND), *found_by_search(FOUND)]
+    assert responses_request({"input": items, "tools": [SEARCH]}).namespaces
+
+
+async def test_no_call_of_a_found_tool_is_read_where_calls_are_not_allowed(folder: str) -> None:
+    async with setup(folder, (CALL,)) as made, await made.open() as episode:
+        url, key = f"{episode.base_url}/responses", {"x-api-key": episode.api_key}
+        body = {"input": found_by_search(FOUND), "tools": [SEARCH], "tool_choice": "none"}
+        async with made.client.post(url, json=body, headers=key) as response:
+            assert response.status == 200, await response.text()
+            (item,) = (await response.json())["output"]
+        assert item["type"] == "message" and item["content"][0]["text"] == CALL
+
+
 def response_of(stream: str) -> Any:
     """Return the response in the last event of a stream."""
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
@@ -226,6 +280,12 @@ def test_a_function_that_is_named_as_a_search_is_none() -> None:
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "tool_search"}]}, "tools"),
         ({"input": "x", "tools": [SEARCH, {**TOOL, "name": "tool_search"}]}, "tools"),
+        ({"input": found_by_search(FOUND), "tools": [SEARCH, TOOL]}, "input[2].tools"),
+        (
+            {"input": found_by_search([{**TOOL, "name": "tool_search"}]), "tools": [SEARCH]},
+            "input[2].tools",
+        ),
+        ({"input": [*found_by_search([TOOL]), *found_by_search(FOUND)]}, "input[5].tools"),
         ({"input": [{"type": "tool_search_call", "execution": "server"}]}, "input[0]"),
         ({"input": [{"type": "tool_search_output", "tools": 3}]}, "input[0].tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),

@@ -43,15 +43,18 @@ from rlpost.extensions.agents.environments.harbor.tasks import (
     task_names,
 )
 from rlpost.extensions.agents.environments.harbor.trial import Trial, agent_folders
+from rlpost.extensions.agents.environments.harbor.verification import declared_files
 from rlpost.extensions.agents.environments.of_harbor import HarborEnvironment, command_of, shown
 from rlpost.extensions.agents.environments.protocol import Turn
 from rlpost.extensions.agents.environments.resumption import resumption_of
+from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
     ArchiveStoreFull,
     Ended,
     Limits,
     Result,
+    SandboxFileError,
 )
 from rlpost.types import Prompt
 from tests.unit.agents.harbor_tasks import TOML, write_task
@@ -608,8 +611,18 @@ def test_the_reward_of_steps_is_harbors_and_no_policy_gains_by_stopping(
 
     Harbor leaves out steps without a verdict; here they are 0.
     """
-    assert rewards_of_steps(verified, least, "mean") == pytest.approx(mean)
-    assert rewards_of_steps(verified, least, "final") == final
+    assert rewards_of_steps(verified, least, "mean", "reward") == pytest.approx(mean)
+    assert rewards_of_steps(verified, least, "final", "reward") == final
+
+
+def test_the_only_value_of_each_step_counts_whatever_its_name():
+    """As for a task of one step; ``min_reward`` has the verifier's own names."""
+    verified = [{"reward": 1.0}, {"tests": 1.0}]
+    assert chosen(rewards_of_steps(verified, [{}, {}], "mean", "reward"), "reward") == 1.0
+    stopped = rewards_of_steps([{"tests": 0.5}], [{"tests": 1.0}, {}], "mean", "reward")
+    assert chosen(stopped, "reward") == 0.5
+    passed = rewards_of_steps([{"tests": 1.0}], [{"tests": 1.0}, {}], "mean", "reward")
+    assert chosen(passed, "reward") == 0.5
 
 
 STEPS_TOML = """\
@@ -740,6 +753,16 @@ def test_check_counts_the_tasks_that_run_and_the_reasons(tmp_path, capsys):
     assert check([str(tmp_path / "missing")]) == 2
 
 
+def test_check_notes_a_task_that_pays_for_missing_its_min_reward(tmp_path, capsys):
+    write_steps(tmp_path)
+    arguments = [str(tmp_path), "--env-args", json.dumps({"images": NODE.images})]
+    check(arguments)
+    assert "count: note: an agent that misses min_reward of one keeps" in capsys.readouterr().out
+    write_steps(tmp_path, STEPS_TOML.replace("min_reward = ", "# "))
+    check(arguments)
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_reasons_are_counted_without_names(tmp_path):
     write_task(tmp_path, "one")
     write_task(tmp_path, "two")
@@ -764,6 +787,34 @@ async def test_an_episode_is_lost_when_the_store_is_full_and_scores_0_when_its_f
         await trial.verify()
     trial._sandbox = AsyncMock()
     assert (await trial.verify()).score == 0.0
+
+
+class FilesOnly:
+    """A sandbox with single files, as ``declared_files`` sees it."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = {f"/{name}": data for name, data in files.items()}
+
+    async def run(self, argv: list[str], cwd: str) -> Result:
+        is_there = argv[1] == "-e" and argv[2] in self.files
+        return Result(Ended.EXITED, 0 if is_there else 1)
+
+    async def read(self, path: str, *, limit: int) -> bytes:
+        if len(self.files[path]) > limit:
+            raise SandboxFileError(f"{path}: larger than {limit} bytes")
+        return self.files[path]
+
+
+async def test_single_artifacts_count_towards_the_bound_and_only_missing_ones_are_left_out(
+    tmp_path,
+):
+    archives = Archives(tmp_path, max_mib=1)
+    some: Any = FilesOnly(a=bytes(600_000), b=bytes(400_000))
+    handed = await declared_files(some, ["/a", "/missing", "/b"], archives)
+    assert list(handed.files) == ["/a", "/b"]
+    large: Any = FilesOnly(a=bytes(600_000), b=bytes(600_000))
+    with pytest.raises(ArchiveRefused, match=r"/b: larger than 448576 .* --sandbox-archive-mib 1"):
+        await declared_files(large, ["/a", "/b"], archives)
 
 
 def sparse(path: Path, size: int) -> None:

@@ -40,7 +40,11 @@ def tasks_of(name: EnvName, arguments: Mapping[str, object]) -> Iterator[dict[st
             f"--env {name.word}: it has no tasks to export; write the prompt file yourself"
         )
     harness = load_function(ADAPTERS[name.kind], key="--env")(name.target, **arguments)
+    refusal_of = getattr(harness, "refusal_of", lambda task: "")
     for number, task in enumerate(harness.tasks):
+        if refusal := refusal_of(task):
+            print(f"skipped {getattr(task, 'id', number)}: {refusal}", file=sys.stderr)
+            continue
         text = getattr(getattr(task, "data", task), "prompt_text", None)
         shown = text or str(getattr(task, "id", number))
         yield {"prompt": shown, "env": name.label, "task": number}

@@ -10,8 +10,8 @@ without a user.
 The package ``tau2`` of PyPI is another project (magnetic relaxation rates).
 
 A prompt names its task by ``task`` in the metadata, an id of tau2 or a position; without it, the
-prompt id modulo the number of tasks. A simulation that ended because of the user's model or of
-infrastructure has no reward: it is started again, then left out.
+prompt id modulo the number of tasks that can be played (``refusal_of``). A simulation that ended
+because of the user's model or of infrastructure has no reward: it is started again, then left out.
 
 tau2 has no way to continue a simulation. After an interruption one without a user is replayed in
 the domains REPLAYED: their tools compute on a database that is loaded for each simulation, so the
@@ -37,6 +37,9 @@ SOLO = "llm_agent_solo"
 ANY_ANSWER: Mapping[str, object] = {"extra_body": {"tool_choice": "auto"}}
 """For litellm, in place of the ``required`` that the agent without a user asks for: a policy is
 sampled without constraints, and an answer without a call is its own fault."""
+WITHOUT_CALL = "LLMSoloAgent only supports tool calls"
+"""Begin of the ValueError of the agent without a user for an answer without a call. Every other
+error of its turn, such as a damaged HTTP answer, is not the policy's."""
 REPLAYED = ("airline", "mock", "retail")
 """Domains whose tools use neither a clock nor a random number (read in tau2-bench 1.0.1)."""
 
@@ -64,9 +67,11 @@ class Tau2Harness:
             evaluation: tau2's name of the kind of evaluation.
 
         Raises:
-            ConfigError: tau2-bench is not installed, has no such domain, or there is no user.
+            ConfigError: tau2-bench is not installed, has no such domain or no task to play, or there is
+                no user.
         """
         try:
+            from tau2.agent.llm_agent import LLMSoloAgent
             from tau2.data_model.simulation import TextRunConfig
             from tau2.evaluator.evaluator import EvaluationType
             from tau2.orchestrator.orchestrator import Orchestrator
@@ -94,6 +99,13 @@ class Tau2Harness:
         except Exception as error:
             raise ConfigError(f"--env tau2:{domain}: {type(error).__name__}: {error}") from error
         self._domain, self._agent = domain, agent
+        self._is_valid_for_solo = LLMSoloAgent.check_valid_task
+        self._playable = [task for task in self.tasks if not self.refusal_of(task)]
+        if not self._playable:
+            raise ConfigError(
+                f"--env tau2:{domain}: none of its {len(self.tasks)} tasks can be played; the first: "
+                f"{self.refusal_of(self.tasks[0]) if self.tasks else 'there is none'}"
+            )
         self.deterministic = agent == SOLO and domain in REPLAYED
         self._user_llm, self._user_llm_args = user_llm, dict(user_llm_args or {})
         self._max_steps = max_steps or 4 * max_turns
@@ -174,8 +186,9 @@ class Tau2Harness:
         def noted(*inputs: Any, **named: Any) -> Any:
             try:
                 return answer(*inputs, **named)
-            except ValueError as error:  # tau2 has none for an agent that it cannot continue
-                without_call.append(str(error))
+            except ValueError as error:  # tau2 has no class for it, but others subclass ValueError
+                if type(error) is ValueError and str(error).startswith(WITHOUT_CALL):
+                    without_call.append(str(error))
                 raise
 
         agent.generate_next_message = noted
@@ -190,16 +203,26 @@ class Tau2Harness:
             solo_mode=True,
         )
 
+    def refusal_of(self, task: Any) -> str:
+        """Return why a task cannot be played; '' if it can."""
+        if getattr(task, "evaluation_criteria", True) is None:
+            return "it has no evaluation criteria, and tau2 rewards every answer to it with 1"
+        if self._agent == SOLO and not self._is_valid_for_solo(task):
+            return f"tau2's agent {SOLO} refuses it; it takes tasks with a ticket and actions"
+        return ""
+
     def task_of(self, episode: Episode) -> Any:
         """Return the task of an episode's prompt. Raises DataError."""
         prompt = episode.prompt
-        named = prompt.metadata.get("task", prompt.prompt_id % len(self.tasks))
+        if "task" not in prompt.metadata:
+            return self._playable[prompt.prompt_id % len(self._playable)]
+        named = prompt.metadata["task"]
         for number, task in enumerate(self.tasks):
             if named in (number, task.id):
-                if getattr(task, "evaluation_criteria", True) is None:
+                if refusal := self.refusal_of(task):
                     raise DataError(
-                        f"prompt {prompt.prompt_id}: task {task.id} of tau2:{self._domain} has no evaluation "
-                        "criteria, and tau2 rewards every answer to it with 1; leave it out of the prompts"
+                        f"prompt {prompt.prompt_id}: task {task.id} of tau2:{self._domain} cannot be "
+                        f"played: {refusal}; leave it out of the prompts"
                     )
                 return task
         raise DataError(

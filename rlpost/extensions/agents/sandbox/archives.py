@@ -3,8 +3,8 @@
 ``save`` returns a manifest of some 150 bytes: the digest of a listing, which names every entry and
 the digests of the contents. Listings and contents are in a ``ContentStore`` each, once: contents
 are files of the agent, who can write any of them and print its digest, so that a digest alone never
-makes a listing. From the second save on, only files that changed since the last one are read and
-hashed (``inner.archive``).
+makes a listing. A file of more than CONTENT_BYTES has several contents. From the second save on,
+only files that changed since the last one are read and hashed (``inner.archive``).
 
 What is kept: contents, permission bits, mtimes, empty folders, links with any target, FIFOs, names
 of any bytes; an entry that was deleted is not there after ``restore``. What is not: processes (while
@@ -28,6 +28,7 @@ from common.files import check_path
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import RlpostError
 from rlpost.extensions.agents.sandbox.content_store import (
+    DIGEST_CHARACTERS,
     GIB,
     ContentMissing,
     ContentStore,
@@ -55,7 +56,7 @@ LISTINGS = "listings"
 LISTING_BYTES = 64 * MIB
 """Of a listing as JSON; paths are names that an agent chose."""
 FOLDERS = (WORK, HOME, "/tmp")
-CONTENT_BYTES = 32 * MIB  # of one exchange with a sandbox, which is held in memory
+CONTENT_BYTES = 32 * MIB  # of one exchange with a sandbox, which is held in memory, a few times
 TRANSFERS = 4  # saves and restores at a time, for the same reason
 TICK_NS = 20_000_000
 """Twice the longest tick of a kernel (CONFIG_HZ=100): ctime may be that much behind the clock."""
@@ -72,7 +73,7 @@ class ArchiveEntry:
     Attributes:
         path: relative to its folder.
         mtime: ns.
-        content: digest of a file's content, or target of a link.
+        content: digests of a file's contents, joined, or target of a link.
     """
 
     path: str
@@ -85,6 +86,15 @@ class ArchiveEntry:
 
 Listing = Mapping[str, tuple[ArchiveEntry, ...]]
 """Entries by the folder that was saved, each after the folders above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The contents that were received of a file which is sent in parts."""
+
+    signature: bytes = b""
+    digests: str = ""
+    size: int = 0
 
 
 @dataclass
@@ -100,6 +110,8 @@ class Scan:
     changed: dict[bytes, int] = field(default_factory=dict)
     """ctime by signature."""
     is_complete: bool = True
+    partial: Partial = Partial()
+    """A file of which more has to come."""
 
 
 class Archives:
@@ -133,8 +145,17 @@ class Archives:
             weakref.WeakKeyDictionary()
         )
 
-    async def save(self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS) -> bytes:
+    @property
+    def max_bytes(self) -> int:
+        """Bound on the size of all files of one save."""
+        return self._bounds.bytes
+
+    async def save(
+        self, sandbox: Sandbox, folders: Sequence[str] = FOLDERS, *, beside: int = 0
+    ) -> bytes:
         """Return a manifest of folders of a sandbox, whose contents are then on disk.
+
+        ``beside``: bytes of other files of the sandbox that count towards ``max_bytes``.
 
         Raises:
             ArchiveRefused: the folders are too large together, or processes run in the background.
@@ -148,7 +169,9 @@ class Archives:
             known = await in_daemon(lambda: self._stored(self._known.get(sandbox, {})))
             try:
                 for folder in folders:
-                    scan = await self._scan(sandbox, folder, known, self._remaining(listing))
+                    scan = await self._scan(
+                        sandbox, folder, known, self._remaining(listing, beside)
+                    )
                     listing[folder] = tuple(scan.entries)
                     trusted |= trusted_digests(scan)
                 manifest = await in_daemon(lambda: self._write_listing(listing))
@@ -159,22 +182,25 @@ class Archives:
 
     def _stored(self, known: Mapping[bytes, str]) -> dict[bytes, str]:
         """Return those files whose content is still in the store."""
-        missing = set(self.store.missing(set(known.values())))
-        return {each: digest for each, digest in known.items() if digest not in missing}
+        digests = {digest for each in known.values() for digest in split(each)}
+        missing = set(self.store.missing(digests))
+        return {each: value for each, value in known.items() if missing.isdisjoint(split(value))}
 
-    def _remaining(self, listing: Listing) -> ScanBounds:
+    def _remaining(self, listing: Listing, beside: int) -> ScanBounds:
         """Return the bounds of the next folder, of those that hold for a whole save."""
         sizes = {
             folder: (sum(entry.size for entry in entries), len(entries))
             for folder, entries in listing.items()
         }
-        num_bytes = self._bounds.bytes - sum(size for size, _ in sizes.values())
+        num_bytes = self._bounds.bytes - beside - sum(size for size, _ in sizes.values())
         num_files = self._bounds.files - sum(count for _, count in sizes.values())
         before = "".join(
             f", {folder} has {size / MIB:.0f} MiB in {count} files"
             for folder, (size, count) in sizes.items()
             if count
         )
+        if beside:
+            before = f", single files have {beside / MIB:.0f} MiB{before}"
         return replace(
             self._bounds, bytes=max(0, num_bytes), files=max(0, num_files), before=before
         )
@@ -183,18 +209,20 @@ class Archives:
         self, sandbox: Sandbox, folder: str, known: Mapping[bytes, str], bounds: ScanBounds
     ) -> Scan:
         """Read a folder until all contents are in the store."""
-        received, began = dict(known), None
+        received, began, partial = dict(known), None, Partial()
         while True:
-            stream = await sandbox.scan(folder, received, bounds=bounds)
-            scan = await in_daemon(lambda: self._store(stream, received))  # noqa: B023
+            so_far = partial.signature, partial.size
+            stream = await sandbox.scan(folder, received, bounds=bounds, partial=so_far)
+            scan = await in_daemon(lambda: self._store(stream, received, partial))  # noqa: B023
+            partial = scan.partial
             began = scan.began if began is None else began
             received |= scan.digests
             if scan.is_complete:
                 scan.began = began  # a file that changed since the first request is read again
                 return scan
 
-    def _store(self, stream: bytes, known: Mapping[bytes, str]) -> Scan:
-        scan = decode_scan(stream, known)
+    def _store(self, stream: bytes, known: Mapping[bytes, str], partial: Partial) -> Scan:
+        scan = decode_scan(stream, known, partial)
         self.store.add(scan.contents)
         return scan
 
@@ -242,22 +270,30 @@ class Archives:
         parts: list[bytes] = []
         size = 0
         for entry in entries:
-            content = b""
-            try:
-                if entry.kind == "file":
-                    content = self.store.read(entry.content)
-            except (ContentMissing, OSError) as error:
-                raise ArchiveDamaged(f"{entry.path} of a saved sandbox: {error}") from error
-            if entry.kind in ("link", "folder"):
-                content = bytes.fromhex(entry.content)
-            parts.append(packed(entry, entry.kind, content))
-            size += len(content)
-            if size >= CONTENT_BYTES:
-                yield b"".join([*parts, END])
-                parts, size = [], 0
+            for part in self._packed(entry):
+                parts.append(part)
+                size += len(part)
+                if size >= CONTENT_BYTES:
+                    yield b"".join([*parts, END])
+                    parts, size = [], 0
         folders = [entry for entry in entries if entry.kind == "folder"]
         seals = [packed(entry, "seal") for entry in reversed(folders)]  # the deepest first
         yield b"".join([*parts, *seals, END])
+
+    def _packed(self, entry: ArchiveEntry) -> Iterator[bytes]:
+        """Yield an entry, and each further content of its file. Raises ArchiveDamaged."""
+        if entry.kind != "file":
+            yield packed(entry, entry.kind, bytes.fromhex(entry.content))
+            return
+        digests = split(entry.content)
+        for number, digest in enumerate(digests):
+            try:
+                content = self.store.read(digest)
+            except (ContentMissing, OSError) as error:
+                raise ArchiveDamaged(f"{entry.path} of a saved sandbox: {error}") from error
+            is_last = number == len(digests) - 1
+            kind = "more" if number else "file"
+            yield packed(entry if is_last else replace(entry, mode=0o600), kind, content)
 
     async def keep_only(self, saves: Iterable[bytes]) -> int:
         """Delete what no save needs; return how many bytes that were.
@@ -277,12 +313,21 @@ class Archives:
             except (ArchiveDamaged, ContentMissing):
                 continue  # not a listing, or one that is lost
             entries = [entry for each in listing.values() for entry in each]
-            needed |= {digest, *(entry.content for entry in entries if entry.kind == "file")}
+            contents = (entry.content for entry in entries if entry.kind == "file")
+            needed |= {digest, *(each for content in contents for each in split(content))}
         return self.listings.sweep_except(needed) + self.store.sweep_except(needed)
 
 
 END = struct.pack(">I", 0)
 DIGEST = re.compile(rb"[0-9a-f]{64}")
+
+
+def split(contents: str) -> list[str]:
+    """Return the digests of a file's contents in order."""
+    return [
+        contents[start : start + DIGEST_CHARACTERS]
+        for start in range(0, len(contents), DIGEST_CHARACTERS)
+    ]
 
 
 def packed(entry: ArchiveEntry, kind: str, content: bytes = b"") -> bytes:
@@ -298,10 +343,11 @@ def packed(entry: ArchiveEntry, kind: str, content: bytes = b"") -> bytes:
     return struct.pack(">I", len(text)) + text + content
 
 
-def decode_scan(stream: bytes, known: Mapping[bytes, str]) -> Scan:
+def decode_scan(stream: bytes, known: Mapping[bytes, str], partial: Partial = Partial()) -> Scan:
     """Decode a stream of ``inner.archive.save``.
 
-    ``known``: digests of the files that it leaves out. Raises ArchiveRefused when it is damaged.
+    ``known``: digests of the files that it leaves out. ``partial``: what was received of a file
+    before. Raises ArchiveRefused when it is damaged.
     """
     scan, view, position = Scan(), memoryview(stream), 0
     try:
@@ -311,14 +357,19 @@ def decode_scan(stream: bytes, known: Mapping[bytes, str]) -> Scan:
             position = start + head["size"]
             if not start <= position <= len(view):
                 raise ValueError("incomplete entry")
-            _take(scan, head, view[start:position], known)
-            position = start + head["size"]
+            _take(scan, head, view[start:position], known, partial)
     except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ArchiveRefused(f"the sandbox sent a damaged list of its files: {error!r}") from None
     return scan
 
 
-def _take(scan: Scan, head: SavedHeader, content: memoryview, known: Mapping[bytes, str]) -> None:
+def _take(
+    scan: Scan,
+    head: SavedHeader,
+    content: memoryview,
+    known: Mapping[bytes, str],
+    partial: Partial,
+) -> None:
     kind = head["kind"]
     if kind == "start":
         scan.began = head["time"]
@@ -334,10 +385,18 @@ def _take(scan: Scan, head: SavedHeader, content: memoryview, known: Mapping[byt
             scan.is_complete = False
             return
         signature, size = bytes.fromhex(head["signature"]), head["file_size"]
-        if head["state"] == "sent":
+        if head["state"] in ("sent", "part"):
+            so_far = partial if head["offset"] else Partial(signature)
+            if (so_far.signature, so_far.size) != (signature, head["offset"]):
+                raise ValueError("a part of a file that was not asked for")
             data = bytes(content)
-            name = digest_of(data)
-            scan.contents[name] = data
+            digest = digest_of(data)
+            scan.contents[digest] = data
+            name = so_far.digests + digest
+            if head["state"] == "part":
+                scan.is_complete = False
+                scan.partial = Partial(signature, name, so_far.size + len(data))
+                return
         else:
             name = known[signature]
         scan.digests[signature] = name

@@ -163,8 +163,10 @@ class LocalSandbox(Sandbox):
                 return self.limits.output_kib * 1024
             case "read":
                 return request["limit"]
-            case "snapshot" | "save":  # with a header for each entry
+            case "snapshot":  # with a header for each entry
                 return request["max_bytes"] + request["max_files"] * 4096
+            case "save":
+                return request["max_content"] + min(request["max_files"] * 4096, SAVE_HEADER_BYTES)
         return MIB
 
     def _remaining(self, wall: float) -> float:
@@ -306,6 +308,7 @@ def _result(
 
 
 CHUNK = 1 << 16
+SAVE_HEADER_BYTES = 512 * MIB  # several times a listing (``archives``); a wire's message holds it
 DROP_PAUSE = 0.004  # s between two dropped chunks: at most 16 MB/s
 
 

@@ -96,7 +96,7 @@ class ScanBounds:
     files: int
     """Files and folders."""
     content: int
-    """Size of the contents in one answer of a sandbox; a larger file is sent alone."""
+    """Size of the contents in one answer of a sandbox; a larger file is sent in parts."""
     whole: str = ""
     """The settings that bound all folders of an archive together, for messages."""
     before: str = ""
@@ -244,10 +244,18 @@ class Sandbox(abc.ABC):
         """Write the entries of a snapshot below a folder. Raises ``SandboxFileError``."""
         await self._on_path({"op": "restore", "path": folder}, encode(snapshot.entries))
 
-    async def scan(self, folder: str, known: Iterable[bytes], *, bounds: ScanBounds) -> bytes:
+    async def scan(
+        self,
+        folder: str,
+        known: Iterable[bytes],
+        *,
+        bounds: ScanBounds,
+        partial: tuple[bytes, int] = (b"", 0),
+    ) -> bytes:
         """Return a stream of all entries below a folder (``inner.archive``).
 
-        Contents of files with a ``known`` signature are left out.
+        Contents of files with a ``known`` signature are left out. ``partial``: signature of a file
+        whose first bytes were received, and how many.
 
         Raises ``ArchiveRefused`` when the folder exceeds the bounds, or when processes of the agent
         run in the background.
@@ -258,11 +266,16 @@ class Sandbox(abc.ABC):
             "max_bytes": bounds.bytes,
             "max_files": bounds.files,
             "max_content": bounds.content,
+            "partial": partial[0].hex(),
+            "offset": partial[1],
             "bounds": f"{bounds.whole} over all folders{bounds.before}",
         }
         result = await self._operate(request, b"".join(known))
         if not result.ok or result.stdout_truncated:
-            raise ArchiveRefused(f"sandbox {self.name}: {folder}: {result.problem}")
+            why = (
+                "the names of its files are too long" if result.stdout_truncated else result.problem
+            )
+            raise ArchiveRefused(f"sandbox {self.name}: {folder}: {why}")
         return result.stdout
 
     async def unpack(self, folder: str, stream: bytes, *, clear: bool) -> None:

@@ -208,8 +208,53 @@ def test_large_folders_are_sent_in_parts_of_bounded_size(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(sandbox, "perform", measured)
     manifest = asyncio.run(archives.save(sandbox, ("/work",)))
-    assert len(streams) == 6, "five times two files, and the large one alone"
-    assert sorted(streams)[-2] < 250_000 and max(streams) < 710_000
+    assert len(streams) == 8, "five times two files, and the large one in three parts"
+    assert max(streams) < 260_000
+    assert state(moved(tmp_path, manifest, archives).work) == state(sandbox.work)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_file_of_several_parts_is_kept_whole_and_known_by_all_of_them(
+    tmp_path: Path, monkeypatch: Any, num_parts: int
+) -> None:
+    """With modes that forbid its owner to write; and a part that is lost is read again."""
+    monkeypatch.setattr(module, "CONTENT_BYTES", 10_000)
+    monkeypatch.setattr(module, "TICK_NS", -(10**12))  # trust also what has just changed
+    sandbox, archives = FolderSandbox(tmp_path / "a"), Archives(tmp_path / "store")
+    large = sandbox.work / "large"
+    large.write_bytes(os.urandom(10_000 * num_parts))  # the last part is as large as the others
+    large.chmod(0o400)
+    first = asyncio.run(archives.save(sandbox, ["/work"]))
+    assert state(moved(tmp_path, first, archives).work) == state(sandbox.work)
+    sandbox.sent = 0
+    assert asyncio.run(archives.save(sandbox, ["/work"])) == first and sandbox.sent < 2000
+    assert asyncio.run(archives.keep_only([first])) == 0, "all parts are needed"
+    lost = digest_of(large.read_bytes()[-10_000:])
+    (tmp_path / "store" / lost[:2] / lost).unlink()
+    archives.store._used.clear()
+    assert asyncio.run(archives.save(sandbox, ["/work"])) == first
+    assert state(moved(tmp_path, first, archives).work) == state(sandbox.work)
+
+
+def test_a_file_that_changes_between_its_parts_is_sent_from_its_begin(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(module, "CONTENT_BYTES", 10_000)
+    sandbox, archives = FolderSandbox(tmp_path / "a"), Archives(tmp_path / "store")
+    large = sandbox.work / "large"
+    large.write_bytes(os.urandom(35_000))
+    perform, requests = sandbox.perform, list[Any]()
+
+    async def changed(request: Any, stdin: bytes = b"") -> Result:
+        if len(requests) == 2:
+            large.write_bytes(os.urandom(25_000))
+        requests.append(request)
+        return await perform(request, stdin)
+
+    monkeypatch.setattr(sandbox, "perform", changed)
+    manifest = asyncio.run(archives.save(sandbox, ["/work"]))
+    assert [each["offset"] for each in requests] == [0, 10_000, 20_000, 10_000, 20_000]
+    monkeypatch.setattr(sandbox, "perform", perform)
     assert state(moved(tmp_path, manifest, archives).work) == state(sandbox.work)
 
 
@@ -241,6 +286,8 @@ def test_the_bounds_are_those_of_all_folders_together(tmp_path: Path) -> None:
         asyncio.run(Archives(tmp_path / f"{number}", max_mib=1).save(sandbox, [path]))
     with pytest.raises(ArchiveRefused, match=refused):
         asyncio.run(Archives(tmp_path / "both", max_mib=1).save(sandbox, paths))
+    with pytest.raises(ArchiveRefused, match="over all folders, single files have 1 MiB"):
+        asyncio.run(Archives(tmp_path / "c", max_mib=1).save(sandbox, paths[:1], beside=600_000))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
@@ -256,6 +303,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(inner.os, "read", grow)
     request: Any = {"max_bytes": 1 << 20, "max_files": 9, "max_content": 1 << 20}
+    request |= {"partial": "", "offset": 0}
     saving = inner._Saving(request, frozenset(), (tmp_path / "stream").open("wb"))
     folder = os.open(tmp_path, os.O_RDONLY)
     (tmp_path / "stream").rename(tmp_path.with_name("stream"))
@@ -269,7 +317,12 @@ def test_a_damaged_stream_or_path_is_refused_at_every_place() -> None:
     content = b"0123456789"
     signature = inner.SIGNATURE.pack(1, 2, len(content), 3, 4)
     head = {"path": "a", "kind": "file", "mode": 0o644, "mtime": 3, "state": "sent"}
-    head |= {"signature": signature.hex(), "file_size": len(content), "size": len(content)}
+    head |= {
+        "signature": signature.hex(),
+        "file_size": len(content),
+        "size": len(content),
+        "offset": 0,
+    }
     text = json.dumps(head).encode()
     stream = struct.pack(">I", len(text)) + text + content + struct.pack(">I", 0)
     scan = decode_scan(stream, {})

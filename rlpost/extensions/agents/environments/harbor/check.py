@@ -4,7 +4,8 @@
 
 Without an option the files are read. --oracle also runs the task's solution in place of an agent, in
 a sandbox of this node with the task's image, and its verifier, which must give 1.
-Output: a line for each task that does not pass, with the reason, and a count of each reason.
+Output: a line for each task that does not pass, with the reason, and a count of each reason; a note
+on each task whose rewards may teach an agent to fail.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlpost.config.keys import resolve_references
 from rlpost.errors import RlpostError
 from rlpost.extensions.agents.environments.harbor.roots import BUILD
 from rlpost.extensions.agents.environments.harbor.runnable import RunnableTask
+from rlpost.extensions.agents.environments.harbor.tasks import HarborTask
 from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.of_harbor import options_of, prompts, sort_tasks
 from rlpost.extensions.agents.sandbox.archives import Archives
@@ -91,6 +93,18 @@ async def try_all(tasks: Sequence[RunnableTask], pool: Pool, *, jobs: int) -> li
             return list(await asyncio.gather(*(one(task, archives) for task in tasks)))
 
 
+def note_of(task: HarborTask) -> str:
+    """Return what the rewards of a task that runs may teach wrongly; '' if nothing is known."""
+    gates = [step.name for step in task.steps[:-1] if step.least]
+    if not gates:
+        return ""
+    return (
+        f"note: an agent that misses min_reward of {', '.join(gates)} keeps the reward up to there, "
+        "which may be more than it gets for going on and failing a later step; remove min_reward to "
+        "count later steps as 0"
+    )
+
+
 def kind_of(reason: str) -> str:
     """Return a reason without the names that differ between tasks, for counting.
 
@@ -130,6 +144,9 @@ def main(argv: list[str] | None = None) -> int:
         without = [Outcome(each.name, each.reason) for each in skipped]
         for outcome in without:
             _print_reason(outcome)
+        for task in running:
+            if note := note_of(task.task):
+                print(f"{task.task.name}: {note}")
         outcomes = [Outcome(task.task.name) for task in running]
         if arguments.oracle:
             limits = Limits(memory_mib=arguments.memory_mib, disk_mib=arguments.disk_mib)

@@ -83,9 +83,11 @@ def shortfall(rewards: Rewards | None, least: Rewards) -> str:
 
 
 def rewards_of_steps(
-    verified: Sequence[Rewards | None], least: Sequence[Rewards], strategy: str
+    verified: Sequence[Rewards | None], least: Sequence[Rewards], strategy: str, key: str
 ) -> dict[str, float]:
     """Return the rewards of a task by those of its steps.
+
+    The only value of a step counts as its ``key``, so that steps may name theirs differently.
 
     As in Harbor, ``mean`` is the mean over steps of each value, where a missing one is 0, and
     ``final`` has those of the last step; after a step whose reward lets no other begin, the further
@@ -96,8 +98,9 @@ def rewards_of_steps(
         verified: the rewards of each step that was verified; None: it has none.
         least: of every step, which the next one needs.
         strategy: ``mean`` or ``final``.
+        key: of the value that will be ``chosen``.
     """
-    counted = list(verified)
+    counted = [_under_key(rewards, key) for rewards in verified]
     is_stopped = bool(verified and verified[-1] is not None)
     is_stopped = is_stopped and bool(shortfall(verified[-1], least[len(verified) - 1]))
     if not is_stopped:
@@ -109,3 +112,9 @@ def rewards_of_steps(
         name: sum((rewards or {}).get(name, 0.0) for rewards in counted) / len(counted)
         for name in names
     }
+
+
+def _under_key(rewards: Rewards | None, key: str) -> Rewards | None:
+    if rewards is None or key in rewards or len(rewards) != 1:
+        return rewards
+    return {key: next(iter(rewards.values()))}

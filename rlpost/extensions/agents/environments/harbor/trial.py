@@ -267,8 +267,9 @@ class Trial:
             await self._score(keeps_files=False)
             self.is_over = True
         task, options = self.runnable.task, self.runnable.options
+        verified = [each.rewards for each in self.results]
         least = [step.least for step in task.steps]
-        rewards = rewards_of_steps([each.rewards for each in self.results], least, task.strategy)
+        rewards = rewards_of_steps(verified, least, task.strategy, options.reward_key)
         reason = self.results[-1].reason
         if len(task.steps) > 1:
             reason = "\n".join(

@@ -7,7 +7,6 @@ user, and may write the reward: the format has no place that would be out of its
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,13 @@ from rlpost.extensions.agents.environments.harbor.rewards import RewardUnreadabl
 from rlpost.extensions.agents.environments.harbor.roots import files_below, open_root, upload
 from rlpost.extensions.agents.environments.harbor.runnable import RunnableTask
 from rlpost.extensions.agents.sandbox.archives import Archives
-from rlpost.extensions.agents.sandbox.protocol import Pool, Sandbox, SandboxFileError, retry
+from rlpost.extensions.agents.sandbox.protocol import (
+    ArchiveRefused,
+    Pool,
+    Sandbox,
+    SandboxFileError,
+    retry,
+)
 
 logger = logging.getLogger(__name__)
 _REPEATS = Repeats()
@@ -54,15 +59,30 @@ class HandedOver:
 async def declared_files(
     sandbox: Sandbox, artifacts: Sequence[str], archives: Archives
 ) -> HandedOver:
-    """Return what a separate verifier gets. Raises ArchiveRefused, ArchiveStoreFull, SandboxLost."""
+    """Return what a separate verifier gets; a missing artifact is left out.
+
+    Folders and single files together fit the bound of an archive.
+
+    Raises:
+        ArchiveRefused: they are too large, or a file cannot be read.
+        ArchiveStoreFull, SandboxLost: see ``Archives.save``.
+    """
     folders, files = list[str](), dict[str, bytes]()
+    remaining = archives.max_bytes
     for path in artifacts:
         if (await sandbox.run(["test", "-d", path], cwd="/")).ok:
             folders.append(path)
-        else:
-            with contextlib.suppress(SandboxFileError):  # it is missing
-                files[path] = await sandbox.read(path, limit=ARTIFACT_BYTES)
-    return HandedOver(await archives.save(sandbox, folders), files)
+        elif (await sandbox.run(["test", "-e", path], cwd="/")).ok:
+            try:
+                files[path] = await sandbox.read(path, limit=min(ARTIFACT_BYTES, remaining))
+            except SandboxFileError as error:
+                raise ArchiveRefused(
+                    f"artifact {error}; one file may have {ARTIFACT_BYTES >> 20} MiB, all artifacts "
+                    f"together --sandbox-archive-mib {archives.max_bytes >> 20}"
+                ) from error
+            remaining -= len(files[path])
+    num_bytes = archives.max_bytes - remaining
+    return HandedOver(await archives.save(sandbox, folders, beside=num_bytes), files)
 
 
 class StepVerifier:

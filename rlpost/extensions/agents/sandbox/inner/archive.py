@@ -1,7 +1,8 @@
 """Read and write a folder with all that a continued episode needs of it: ``save`` and ``unpack``.
 
 ``save`` sends an entry for everything below a folder, and the content of each file whose signature
-(device, inode, size, times) the driver does not know. No process of the agent is alive meanwhile.
+(device, inode, size, times) the driver does not know. A file larger than one answer may be is sent in
+parts, one in each answer. No process of the agent is alive meanwhile.
 ctime is set by the kernel at every change of a file, so a known signature means a known content;
 the driver trusts none that is younger than ``start`` less a tick of the kernel's clock.
 
@@ -36,7 +37,7 @@ from rlpost.extensions.agents.sandbox.inner.files import (
 )
 
 SIGNATURE = struct.Struct(">QQQqq")  # device, inode, size, mtime and ctime in ns
-Kind = str  # "start", "file", "folder", "link", "fifo", "omitted"; "seal" for ``unpack``
+Kind = str  # "start", "file", "folder", "link", "fifo", "omitted"; "seal", "more" for ``unpack``
 
 
 class SavedHeader(TypedDict, total=False):
@@ -48,7 +49,8 @@ class SavedHeader(TypedDict, total=False):
     mode: int  # permission bits
     mtime: int  # ns
     signature: str  # of a file, as hexadecimal digits
-    state: str  # of a file's content: "known", "sent", or "later", in another request
+    state: str  # of a file's content: "known", "sent", "part" of it, or "later", in another request
+    offset: int  # of a part in the file; the last one is "sent"
     file_size: int
     time: int  # of "start": ns, before the folder was read
 
@@ -76,15 +78,18 @@ class _Saving:
                 f"far ({self.request['bounds']}); delete what is not needed, or raise the limits"
             )
 
-    def state_of(self, signature: bytes, size: int) -> str:
-        """Decide whether a file's content is sent now; one is always sent, of any size."""
-        if signature in self.known:
-            return "known"
-        if self.has_sent and size > self.content:
-            return "later"
+    def range_of(self, signature: bytes, size: int) -> range | None:
+        """Return which bytes of a file are sent now, None for a later request.
+
+        At most ``max_content`` bytes in all; one file or part is always sent.
+        """
+        start = self.request["offset"] if signature.hex() == self.request["partial"] else 0
+        part = range(start, min(size, start + self.request["max_content"]))
+        if self.has_sent and len(part) > self.content:
+            return None
         self.has_sent = True
-        self.content -= size
-        return "sent"
+        self.content -= len(part)
+        return part
 
     def send(self, head: SavedHeader, content: bytes = b"") -> None:
         """Write an entry."""
@@ -140,12 +145,16 @@ def _save_file(folder: int, name: str, head: SavedHeader, saving: _Saving) -> No
     with _readable(folder, name, FILE_FLAGS, head["mode"]) as handle:
         before = os.fstat(handle)
         signature, size = signature_of(before), before.st_size
-        state = saving.state_of(signature, size)
-        head |= {"kind": "file", "signature": signature.hex(), "state": state, "file_size": size}
-        if state != "sent":
-            return saving.send(head)
-        saving.send_header(head, size)
-        left = size
+        head |= {"kind": "file", "signature": signature.hex(), "file_size": size}
+        if signature in saving.known:
+            return saving.send(head | {"state": "known"})
+        part = saving.range_of(signature, size)
+        if part is None:
+            return saving.send(head | {"state": "later"})
+        state = "sent" if part.stop == size else "part"
+        saving.send_header(head | {"state": state, "offset": part.start}, len(part))
+        os.lseek(handle, part.start, os.SEEK_SET)
+        left = len(part)
         while left and (data := os.read(handle, min(CHUNK, left))):
             saving.stream.write(data)
             left -= len(data)
@@ -181,7 +190,8 @@ def signature_of(status: os.stat_result) -> bytes:
 def unpack(request: Request) -> None:
     """Write the entries on standard input below a folder, which ``clear`` empties before.
 
-    A folder is open for its owner until a "seal" gives it its mode and time.
+    A folder is open for its owner until a "seal" gives it its mode and time. "more" appends to the
+    file before it.
     """
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as stream, opened(request["path"]) as root:
@@ -227,7 +237,8 @@ def _create(folder: int, name: str, head: SavedHeader, stream: BinaryIO) -> None
             os.fchmod(handle, head["mode"])
         os.close(handle)
         return
-    remove(folder, name)
+    if head["kind"] != "more":
+        remove(folder, name)
     if head["kind"] == "link":
         target = os.fsdecode(exactly(stream, head["size"]))
         os.symlink(target, name, dir_fd=folder)
@@ -235,7 +246,8 @@ def _create(folder: int, name: str, head: SavedHeader, stream: BinaryIO) -> None
         os.mkfifo(name, dir_fd=folder)
         os.chmod(name, head["mode"], dir_fd=folder)
     else:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        how = os.O_APPEND if head["kind"] == "more" else os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | how | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(name, flags, 0o600, dir_fd=folder)
         left = head["size"]
         while left:

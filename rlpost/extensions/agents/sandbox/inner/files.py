@@ -35,6 +35,8 @@ class Request(TypedDict, total=False):
     max_bytes: int
     max_files: int
     max_content: int  # bytes of contents in one answer of ``save``
+    partial: str  # signature of a file of which the driver has ``offset`` bytes
+    offset: int
     bounds: str  # the settings behind ``max_bytes`` and ``max_files`` of ``save``, for messages
     clear: bool  # empty the folder before ``unpack``
 
