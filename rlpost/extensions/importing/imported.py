@@ -49,10 +49,10 @@ class Imported:
         settings = {key: value for key, value in answer.settings.items() if value is not None}
         if answer.settings and not settings:
             answer = replace(answer, why="without a value, as here", is_needless=True)
-        if answer.is_default:
+        if answer.is_default and settings:
             settings = self._other_than_ours(settings)
-            if not settings:
-                return
+        if answer.is_default and not settings:
+            return
         problem = _problem(settings) or self._conflict(settings)
         if problem:
             self.left.append(replace(answer, settings={}, why=problem, is_needless=False))

@@ -21,7 +21,7 @@ from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolv
 from rlpost.extensions.importing.peers.verl import VERL
 from rlpost.extensions.importing.shell import Shell, read_script
 from rlpost.extensions.importing.shell_words import Word
-from rlpost.extensions.importing.yaml_file import read_yaml, scalar
+from rlpost.extensions.importing.yaml_file import BASE_STEM, BASE_VALUES, read_yaml, scalar
 
 _PROGRAMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"verl\.trainer\.main_ppo"), "verl"),
@@ -60,10 +60,9 @@ def read(path: Path, words: Sequence[str]) -> Source:
             raise ConfigError(
                 f"{next(iter(variables))}: a variable is of a script; a key has a dot"
             )
-        values = read_yaml(path)
-        entries = {**values.entries, **overrides}
-        stack = _stack_of(path, entries)
-        return _source(stack, "YAML", entries, values.problems)
+        values = read_yaml(path, overrides)
+        stack = _stack_of(path, values.entries)
+        return _source(stack, "YAML", values.entries, values.problems)
     if path.suffix == ".toml":
         raise ConfigError(f"{path.name}: a recipe already; use rlpost check {path}")
     shell = read_script(path, variables)
@@ -78,16 +77,18 @@ def read(path: Path, words: Sequence[str]) -> Source:
         answers = tuple(slime.answers(command[1:], shell.unknown))
         return Source(name, where, answers, tuple(slime.defaults(answers)), tuple(problems))
     entries, odd = _entries(command[1:], shell)
+    entries |= overrides
     if name == "NeMo-RL":
-        base, missing = _base(path, command, shell)
-        entries, problems = {**base, **entries}, [*problems, *missing]
+        file, missing = _base(path, command, shell)
+        values = read_yaml(file, entries)
+        entries, problems = values.entries, [*problems, *missing, *values.problems]
     problems += [
         f"{one.key} {one.value}: its values are not read, so keys that it sets are below at other values"
         for one in odd
         if one.key == "--config-name" and not one.is_needless
     ]
     stack = VERL if name == "verl" else NEMO_RL
-    own = _source(stack, where, {**entries, **overrides}, problems)
+    own = _source(stack, where, entries, problems)
     return Source(own.stack, where, (*own.given, *odd), own.absent, own.problems)
 
 
@@ -120,8 +121,9 @@ def _stack_of(path: Path, entries: Mapping[str, Entry]) -> Stack:
 def _source(
     stack: Stack, where: str, entries: Mapping[str, Entry], problems: Sequence[str]
 ) -> Source:
-    given = tuple(row.answer(stack, key, entries) for key in entries)
-    absent = tuple(row.defaults(stack, entries))
+    answers = [row.answer(stack, key, entries) for key in entries]
+    given = tuple(one for one in answers if not one.is_default)
+    absent = (*(one for one in answers if one.is_default), *row.defaults(stack, entries))
     return Source(stack.name, where, given, absent, tuple(problems))
 
 
@@ -190,21 +192,25 @@ def _config_word(word: Word, left: list[Word], shell: Shell) -> Answer:
     return Answer(name, shell.plain(value), word.line, why=why)
 
 
-def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], list[str]]:
-    """Return the values of the YAML file that NeMo-RL's ``--config`` names."""
+def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[Path | None, Sequence[str]]:
+    """Return the YAML file that NeMo-RL's ``--config`` names, and a line if it is missing.
+
+    None is the base of its recipes, which is known.
+    """
     texts = [word.text for word in command]
     named = [text.partition("=")[2] for text in texts if text.startswith("--config=")]
     named += [after for text, after in itertools.pairwise(texts) if text == "--config"]
     if not named:
-        return {}, []
+        return None, ()
     if why := shell.unknown(named[0]):
         raise ConfigError(f"{path.name}: --config decides all other keys, and {why}")
     folders = [Path(), *path.absolute().parents][:6]
     file = next((one / named[0] for one in folders if (one / named[0]).is_file()), None)
+    if file is None and Path(named[0]).stem == BASE_STEM:
+        return None, (f"--config {named[0]}: no such file; {BASE_VALUES}",)
     if file is None:
         raise ConfigError(
             f"{path.name}: --config {named[0]}, which decides all other keys, is no file below the folders of "
             "the script; import that YAML file, with a.b=VALUE behind it"
         )
-    values = read_yaml(file)
-    return dict(values.entries), values.problems
+    return file, ()

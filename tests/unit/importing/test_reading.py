@@ -14,6 +14,7 @@ from rlpost.cli.main import main
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.extensions.importing.arithmetic import calculate
+from rlpost.extensions.importing.imported import imported
 from rlpost.extensions.importing.peers.row import Unresolved
 from rlpost.extensions.importing.shell import read_script
 from rlpost.extensions.importing.source import read
@@ -197,8 +198,36 @@ def test_yaml_has_its_defaults_and_references(tmp_path):
     (tmp_path / "base.yaml").unlink()
     with pytest.raises(ConfigError, match=r"base\.yaml: no such file"):
         read_yaml(tmp_path / "run.yaml")
-    path = written(tmp_path, "defaults: ../grpo_math_1B.yaml\ngrpo: {seed: 1}\n", "other.yaml")
-    assert "grpo_math_1B.yaml: no such file" in read_yaml(path).problems[0]
+
+
+def test_a_recipe_of_nemo_rl_without_the_file_it_begins_with_has_that_files_values(tmp_path):
+    """``examples/configs/grpo_math_1B.yaml`` of 7ea279a: its numbers, and its references.
+
+    The same by a script that overrides a key, where no ``--config`` means that file.
+    """
+    recipe = "defaults: ../../grpo_math_1B.yaml\npolicy:\n  max_total_sequence_length: 16384\n"
+    command = "uv run examples/run_grpo.py {}policy.max_total_sequence_length=16384\n"
+    sources = [
+        read(written(tmp_path, recipe, "run.yaml"), []),
+        read(
+            written(tmp_path, recipe.partition("policy")[0], "base.yaml"),
+            [command.split()[-1].removeprefix("{}")],
+        ),
+        read(written(tmp_path, command.format("")), []),
+        read(written(tmp_path, command.format("--config=configs/grpo_math_1B.yaml ")), []),
+    ]
+    for source in (sources[0], sources[-1]):
+        assert "grpo_math_1B.yaml: no such file" in source.problems[0]
+    for source in sources:
+        assert source.given[0].key == "policy.max_total_sequence_length"
+        assert all(one.is_needless for one in source.given[1:])
+        config = load([], imported(source.given, source.absent).settings).config
+        assert config.rollout.rollout_max_response_len == 16384
+        assert config.rollout.rollout_max_prompt_len == 16384
+        assert config.perf.max_tokens_per_gpu == 16384 * 4
+        assert config.optimizer.lr == 5e-6 and config.optimizer.lr_warmup_iters == 50
+        assert config.optimizer.lr_warmup_init == pytest.approx(5e-7)
+        assert config.sglang.model_extra == {"sglang_mem_fraction_static": 0.6}
 
 
 def test_a_configuration_of_verl_that_is_not_read_is_named_first(tmp_path):

@@ -19,6 +19,7 @@ from rlpost.extensions.importing.peers import row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
 from rlpost.extensions.importing.peers.row import ABSENT, Entry, Stack
 from rlpost.extensions.importing.peers.verl import VERL
+from rlpost.extensions.importing.yaml_file import read_yaml
 
 DATA = Path(__file__).parents[2] / "data"
 MADE_UP = "rlpost knows no such key"
@@ -34,7 +35,10 @@ def _plain(value: object) -> object:
     return None if value == "null" else value
 
 
-DEFAULTS = {"verl": table("verl_defaults.toml"), "NeMo-RL": table("nemo_rl_defaults.toml")}
+DEFAULTS: dict[str, dict[str, object]] = {
+    "verl": table("verl_defaults.toml"),
+    "NeMo-RL": {key: entry.value for key, entry in read_yaml(None).entries.items()},
+}
 SCRIPTS = {
     **{("verl", name): keys for name, keys in table("verl_scripts.toml").items()},
     **{("NeMo-RL", name): keys for name, keys in table("nemo_rl_recipes.toml").items()},

@@ -29,10 +29,11 @@ class NotHere(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value as a file gives it, and its line (0: none)."""
+    """A value as a file gives it, its line (0: none), and whether it is the stack's default."""
 
     value: object
     line: int = 0
+    is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +165,13 @@ def answer(stack: Stack, key: str, given: Mapping[str, Entry]) -> Answer:
     """Return what a key of ``given`` becomes."""
     entry = given[key]
     if isinstance(entry.value, Unresolved):
-        return Answer(key, "", entry.line, why=entry.value.why)
+        return Answer(key, "", entry.line, why=entry.value.why, is_default=entry.is_default)
     match = stack.find(key)
     if match is None:
         why = f"rlpost knows no such key of {stack.name}; docs/settings.md has every setting"
         return Answer(key, entry.value, entry.line, why=why)
-    return _converted(stack, match, Answer(key, entry.value, entry.line), given)
+    blank = Answer(key, entry.value, entry.line, is_default=entry.is_default)
+    return _converted(stack, match, blank, given)
 
 
 def defaults(stack: Stack, given: Mapping[str, Entry]) -> Iterable[Answer]:
