@@ -68,11 +68,13 @@ def _oversampling(it: Given) -> Settings:
 
 
 def _estimator(it: Given) -> Settings:
-    return choice(
+    own = choice(
         "advantage_estimator",
         _ESTIMATORS,
         "no such estimator here; use --custom-advantage-function-path (docs/actor.md)",
     )(it)
+    # verl whitens those of GAE whatever the settings are (core_algos.compute_gae_advantage_return).
+    return own | {"normalize_advantages": True} if it.value == "gae" else own
 
 
 def _divides(it: Given) -> Settings:
@@ -198,7 +200,13 @@ _DATA = (
 
 
 _ALGORITHM = (
-    row("algorithm.adv_estimator", "advantage_estimator", _estimator, default="gae"),
+    row(
+        "algorithm.adv_estimator",
+        "advantage_estimator normalize_advantages",
+        _estimator,
+        note="gae whitens",
+        default="gae",
+    ),
     row(
         "algorithm.norm_adv_by_std_in_grpo",
         "disable_grpo_std_normalization",
