@@ -17,7 +17,7 @@ from rlpost.errors import ConfigError
 from rlpost.extensions.importing import slime
 from rlpost.extensions.importing.peers import row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
-from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved
+from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved, replaced
 from rlpost.extensions.importing.peers.verl import VERL
 from rlpost.extensions.importing.shell import Shell, read_script
 from rlpost.extensions.importing.shell_words import Word
@@ -74,7 +74,7 @@ def read(path: Path, words: Sequence[str]) -> Source:
             raise ConfigError(
                 f"{next(iter(overrides))}: slime has flags; give NAME=VALUE of a variable"
             )
-        answers = tuple(slime.answers(command[1:], shell.unknown))
+        answers = tuple(slime.answers(command, shell.unknown))
         return Source(name, where, answers, tuple(slime.defaults(answers)), tuple(problems))
     entries, odd = _entries(command[1:], shell)
     entries |= overrides
@@ -166,7 +166,9 @@ def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], lis
         elif match is not None and match[4]:
             why = shell.unknown(match[5])
             value = Unresolved(why) if why else scalar(match[5])
-            entries.pop(match[2], None)
+            if (before := entries.pop(match[2], None)) is not None:
+                given = "" if isinstance(before.value, Unresolved) else before.value
+                odd.append(replaced(Answer(match[2], given, before.line), word.line))
             entries[match[2]] = Entry(value, word.line)
         elif word.text.startswith("--config"):
             odd.append(_config_word(word, left, shell))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -154,8 +155,54 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train_async.py --lr 
 """
     source = read(written(tmp_path, text), [])
     lines = {one.key: one.line for one in source.given}
-    assert source.stack == "slime" and lines == {"lr": 4, "num-layers": 1, "swiglu": 1}
+    assert source.stack == "slime"
+    assert lines == {"train_async.py": 4, "lr": 4, "num-layers": 1, "swiglu": 1}
     assert "other.sh" in source.problems[0] and "line 3" in source.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ("train.py --lr 1e-5", "sync"),
+        ("/root/slime/train_async.py --lr 1e-5", "one_step_off"),
+        (
+            "train_async.py --rollout-function-path slime.rollout.fully_async_rollout.f",
+            "fully_async",
+        ),
+        ("train.py --wandb-group fully_async", "sync"),
+    ],
+)
+def test_the_program_of_slime_says_when_batches_are_generated(words, mode, tmp_path):
+    source = read(written(tmp_path, f"python3 {words}\n"), [])
+    config = load([], imported(source.given, source.absent).settings).config
+    assert config.rollout.rollout_mode == mode
+
+
+def test_the_last_of_a_repeated_flag_or_key_counts(tmp_path):
+    """As argparse, which parses slime's flags, and Hydra have it."""
+    text = """A=(--lr 1e-6
+--rollout-batch-size 8)
+python3 train.py "${A[@]}" --use-kl-loss --rollout-batch-size=16 \\
+  --lr 5e-6 --wandb-key FIRST --wandb-key LAST
+"""
+    source = read(written(tmp_path, text), [])
+    result = imported(source.given, ())
+    theirs = argparse.ArgumentParser()
+    theirs.add_argument("--lr", type=float)
+    theirs.add_argument("--rollout-batch-size", type=int)
+    lines = text.replace("\\\n", " ").splitlines()
+    words = [*lines[0][3:].split(), *lines[1][:-1].split(), *lines[2].split()]
+    expected, _ = theirs.parse_known_args(words)
+    assert result.settings["optimizer"]["lr"] == expected.lr == 5e-6
+    assert result.settings["rollout"]["rollout_batch_size"] == expected.rollout_batch_size == 16
+    said = {(one.key, one.line): one.why for one in result.taken}
+    assert said["lr", 1] == "given again on line 4, and the last one counts"
+    assert "FIRST" not in str(result)
+    command = "python3 -m verl.trainer.main_ppo trainer.nnodes=2 trainer.nnodes=3\n"
+    source = read(written(tmp_path, command), [])
+    result = imported(source.given, ())
+    assert result.settings["cluster"]["actor_num_nodes"] == 3
+    assert [one.value for one in result.taken if one.why] == [2]
 
 
 def test_each_flag_of_a_script_of_slime_is_in_one_list(tmp_path, capsys):

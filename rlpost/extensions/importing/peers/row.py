@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Settings = dict[str, object]
 """Settings of rlpost by key. A key that is no setting is an option of Megatron-core."""
@@ -155,6 +155,12 @@ class Answer:
     why: str = ""
     is_needless: bool = False
     is_default: bool = False
+
+
+def replaced(answer: Answer, line: int) -> Answer:
+    """Return the answer for a key that is given again on ``line``, where the last one counts."""
+    where = f"on line {line}" if line and line != answer.line else "behind it"
+    return replace(answer, why=f"given again {where}, and the last one counts", is_needless=True)
 
 
 class Needless(Exception):
