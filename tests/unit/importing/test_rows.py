@@ -188,6 +188,8 @@ def test_a_default_of_the_stack_that_is_ours_too_sets_nothing():
             {"calculate_per_token_loss": None},
         ),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, {"eps_clip_c": None}),
+        ({"data.image_key": "images"}, {"multimodal_keys": {"image": "images"}}),
+        ({}, {"multimodal_keys": None}),
         ({"actor_rollout_ref.nccl_timeout": 1200}, {"distributed_timeout_minutes": 20}),
         (
             {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
@@ -199,6 +201,19 @@ def test_conditions_and_units_of_verl(given, settings):
     made = result_of(VERL, {key: Entry(value) for key, value in given.items()}).settings
     flat = {key: value for entries in made.values() for key, value in entries.items()}
     assert {key: flat.get(key) for key in settings} == settings
+
+
+def test_what_does_not_convert_is_said():
+    """Keys of verl with a value that rlpost cannot have, beside the keys that make it so."""
+    for given, key, said in LEFT:
+        result = result_of(VERL, {name: Entry(value) for name, value in given.items()})
+        reasons = {one.key: one.why for one in result.left}
+        assert said in reasons.get(key, ""), (key, reasons)
+
+
+LEFT: list[tuple[dict[str, object], str, str]] = [
+    ({"data.image_key": "images"}, "actor_rollout_ref.actor.freeze_vision_tower", "it is frozen"),
+]
 
 
 @pytest.mark.parametrize(
