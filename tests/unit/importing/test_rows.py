@@ -22,6 +22,7 @@ from rlpost.extensions.importing.peers.verl import VERL
 from rlpost.extensions.importing.yaml_file import read_yaml
 
 DATA = Path(__file__).parents[2] / "data"
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 MADE_UP = "rlpost knows no such key"
 
 
@@ -190,6 +191,33 @@ def test_a_default_of_the_stack_that_is_ours_too_sets_nothing():
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, {"eps_clip_c": None}),
         ({"data.image_key": "images"}, {"multimodal_keys": {"image": "images"}}),
         ({}, {"multimodal_keys": None}),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "data.train_batch_size": 64,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+                "trainer.total_training_steps": 100,
+                "critic.optim.lr_warmup_steps_ratio": 0.05,
+            },
+            {"critic_lr_warmup_iters": 5 * 4},
+        ),
+        (
+            {
+                "actor_rollout_ref.model.override_config.rope_theta": 1e6,
+                "actor_rollout_ref.model.override_config.model_config.num_experts_per_tok": 4,
+                "actor_rollout_ref.model.override_config.attention_dropout": 0.0,
+            },
+            {"override_hf_config": {"rotary_base": 1e6, "moe_router_topk": 4}},
+        ),
+        (
+            {
+                f"{TRANSFORMER}.num_layers": 36,
+                f"{TRANSFORMER}.moe_router_topk": 8,
+                f"{TRANSFORMER}.attention_dropout": 0.0,
+                f"{TRANSFORMER}.moe_router_load_balancing_type": "none",
+            },
+            {"model_args": {"num_layers": 36, "moe_router_topk": 8}},
+        ),
         ({"actor_rollout_ref.nccl_timeout": 1200}, {"distributed_timeout_minutes": 20}),
         (
             {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
@@ -211,8 +239,50 @@ def test_what_does_not_convert_is_said():
         assert said in reasons.get(key, ""), (key, reasons)
 
 
+def test_verls_own_defaults_of_the_critic_are_not_left():
+    given = DEFAULTS["verl"] | {"algorithm.adv_estimator": "gae"}
+    result = result_of(VERL, {key: Entry(value, 1) for key, value in given.items()})
+    assert not [one for one in result.left if one.key.startswith("critic.")]
+
+
 LEFT: list[tuple[dict[str, object], str, str]] = [
     ({"data.image_key": "images"}, "actor_rollout_ref.actor.freeze_vision_tower", "it is frozen"),
+    (
+        {"trainer.total_training_steps": 500, "trainer.total_epochs": 2},
+        "trainer.total_epochs",
+        "after 2 epochs or 500 steps",
+    ),
+    ({"trainer.total_training_steps": 500}, "trainer.total_epochs", "after 30 epochs or 500 steps"),
+    ({"trainer.save_freq": 20}, "trainer.max_actor_ckpt_to_keep", "verl keeps all checkpoints"),
+    *(
+        (
+            {"algorithm.adv_estimator": "gae", f"critic.{key}": value},
+            f"critic.{key}",
+            "of the policy",
+        )
+        for key, value in {
+            "ppo_mini_batch_size": 128,
+            "grad_clip": 0.5,
+            "optim.weight_decay": 0.1,
+            "optim.betas": [0.9, 0.95],
+            "optim.lr_scheduler_type": "cosine",
+        }.items()
+    ),
+    (
+        {"algorithm.adv_estimator": "gae", "critic.optim.lr_warmup_steps_ratio": 0.1},
+        "critic.optim.lr_warmup_steps_ratio",
+        "use --critic-lr-warmup-iters",
+    ),
+    (
+        {"actor_rollout_ref.model.override_config.max_position_embeddings": 65536},
+        "actor_rollout_ref.model.override_config.max_position_embeddings",
+        "config.json states max_position_embeddings",
+    ),
+    (
+        {f"{TRANSFORMER}.moe_aux_loss_coeff": 0.01},
+        f"{TRANSFORMER}.moe_aux_loss_coeff",
+        "only 0 is supported",
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.extensions.importing.peers.common import model, sglang_option
+from rlpost.extensions.importing.peers.common import hf_override, model, sglang_option
 from rlpost.extensions.importing.peers.nemo_rl_keys import (
     DTENSOR,
     MEGATRON,
@@ -182,11 +182,11 @@ _TRAINER: tuple[Row, ...] = (
         "default",
     ),
     needless("policy.tokenizer.*", "the tokenizer is transformers'"),
-    lacking(
+    row(
         "policy.hf_config_overrides policy.hf_config_overrides.*",
-        "the table [model] overrides config.json (docs/models.md)",
-        None,
-        {},
+        "override_hf_config",
+        hf_override,
+        note="keys of config.json",
     ),
     row("policy.train_global_batch_size", "global_batch_size", note="answers in both", default=512),
     row(
