@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from rlpost.config import extensions, pass_through
 from rlpost.config.arguments import Parser, alike
-from rlpost.config.groups.base import Group
+from rlpost.config.groups.base import Group, is_json_table
 from rlpost.config.megatron_options import option_names
 from rlpost.config.slime_flags import meant
 from rlpost.errors import ConfigError
@@ -133,6 +133,11 @@ class _HelpAll(argparse.Action):
         assert isinstance(parser, SettingsParser)
         print(parser.format_help_all(), end="")
         parser.exit()
+
+
+def is_json_setting(key: str) -> bool:
+    """Whether the flag of a setting takes a JSON object."""
+    return key in fields() and is_json_table(groups()[fields()[key]].model_fields[key])
 
 
 def first_sentence(text: str) -> str:

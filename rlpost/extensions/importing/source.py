@@ -167,8 +167,8 @@ def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], lis
             why = shell.unknown(match[5])
             value = Unresolved(why) if why else scalar(match[5])
             if (before := entries.pop(match[2], None)) is not None:
-                given = "" if isinstance(before.value, Unresolved) else before.value
-                odd.append(replaced(Answer(match[2], given, before.line), word.line))
+                text = "" if isinstance(before.value, Unresolved) else before.value
+                odd.append(replaced(Answer(match[2], text, before.line), word.line))
             entries[match[2]] = Entry(value, word.line)
         elif word.text.startswith("--config"):
             odd.append(_config_word(word, left, shell))

@@ -13,6 +13,7 @@ import pytest
 
 from rlpost.cli.main import main
 from rlpost.config.load import load
+from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 from rlpost.extensions.importing.arithmetic import calculate
 from rlpost.extensions.importing.imported import imported
@@ -292,6 +293,23 @@ def test_the_file_that_a_command_of_nemo_rl_names_is_read_or_the_script_is_refus
     written(tmp_path / "configs", "grpo: {num_prompts_per_step: 4, seed: 3}\n", "a.yaml")
     values = {one.key: one.value for one in read(path, []).given}
     assert values["grpo.num_prompts_per_step"] == 8 and values["grpo.seed"] == 3
+
+
+def test_what_an_import_says_of_its_recipe_is_what_check_says(tmp_path, monkeypatch, capsys):
+    """Epochs are counted, and the folder of runs is that of the environment, as by any verb."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 100)
+    monkeypatch.setenv("RLPOST_RUNS_DIR", str(tmp_path / "runs"))
+    for batch in (10, 128):
+        command = f"python3 train.py --prompt-data {tmp_path}/rows.jsonl --input-key prompt"
+        command += f" --rollout-batch-size {batch} --num-epoch 1\n"
+        path, target = written(tmp_path, command), tmp_path / f"recipe{batch}.toml"
+        assert main(["import", str(path), "--output", str(target)]) == 0
+        own = capsys.readouterr().err.partition("of this recipe\n")[2].partition("\n\n")[0]
+        assert main(["check", str(target)]) == 2
+        check = capsys.readouterr().err.replace(f" ({near_path(str(target))})", "")
+        said = [line.removeprefix("error: ") for line in check.splitlines()]
+        assert own.splitlines() == [f"  {line.replace(' (the default)', '')}" for line in said]
+        assert ("fewer than --rollout-batch-size 128" in own) == (batch == 128)
 
 
 def test_a_recipe_is_written_once(tmp_path, capsys):

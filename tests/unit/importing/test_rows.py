@@ -327,6 +327,7 @@ def test_conditions_and_units_of_nemo_rl(given, settings):
         ("actor_rollout_ref.rollout.n=8", "use --n-samples-per-prompt 8"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "prompts there, answers here"),
         ("++grpo.num_prompts_per_step=32", "use --rollout-batch-size 32"),
+        ("data.image_key=images", 'use --multimodal-keys \'{"image": "images"}\''),
         ("async_training.staleness_threshold=0.5", "--max-staleness counts weight versions"),
     ],
 )
