@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from rlpost.errors import ConfigError
 
 _NAME = r"[A-Za-z_]\w*"
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
+_ASSIGNMENT = re.compile(rf"({_NAME})(\[[^]]*\])?(\+?)=")
+_KEY = re.compile(r"\[[^]]*\]\+?=")
 _OPERATOR = re.compile(r"&>>|&>|&&|\|\||;;&?|;&|<<<|<<-?|>>|>&|<&|\|&|[;&|()<>\n]")
 _REDIRECTION = ("<", ">", ">>", "&>", "&>>", ">&", "<&", "<<<")
 _PAIRS = {"(": ")", "{": "}"}
@@ -31,13 +32,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """``NAME=value``, ``NAME+=value`` or ``NAME=(values)``."""
+    """``NAME=value``, ``NAME+=value`` or ``NAME=(values)``.
+
+    ``has_keys``: elements by key, ``NAME[key]=value`` or ``NAME=([key]=value)``.
+    """
 
     name: str
     value: str
     elements: tuple[Token, ...] | None
     is_appended: bool
     line: int
+    has_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,4 +437,5 @@ def assignment(token: Token) -> Assignment | None:
         elements = tuple(
             Token(one.text, one.line + token.line - 1) for one in inner if one.text != "\n"
         )
-    return Assignment(match[1], value, elements, bool(match[2]), token.line)
+    has_keys = bool(match[2]) or any(_KEY.match(one.text) for one in elements or ())
+    return Assignment(match[1], value, elements, bool(match[3]), token.line, has_keys)

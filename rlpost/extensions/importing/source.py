@@ -19,7 +19,8 @@ from rlpost.extensions.importing.peers import row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
 from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved, replaced
 from rlpost.extensions.importing.peers.verl import VERL
-from rlpost.extensions.importing.shell import Shell, read_script
+from rlpost.extensions.importing.script import read_script
+from rlpost.extensions.importing.shell import Shell
 from rlpost.extensions.importing.shell_words import Word
 from rlpost.extensions.importing.yaml_file import BASE_STEM, BASE_VALUES, read_yaml, scalar
 
@@ -29,6 +30,8 @@ _PROGRAMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(.*/)?train(_async)?\.py"), "slime"),
     (re.compile(r"(.*/)?run_grpo\w*\.py"), "NeMo-RL"),
 )
+_LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|uv|accelerate|deepspeed)|-m|--")
+_PRINTS = ("echo", "printf", "cat", "ls", "cp", "grep")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(\.[\w-]+)+|model_engine)(=(.*))?", re.DOTALL)
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 
@@ -131,11 +134,9 @@ def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
     """Return the stack and the words from its program on; a line for each further command."""
     commands = []
     for words in shell.commands:
-        for at, word in enumerate(words):
-            name = next((name for form, name in _PROGRAMS if form.fullmatch(word.text)), None)
-            if name is not None:
-                commands.append((name, words[at:]))
-                break
+        program = _program(words, shell)
+        if program is not None:
+            commands.append(program)
     if not commands:
         raise ConfigError(
             f"{path.name}: no command starts slime's train.py, verl.trainer.main_ppo or NeMo-RL's "
@@ -147,6 +148,24 @@ def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
         for _, words in commands[1:]
     ]
     return commands[0][0], commands[0][1], others
+
+
+def _program(words: list[Word], shell: Shell) -> tuple[str, list[Word]] | None:
+    """Return the stack of a command and its words from the program on; None if it starts none.
+
+    A program is the command itself, or stands behind an interpreter, ``-m`` or ``--``; a word that
+    is not known may be an interpreter.
+    """
+    if words[0].text in _PRINTS:
+        return None
+    is_started = True
+    for at, word in enumerate(words):
+        name = next((name for form, name in _PROGRAMS if form.fullmatch(word.text)), None)
+        if name is not None and is_started:
+            return name, words[at:]
+        is_other = not _LAUNCHER.fullmatch(word.text) and shell.unknown(word.text) is None
+        is_started = (is_started and at > 0) or not is_other
+    return None
 
 
 def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], list[Answer]]:

@@ -135,8 +135,10 @@ def _read(path: Path, values: Values) -> None:
         raise ConfigError(
             f"{shown}{where}: {getattr(error, 'problem', None) or 'no YAML'}"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{shown}: nested too deeply") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(
+            f"{shown}: nested too deeply, or with a number of too many digits"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{shown}, {error}") from None
     finally:
@@ -226,7 +228,7 @@ def _referenced(text: str, key: str, entries: Mapping[str, Entry]) -> object:
                     "sub": left - right,
                     "div": left / (right or 1),
                 }[name]
-                return int(result) if result == int(result) else result
+                return int(result) if float(result).is_integer() else result
     if colon:
         return Unresolved(f"${{{text}}} is not resolved; write the value")
     if text.startswith("."):

@@ -18,7 +18,7 @@ from rlpost.errors import ConfigError
 from rlpost.extensions.importing.arithmetic import calculate
 from rlpost.extensions.importing.imported import imported
 from rlpost.extensions.importing.peers.row import Unresolved
-from rlpost.extensions.importing.shell import read_script
+from rlpost.extensions.importing.script import read_script
 from rlpost.extensions.importing.source import read
 from rlpost.extensions.importing.yaml_file import read_yaml, scalar
 
@@ -101,6 +101,9 @@ FRAGMENTS = [
     '[[ "$N" == 1 && "$A" == x* ]] || { X=z; N=4; } > /dev/null',
     "eval \"X='$A e'; N=2\"",
     "for w in 1 2; do :; done < /dev/null",
+    'L+=({x,y}$N "{p,q}" {1..3} a{b,{c,d}}e {} {one} $X{.a,.b} {3..-2..2})',
+    'set -- p "q r"; L+=("$@" $1); shift; L+=("$@")',
+    "for w in {a,b}{1..2}; do L+=($w); done",
 ]
 
 
@@ -159,6 +162,30 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train_async.py --lr 
     assert source.stack == "slime"
     assert lines == {"train_async.py": 4, "lr": 4, "num-layers": 1, "swiglu": 1}
     assert "other.sh" in source.problems[0] and "line 3" in source.problems[0]
+
+
+def test_a_program_that_is_only_named_is_not_started(tmp_path):
+    text = """echo "Launching" train.py --lr 1
+cp train.py --lr backup
+cat train.py
+$LAUNCH -u "$ROOT/train.py" --lr 3e-6
+"""
+    (answer,) = read(written(tmp_path, text), []).given
+    assert (answer.value, answer.line) == ("3e-6", 4)
+
+
+def test_elements_by_key_and_words_of_a_branch_are_not_read_in_silence(tmp_path):
+    text = """declare -A M=([q]=7 [l]=8)
+N[0]=3
+if [ "$OTHER" ]; then set -- trainer.nnodes=2; fi
+python3 -m verl.trainer.main_ppo data.seed=${M[l]} data.train_batch_size=${N[0]} "$@"
+"""
+    answers = read(written(tmp_path, text), []).given
+    assert not any(one.settings for one in answers)
+    reasons = {one.key: one.why for one in answers}
+    assert "line 1: M has elements by key" in reasons["data.seed"]
+    assert "line 2: N has elements by key" in reasons["data.train_batch_size"]
+    assert "$@ depends on a condition of line 3" in reasons["?"]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +363,9 @@ def lol(levels: int, empty: str, item: str) -> str:
 HOSTILE = {
     "a value that doubles.sh": "A=xxxxxxxxxx\n" + "A=$A$A$A$A\n" * 40,
     "a function that calls itself.sh": "f() { f; }\nf\n",
+    "braces without end.sh": "echo " + "{a,b}" * 40 + "\n",
+    "open braces.sh": "echo " + "{" * 100_000 + "\n",
+    "many digits.yaml": "grpo: {seed: " + "9" * 5000 + "}\n",
     "an endless loop.sh": "for ((;;)); do :; done\n",
     "a file that sources itself.sh": "source './a file that sources itself.sh'\n",
     "nested substitutions.sh": "A=" + "$(" * 500 + ")" * 500,

@@ -142,7 +142,8 @@ def test_unknown_keys_and_values_are_named_and_none_is_dropped(stack):
     source = random.Random(5)
     known = list(DEFAULTS[stack])
     words = ["x", "zeta", "loss", "grpo", "actor", "v2", "use_foo"]
-    values = [None, True, False, -1, 0, 3, 1e-3, "text", "", ["a", 1], [], {"a": 1}, "1e-6", 10**30]
+    values = [None, True, False, -1, 0, 3, 1e-3, "text", "", ["a", 1], [], {"a": 1}, "1e-6"]
+    values += [10**30, float("inf"), float("nan"), 10**400]
     for _ in range(30):
         made_up = {".".join(source.choices(words, k=3)) + str(index) for index in range(5)}
         below = {f"{source.choice(known)}_{source.choice(words)}" for _ in range(5)} - set(known)
@@ -338,3 +339,10 @@ def test_a_key_of_another_stack_on_the_command_line_is_answered_by_its_row(word,
             flags.parse(parser, words)
         assert said in str(caught.value)
     flags.parse(parser, ["tiny", "--environment", "A=b.c=d"])
+
+
+def test_a_value_of_a_flag_is_no_key_of_another_stack():
+    parser = flags.make_parser("test", "")
+    words = ["--prompt-data", "a.jsonl", "env.date=2024.jsonl", "--lr", "1e-6", "--save", "env.a=b"]
+    _, values = flags.parse(parser, ["tiny", *words])
+    assert values["rollout"]["prompt_data"] == words[1:3]

@@ -20,6 +20,8 @@ from rlpost.extensions.importing.peers.row import (
     NotHere,
     Row,
     Settings,
+    as_count,
+    as_number,
     lacking,
     needless,
     row,
@@ -97,13 +99,14 @@ def _torch_schedule(it: Given) -> Settings:
         raise Needless("constant, as here")
     if kinds != ["LinearLR", "ConstantLR"]:
         raise NotHere("use --lr-decay-style, --lr-warmup-iters and --lr-decay-iters")
-    linear = named[0].get("kwargs") or {}
-    rate = it.look("policy.optimizer.kwargs.lr")
-    if not isinstance(rate, float) or not isinstance(linear.get("total_iters"), int):
+    linear, key = named[0].get("kwargs"), "policy.optimizer.kwargs.lr"
+    if not isinstance(linear, Mapping):
         raise NotHere("use --lr-warmup-iters and --lr-warmup-init")
+    rollouts = as_count("total_iters", linear.get("total_iters"))
+    share = as_number("start_factor", linear.get("start_factor", 1 / 3))
     return {
-        "lr_warmup_iters": linear["total_iters"] * steps_per_rollout(it),
-        "lr_warmup_init": rate * float(linear.get("start_factor", 1 / 3)),
+        "lr_warmup_iters": rollouts * steps_per_rollout(it),
+        "lr_warmup_init": as_number(key, it.look(key)) * share,
     }
 
 

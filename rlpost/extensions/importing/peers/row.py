@@ -23,6 +23,10 @@ ABSENT = _Absent()
 """The default of a row whose key has no effect while it is not given."""
 
 
+LARGEST = 10**18
+"""A bound of numbers of other stacks: what is larger is no size of a run."""
+
+
 class NotHere(Exception):
     """A value that has no counterpart here; the text is the reason and the remedy."""
 
@@ -72,6 +76,8 @@ def as_number(key: str, value: object) -> int | float:
     """Return a value as a number. Raises NotHere."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotHere(f"{key} must be a number here")
+    if not -LARGEST < value < LARGEST:  # also for what is no number, such as nan
+        raise NotHere(f"{key} must be between -1e18 and 1e18 here")
     return value
 
 

@@ -27,7 +27,7 @@ from rlpost.extensions.importing.peers.verl_keys import (
     warmup,
 )
 
-_UNSET = ("constant", 0, 0.5, {}, "AdamW", "adam")
+_UNSET: tuple[object, ...] = ("constant", 0, 0.5, {}, "AdamW", "adam")
 """Values of a schedule and an optimizer that are verl's own defaults."""
 _OF_CRITIC = "the critic has the layout and the optimizer of the policy (docs/ppo.md)"
 
