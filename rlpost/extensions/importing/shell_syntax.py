@@ -122,6 +122,8 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
     if depth > MOST_DEPTH:
         raise ConfigError(f"line {line}: more than {MOST_DEPTH} nested brackets")
     close, at = _PAIRS[text[start]], start + 1
+    is_arithmetic = "((" in text[max(start - 1, 0) : start + 2]
+    may_have_documents = close == ")" and not is_arithmetic
     while at < len(text):
         letter = text[at]
         if letter == close:
@@ -129,7 +131,9 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
         if letter == "#" and close == ")" and text[at - 1] in " \t\n(":
             end = text.find("\n", at)  # a comment in an array or a substitution
             at = len(text) if end < 0 else end
-        elif close == ")" and text.startswith("<<", at) and text[at + 2 : at + 3] not in "< \n":
+        elif (
+            may_have_documents and text.startswith("<<", at) and text[at + 2 : at + 3] not in "< \n"
+        ):
             at = _document_end(text, at + 2)
         elif letter in "'\"`":
             at = quote_end(text, at, line, depth + 1)

@@ -174,6 +174,13 @@ $LAUNCH -u "$ROOT/train.py" --lr 3e-6
     assert (answer.value, answer.line) == ("3e-6", 4)
 
 
+def test_a_shift_in_arithmetic_is_no_here_document(tmp_path):
+    text = "N=$((1<<20)); M=$(( N * 2 ))\npython3 -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=2\n"
+    seed, nodes = read(written(tmp_path, text), []).given
+    assert seed.settings or "1<<20" in seed.why
+    assert nodes.settings == {"actor_num_nodes": 2}
+
+
 def test_elements_by_key_and_words_of_a_branch_are_not_read_in_silence(tmp_path):
     text = """declare -A M=([q]=7 [l]=8)
 N[0]=3
