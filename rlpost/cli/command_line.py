@@ -54,7 +54,7 @@ def settings(
     recipe = None if namespace.recipe is None else Path(namespace.recipe)
     cluster = namespace.cluster or site_profile(recipe)
     files = files_of(recipe, cluster)
-    loaded = with_epochs(with_runs_dir(load(files, values), os.environ))
+    loaded = load_run(files, values)
     if namespace.print_config:
         keys = [
             f"# {flag.removeprefix('--').replace('-', '_')} = ***"
@@ -64,6 +64,11 @@ def settings(
         print(resolved(loaded, {"wandb": keys}), end="")
         raise SystemExit(0)
     return namespace, loaded
+
+
+def load_run(files: Sequence[Path], values: flags.Values) -> Loaded:
+    """Merge files and flags as every verb does: ``load``, with runs folder and steps of epochs."""
+    return with_epochs(with_runs_dir(load(files, values), os.environ))
 
 
 def no_recipe(example: str) -> ConfigError:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from rlpost.config import extensions, pass_through
 from rlpost.config.arguments import Parser, alike
-from rlpost.config.groups.base import Group
+from rlpost.config.groups.base import Group, is_json_table
 from rlpost.config.megatron_options import option_names
 from rlpost.config.slime_flags import meant
 from rlpost.errors import ConfigError
@@ -135,6 +136,11 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+def is_json_setting(key: str) -> bool:
+    """Whether the flag of a setting takes a JSON object."""
+    return key in fields() and is_json_table(groups()[fields()[key]].model_fields[key])
+
+
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, in one line.
 
@@ -162,7 +168,7 @@ def parse(
     ``sglang`` and ``megatron``. The last occurrence of a flag wins.
     """
     words = list(arguments)
-    if foreign := _keys_of_others(words):
+    if foreign := _keys_of_others(_free(words, parser._option_string_actions)):
         raise ConfigError("\n".join(foreign))
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
     known = list(parser._option_string_actions)
@@ -196,7 +202,26 @@ def parse(
     return namespace, values
 
 
-def _keys_of_others(words: Sequence[str]) -> list[str]:
+_ROOM: Mapping[int | str | None, float] = {None: 1.0, "*": math.inf, "+": math.inf}
+"""Words that an argument takes, by its nargs."""
+
+
+def _free(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> Iterator[str]:
+    """Yield the words that are no flag and no value of one: a path may look like a key."""
+    room = 0.0
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and "." not in name:
+            action = actions.get(name)
+            size = "*" if action is None else action.nargs  # options of others take all words
+            room = 0.0 if equals else _ROOM.get(size, 0.0)
+        elif room > 0 and not word.startswith("--"):
+            room -= 1
+        else:
+            yield word
+
+
+def _keys_of_others(words: Iterable[str]) -> list[str]:
     """Return a line for each ``a.b=VALUE`` of another program that an extension knows."""
     candidates = [word for word in words if re.match(r"[-+~]*[A-Za-z_]\w*\.\w[\w.]*=", word)]
     return [line for word in candidates if (line := extensions.answer_to(word)) is not None]

@@ -27,6 +27,7 @@ from rlpost.config.groups.base import path_keys, variables
 from rlpost.config.groups.engines import EngineGroup, EnginesConfig
 from rlpost.config.megatron_options import option_names
 from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
+from rlpost.config.model_arguments import ONLY_ZERO, WITHOUT_EFFECT
 from rlpost.config.model_file import model_word
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
@@ -336,6 +337,8 @@ def _is_passed_through(group: str, key: str, owner: Mapping[str, str]) -> bool:
 def _hint(key: str, there: Iterable[str]) -> str:
     """Suggest the key behind an abbreviation, another program's name or a close spelling."""
     if key in MODEL_ARGUMENTS:
+        if key in ONLY_ZERO | WITHOUT_EFFECT:
+            return "; it is 0 or has no effect here: leave it out"
         return "; the model's config.json states it: leave it out"
     words = ABBREVIATIONS.get(key.replace("_", "-"))
     if words is not None:

@@ -7,13 +7,14 @@ flag, value, constraint, remedy, and names a setting by its flag alone:
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.config.flags import fields, flag
+from rlpost.config.flags import fields, flag, is_json_setting
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
@@ -28,7 +29,15 @@ _KEY = re.compile(r"(?P<key>\w+): (?:'(?P<value>[^']*)'(?P<colon>;?))?")
 
 def spelled(config: Config, key: str) -> str:
     """``--tensor-model-parallel-size 3``; the flag alone for a setting without a value."""
-    return f"{flag(key)} {value_text(value_of(config, key))}".rstrip()
+    return flag_text(key, value_of(config, key))
+
+
+def flag_text(key: str, value: object) -> str:
+    """A flag and its value; a JSON object in quotes, as a shell reads it."""
+    text = value_text(value)
+    if isinstance(value, Mapping) and is_json_setting(key):
+        text = f"'{json.dumps(value)}'"
+    return f"{flag(key)} {text}".rstrip()
 
 
 def value_of(config: Config, key: str) -> Any:

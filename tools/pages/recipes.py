@@ -95,7 +95,7 @@ rlpost plan RECIPE --gpus 16 --gpu-memory 141GB
 rlpost plan RECIPE --suggest
 ```
 
-It needs neither GPUs nor the weights: the model is that of `config.json`, or of the recipe's `[model]`. Exit code 2
+It needs neither GPUs nor the weights: the model is that of `config.json`, or of the recipe's line `model`. Exit code 2
 means that the layout does not fit; the output then names the nearest layout that does, with its flags. `--suggest`
 searches all layouts of the model on this number of GPUs.
 

@@ -86,6 +86,11 @@ def _json_table(given: object) -> object:
     return given
 
 
+def is_json_table(field: FieldInfo) -> bool:
+    """Whether a flag takes the value of a setting as a JSON object."""
+    return BeforeValidator(_json_table) in field.metadata
+
+
 JsonTable = Annotated[dict[str, Any], BeforeValidator(_json_table)]
 
 

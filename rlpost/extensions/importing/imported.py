@@ -16,7 +16,7 @@ from rlpost.config.flags import Values, fields, flag, groups
 from rlpost.config.load import load
 from rlpost.config.masking import mask
 from rlpost.config.show import one_line, toml_value
-from rlpost.config.wording import value_of, value_text
+from rlpost.config.wording import flag_text, value_of, value_text
 from rlpost.errors import ConfigError
 from rlpost.extensions.importing.peers.row import Answer, Settings
 
@@ -49,10 +49,10 @@ class Imported:
         settings = {key: value for key, value in answer.settings.items() if value is not None}
         if answer.settings and not settings:
             answer = replace(answer, why="without a value, as here", is_needless=True)
-        if answer.is_default:
+        if answer.is_default and settings:
             settings = self._other_than_ours(settings)
-            if not settings:
-                return
+        if answer.is_default and not settings:
+            return
         problem = _problem(settings) or self._conflict(settings)
         if problem:
             self.left.append(replace(answer, settings={}, why=problem, is_needless=False))
@@ -149,7 +149,7 @@ def shown(answer: Answer) -> str:
 
 def flags_of(settings: Settings) -> str:
     """Return settings as they are written on a command line."""
-    return " ".join(f"{flag(key)} {value_text(value)}".rstrip() for key, value in settings.items())
+    return " ".join(flag_text(key, value) for key, value in settings.items())
 
 
 def _merged(before: object, value: object) -> object:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from common.units import counted
 from rlpost.cli.check_settings import absent, check
+from rlpost.cli.command_line import load_run
 from rlpost.config.arguments import Parser
-from rlpost.config.load import load
 from rlpost.config.show import one_line
 from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
@@ -85,7 +85,7 @@ def report(name: str, source: Source, result: Imported) -> Iterator[str]:
 def check_problems(result: Imported) -> list[str]:
     """Return what is wrong with the settings, then the files that are missing here."""
     try:
-        config = load([], result.settings).config
+        config = load_run([], result.settings).config
     except ConfigError as error:
         return str(error).splitlines()
     lines: list[str] = []

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpost.errors import ConfigError
 from rlpost.extensions.importing.arithmetic import calculate
+from rlpost.extensions.importing.shell_braces import braces
 from rlpost.extensions.importing.shell_syntax import (
     Assignment,
     Block,
@@ -35,7 +36,9 @@ from rlpost.extensions.importing.shell_words import (
     Word,
     decide,
     formatted,
-    printed,
+    joined,
+    printed_by,
+    shortened,
     texts_of,
     trimmed,
 )
@@ -135,10 +138,15 @@ class Shell:
         if len(bodies) == 1:
             return self.run(bodies[0])
         before, ends = dict(self.variables), []
+        arguments, choices_of_arguments = self.arguments[-1], []
         for body in bodies:
-            self.variables = dict(before)
+            self.variables, self.arguments[-1] = dict(before), arguments
             self.run(body)
             ends.append(self.variables)
+            choices_of_arguments.append(self.arguments[-1])
+        if any(texts_of(one) != texts_of(arguments) for one in choices_of_arguments):
+            why = f"$@ depends on a condition of line {line}; {self.undecided or 'write its words'}"
+            self.arguments[-1] = [Word(self.mark(why), line)]
         names = {name for end in ends for name in end}
         self.variables = {}
         for name in names:
@@ -146,18 +154,13 @@ class Shell:
             if all(texts_of(value) == texts_of(values[0]) for value in values):
                 self.variables[name] = next(value for value in values if value is not None)
             else:
-                choices = [self._shown(value) for value in values]
+                choices = [repr(shortened(self.plain(joined(value)))) for value in values]
                 remedy = self.undecided or f"give {name}=VALUE behind the file"
                 self.variables[name] = self.mark(
                     f"{name} depends on a condition of line {line} "
                     f"({' or '.join(dict.fromkeys(choices))}); {remedy}"
                 )
         return None
-
-    def _shown(self, value: Value | None) -> str:
-        words = [Word(value, 0)] if isinstance(value, str) else value or []
-        text = self.plain(" ".join(word.text for word in words))
-        return repr(text if len(text) <= 40 else text[:37] + "...")
 
     def _loop(self, node: Loop) -> None:
         if node.header:
@@ -261,6 +264,14 @@ class Shell:
             for text in texts[1:]:
                 if re.fullmatch(r"[A-Za-z_]\w*", text):
                     self.variables[text] = self.mark(f"line {line}: {text} is read from input")
+        elif (
+            name == "set" and len(texts) > 1 and (texts[1][0:1] not in ("-", "+") or "--" in texts)
+        ):
+            self.arguments[-1] = words[texts.index("--") + 1 if "--" in texts else 1 :]
+        elif name == "shift":
+            self.arguments[-1] = self.arguments[-1][
+                int(texts[1]) if texts[1:] and texts[1].isdigit() else 1 :
+            ]
         elif name in self.functions:
             return self._call(name, words[1:], line)
         elif name == "eval":
@@ -315,6 +326,10 @@ class Shell:
     def _assign(self, one: Assignment) -> None:
         if one.name in self.given:
             return
+        if one.has_keys:
+            why = f"line {one.line}: {one.name} has elements by key, which are not read"
+            self.variables[one.name] = self.mark(why)
+            return
         before = self.variables.get(one.name) if one.is_appended else None
         value: Value
         if one.elements is None and not isinstance(before, list):
@@ -340,9 +355,12 @@ class Shell:
         if self.depth > 2 * MOST_CALLS:
             raise ConfigError(f"line {token.line}: a value refers to itself too deeply")
         try:
-            builder = Builder(token.line, is_split)
-            self._expand(token.text, builder, is_quoted=False)
-            return builder.words()
+            done: list[Word] = []
+            for raw in braces(token.text, token.line) if is_split else [token.text]:
+                builder = Builder(token.line, is_split)
+                self._expand(raw, builder, is_quoted=False)
+                done += builder.words()
+            return done
         finally:
             self.depth -= 1
 
@@ -474,27 +492,9 @@ class Shell:
         if inner.depth > MOST_CALLS:
             raise ConfigError(f"line {line}: more than {MOST_CALLS} nested substitutions")
         inner.run(parse(text))
-        folder, output = str(self.path.parent), None
-        for words in inner.commands:
-            texts = [word.text for word in words]
-            if texts != ["pwd"] or output is None:  # pwd behind cd prints its folder
-                output = None if any(map(self.unknown, texts)) else printed(texts, folder)
-            if output is None:
-                break
+        commands = [[word.text for word in words] for words in inner.commands]
+        output = printed_by(commands, str(self.path.parent), self.unknown)
         if output is None:
             shown = self.plain(" ".join(text.split()))[:50]
             return self.mark(f"line {line}: what `{shown}` prints is not known")
         return output
-
-
-def read_script(path: Path, variables: Mapping[str, str]) -> Shell:
-    """Read a script with variables of the caller. Raises ConfigError."""
-    shell = Shell(path, {"HOME": "$HOME", **variables}, given=frozenset(variables))
-    text = read_text(path)
-    try:
-        shell.run(parse(text))
-    except ConfigError as error:
-        raise ConfigError(f"{path.name}, {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path.name}: nested too deeply to be read") from None
-    return shell

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from rlpost.errors import ConfigError
 
 _NAME = r"[A-Za-z_]\w*"
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
+_ASSIGNMENT = re.compile(rf"({_NAME})(\[[^]]*\])?(\+?)=")
+_KEY = re.compile(r"\[[^]]*\]\+?=")
 _OPERATOR = re.compile(r"&>>|&>|&&|\|\||;;&?|;&|<<<|<<-?|>>|>&|<&|\|&|[;&|()<>\n]")
 _REDIRECTION = ("<", ">", ">>", "&>", "&>>", ">&", "<&", "<<<")
 _PAIRS = {"(": ")", "{": "}"}
@@ -31,13 +32,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """``NAME=value``, ``NAME+=value`` or ``NAME=(values)``."""
+    """``NAME=value``, ``NAME+=value`` or ``NAME=(values)``.
+
+    ``has_keys``: elements by key, ``NAME[key]=value`` or ``NAME=([key]=value)``.
+    """
 
     name: str
     value: str
     elements: tuple[Token, ...] | None
     is_appended: bool
     line: int
+    has_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
     if depth > MOST_DEPTH:
         raise ConfigError(f"line {line}: more than {MOST_DEPTH} nested brackets")
     close, at = _PAIRS[text[start]], start + 1
+    is_arithmetic = "((" in text[max(start - 1, 0) : start + 2]
+    may_have_documents = close == ")" and not is_arithmetic
     while at < len(text):
         letter = text[at]
         if letter == close:
@@ -124,7 +131,9 @@ def closing(text: str, start: int, line: int, depth: int = 0) -> int:
         if letter == "#" and close == ")" and text[at - 1] in " \t\n(":
             end = text.find("\n", at)  # a comment in an array or a substitution
             at = len(text) if end < 0 else end
-        elif close == ")" and text.startswith("<<", at) and text[at + 2 : at + 3] not in "< \n":
+        elif (
+            may_have_documents and text.startswith("<<", at) and text[at + 2 : at + 3] not in "< \n"
+        ):
             at = _document_end(text, at + 2)
         elif letter in "'\"`":
             at = quote_end(text, at, line, depth + 1)
@@ -432,4 +441,5 @@ def assignment(token: Token) -> Assignment | None:
         elements = tuple(
             Token(one.text, one.line + token.line - 1) for one in inner if one.text != "\n"
         )
-    return Assignment(match[1], value, elements, bool(match[2]), token.line)
+    has_keys = bool(match[2]) or any(_KEY.match(one.text) for one in elements or ())
+    return Assignment(match[1], value, elements, bool(match[3]), token.line, has_keys)

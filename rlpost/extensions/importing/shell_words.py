@@ -161,6 +161,29 @@ def printed(texts: Sequence[str], folder: str) -> str | None:
     return posixpath.normpath(path) if name in ("realpath", "readlink") else None
 
 
+def printed_by(
+    commands: Sequence[Sequence[str]], folder: str, unknown: Callable[[str], object]
+) -> str | None:
+    """Return what commands print, the last alone, or None where one is not known."""
+    output = None
+    for texts in commands:
+        if texts != ["pwd"] or output is None:  # pwd behind cd prints its folder
+            output = None if any(map(unknown, texts)) else printed(texts, folder)
+        if output is None:
+            break
+    return output
+
+
+def joined(value: Value | None) -> str:
+    """Return a value as one text, its elements with blanks between."""
+    return value if isinstance(value, str) else " ".join(word.text for word in value or [])
+
+
+def shortened(text: str) -> str:
+    """Return a text for a message, at most 40 letters."""
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def texts_of(value: Value | None) -> object:
     """Return a value without its lines, to be compared."""
     return [word.text for word in value] if isinstance(value, list) else value

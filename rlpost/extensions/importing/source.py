@@ -17,11 +17,12 @@ from rlpost.errors import ConfigError
 from rlpost.extensions.importing import slime
 from rlpost.extensions.importing.peers import row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
-from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved
+from rlpost.extensions.importing.peers.row import Answer, Entry, Stack, Unresolved, replaced
 from rlpost.extensions.importing.peers.verl import VERL
-from rlpost.extensions.importing.shell import Shell, read_script
+from rlpost.extensions.importing.script import read_script
+from rlpost.extensions.importing.shell import Shell
 from rlpost.extensions.importing.shell_words import Word
-from rlpost.extensions.importing.yaml_file import read_yaml, scalar
+from rlpost.extensions.importing.yaml_file import BASE_STEM, BASE_VALUES, read_yaml, scalar
 
 _PROGRAMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"verl\.trainer\.main_ppo"), "verl"),
@@ -29,6 +30,8 @@ _PROGRAMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(.*/)?train(_async)?\.py"), "slime"),
     (re.compile(r"(.*/)?run_grpo\w*\.py"), "NeMo-RL"),
 )
+_LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|uv|accelerate|deepspeed)|-m|--")
+_PRINTS = ("echo", "printf", "cat", "ls", "cp", "grep")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(\.[\w-]+)+|model_engine)(=(.*))?", re.DOTALL)
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 
@@ -60,10 +63,9 @@ def read(path: Path, words: Sequence[str]) -> Source:
             raise ConfigError(
                 f"{next(iter(variables))}: a variable is of a script; a key has a dot"
             )
-        values = read_yaml(path)
-        entries = {**values.entries, **overrides}
-        stack = _stack_of(path, entries)
-        return _source(stack, "YAML", entries, values.problems)
+        values = read_yaml(path, overrides)
+        stack = _stack_of(path, values.entries)
+        return _source(stack, "YAML", values.entries, values.problems)
     if path.suffix == ".toml":
         raise ConfigError(f"{path.name}: a recipe already; use rlpost check {path}")
     shell = read_script(path, variables)
@@ -75,19 +77,21 @@ def read(path: Path, words: Sequence[str]) -> Source:
             raise ConfigError(
                 f"{next(iter(overrides))}: slime has flags; give NAME=VALUE of a variable"
             )
-        answers = tuple(slime.answers(command[1:], shell.unknown))
+        answers = tuple(slime.answers(command, shell.unknown))
         return Source(name, where, answers, tuple(slime.defaults(answers)), tuple(problems))
     entries, odd = _entries(command[1:], shell)
+    entries |= overrides
     if name == "NeMo-RL":
-        base, missing = _base(path, command, shell)
-        entries, problems = {**base, **entries}, [*problems, *missing]
+        file, missing = _base(path, command, shell)
+        values = read_yaml(file, entries)
+        entries, problems = values.entries, [*problems, *missing, *values.problems]
     problems += [
         f"{one.key} {one.value}: its values are not read, so keys that it sets are below at other values"
         for one in odd
         if one.key == "--config-name" and not one.is_needless
     ]
     stack = VERL if name == "verl" else NEMO_RL
-    own = _source(stack, where, {**entries, **overrides}, problems)
+    own = _source(stack, where, entries, problems)
     return Source(own.stack, where, (*own.given, *odd), own.absent, own.problems)
 
 
@@ -120,8 +124,9 @@ def _stack_of(path: Path, entries: Mapping[str, Entry]) -> Stack:
 def _source(
     stack: Stack, where: str, entries: Mapping[str, Entry], problems: Sequence[str]
 ) -> Source:
-    given = tuple(row.answer(stack, key, entries) for key in entries)
-    absent = tuple(row.defaults(stack, entries))
+    answers = [row.answer(stack, key, entries) for key in entries]
+    given = tuple(one for one in answers if not one.is_default)
+    absent = (*(one for one in answers if one.is_default), *row.defaults(stack, entries))
     return Source(stack.name, where, given, absent, tuple(problems))
 
 
@@ -129,11 +134,9 @@ def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
     """Return the stack and the words from its program on; a line for each further command."""
     commands = []
     for words in shell.commands:
-        for at, word in enumerate(words):
-            name = next((name for form, name in _PROGRAMS if form.fullmatch(word.text)), None)
-            if name is not None:
-                commands.append((name, words[at:]))
-                break
+        program = _program(words, shell)
+        if program is not None:
+            commands.append(program)
     if not commands:
         raise ConfigError(
             f"{path.name}: no command starts slime's train.py, verl.trainer.main_ppo or NeMo-RL's "
@@ -145,6 +148,24 @@ def _command(path: Path, shell: Shell) -> tuple[str, list[Word], list[str]]:
         for _, words in commands[1:]
     ]
     return commands[0][0], commands[0][1], others
+
+
+def _program(words: list[Word], shell: Shell) -> tuple[str, list[Word]] | None:
+    """Return the stack of a command and its words from the program on; None if it starts none.
+
+    A program is the command itself, or stands behind an interpreter, ``-m`` or ``--``; a word that
+    is not known may be an interpreter.
+    """
+    if words[0].text in _PRINTS:
+        return None
+    is_started = True
+    for at, word in enumerate(words):
+        name = next((name for form, name in _PROGRAMS if form.fullmatch(word.text)), None)
+        if name is not None and is_started:
+            return name, words[at:]
+        is_other = not _LAUNCHER.fullmatch(word.text) and shell.unknown(word.text) is None
+        is_started = (is_started and at > 0) or not is_other
+    return None
 
 
 def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], list[Answer]]:
@@ -164,7 +185,9 @@ def _entries(words: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], lis
         elif match is not None and match[4]:
             why = shell.unknown(match[5])
             value = Unresolved(why) if why else scalar(match[5])
-            entries.pop(match[2], None)
+            if (before := entries.pop(match[2], None)) is not None:
+                text = "" if isinstance(before.value, Unresolved) else before.value
+                odd.append(replaced(Answer(match[2], text, before.line), word.line))
             entries[match[2]] = Entry(value, word.line)
         elif word.text.startswith("--config"):
             odd.append(_config_word(word, left, shell))
@@ -190,21 +213,25 @@ def _config_word(word: Word, left: list[Word], shell: Shell) -> Answer:
     return Answer(name, shell.plain(value), word.line, why=why)
 
 
-def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[dict[str, Entry], list[str]]:
-    """Return the values of the YAML file that NeMo-RL's ``--config`` names."""
+def _base(path: Path, command: Sequence[Word], shell: Shell) -> tuple[Path | None, Sequence[str]]:
+    """Return the YAML file that NeMo-RL's ``--config`` names, and a line if it is missing.
+
+    None is the base of its recipes, which is known.
+    """
     texts = [word.text for word in command]
     named = [text.partition("=")[2] for text in texts if text.startswith("--config=")]
     named += [after for text, after in itertools.pairwise(texts) if text == "--config"]
     if not named:
-        return {}, []
+        return None, ()
     if why := shell.unknown(named[0]):
         raise ConfigError(f"{path.name}: --config decides all other keys, and {why}")
     folders = [Path(), *path.absolute().parents][:6]
     file = next((one / named[0] for one in folders if (one / named[0]).is_file()), None)
+    if file is None and Path(named[0]).stem == BASE_STEM:
+        return None, (f"--config {named[0]}: no such file; {BASE_VALUES}",)
     if file is None:
         raise ConfigError(
             f"{path.name}: --config {named[0]}, which decides all other keys, is no file below the folders of "
             "the script; import that YAML file, with a.b=VALUE behind it"
         )
-    values = read_yaml(file)
-    return dict(values.entries), values.problems
+    return file, ()

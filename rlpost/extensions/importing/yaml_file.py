@@ -1,16 +1,18 @@
 """Read a YAML file of NeMo-RL or verl with its ``defaults`` and its references.
 
-Input: a file. Output: its values by dotted key, each with its line. ``${a.b}``, ``${.b}`` and
-``${mul:a,b}`` are resolved; other resolvers are named. Tags are refused, and anchors count for what
-they expand to.
+Input: a file, and keys of a command line, which win. Output: values by dotted key, each with its
+line. ``${a.b}``, ``${.b}`` and ``${mul:a,b}`` are resolved last; other resolvers are named. Tags are
+refused, and anchors count for what they expand to.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -20,8 +22,11 @@ from rlpost.extensions.importing.peers.row import Entry, Unresolved
 from rlpost.extensions.importing.text_file import read_text
 
 MOST_KEYS, MOST_DEPTH, MOST_FILES, MOST_REFERENCES = 10_000, 40, 10, 20
-KNOWN_BASE = "grpo_math_1B"
-"""The file of NeMo-RL whose values are the defaults of its rows."""
+BASE = Path(__file__).parent / "peers" / "nemo_rl_base.toml"
+"""The values of ``BASE_STEM``, with their references."""
+BASE_STEM = "grpo_math_1B"
+"""The file of NeMo-RL that its recipes begin with, and its program without ``--config``."""
+BASE_VALUES = "its values of NeMo-RL 7ea279a are taken"
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -44,13 +49,22 @@ class Values:
         self.entries[key] = entry
 
 
-def read_yaml(path: Path) -> Values:
+def read_yaml(path: Path | None, overrides: Mapping[str, Entry] = MappingProxyType({})) -> Values:
     """Return the values of a YAML file and of the files that its ``defaults`` name.
+
+    Args:
+        path: the file; None is the base of NeMo-RL.
+        overrides: keys of a command line. References see them.
 
     Raises ConfigError for a file that is no YAML mapping, holds tags, or grows too large.
     """
     values = Values()
-    _read(path, values)
+    if path is None:
+        _take_base(values)
+    else:
+        _read(path, values)
+    for key, entry in overrides.items():
+        values.put(key, entry)
     for key in list(values.entries):
         values.entries[key] = _resolved(key, values.entries)
     return values
@@ -121,8 +135,10 @@ def _read(path: Path, values: Values) -> None:
         raise ConfigError(
             f"{shown}{where}: {getattr(error, 'problem', None) or 'no YAML'}"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{shown}: nested too deeply") from None
+    except (RecursionError, ValueError):
+        raise ConfigError(
+            f"{shown}: nested too deeply, or with a number of too many digits"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{shown}, {error}") from None
     finally:
@@ -134,10 +150,9 @@ def _read(path: Path, values: Values) -> None:
         file = path.parent / (base if base.endswith((".yaml", ".yml")) else f"{base}.yaml")
         if file.is_file():
             _read(file, values)
-        elif file.stem == KNOWN_BASE:
-            values.problems.append(
-                f"defaults: {base}: no such file; its values of 7ea279a are taken"
-            )
+        elif file.stem == BASE_STEM:
+            _take_base(values)
+            values.problems.append(f"defaults: {base}: no such file; {BASE_VALUES}")
         else:
             raise ConfigError(
                 f"{shown}: defaults: {base}: no such file, and it decides all other keys; copy it beside"
@@ -145,6 +160,12 @@ def _read(path: Path, values: Values) -> None:
     for key, entry in own:
         if key != "defaults":
             values.put(key, entry)
+
+
+def _take_base(values: Values) -> None:
+    """Take the values that NeMo-RL's recipes begin with; the user's file does not give them."""
+    for key, value in tomllib.loads(BASE.read_text()).items():
+        values.put(key, Entry(None if value == "null" else value, is_default=True))
 
 
 def _flatten(
@@ -182,15 +203,15 @@ def _resolved(key: str, entries: Mapping[str, Entry]) -> Entry:
     value: object = entry.value
     for _ in range(MOST_REFERENCES):
         if not isinstance(value, str) or "${" not in value:
-            return Entry(value, entry.line)
+            return replace(entry, value=value)
         match = _REFERENCE.search(value)
         if match is None:
             break
         found = _referenced(match[1].strip(), key, entries)
         if isinstance(found, Unresolved):
-            return Entry(found, entry.line)
+            return replace(entry, value=found)
         value = found if match[0] == value.strip() else value.replace(match[0], str(found), 1)
-    return Entry(Unresolved(f"{entry.value} is not resolved; write the value"), entry.line)
+    return replace(entry, value=Unresolved(f"{entry.value} is not resolved; write the value"))
 
 
 def _referenced(text: str, key: str, entries: Mapping[str, Entry]) -> object:
@@ -207,7 +228,7 @@ def _referenced(text: str, key: str, entries: Mapping[str, Entry]) -> object:
                     "sub": left - right,
                     "div": left / (right or 1),
                 }[name]
-                return int(result) if result == int(result) else result
+                return int(result) if float(result).is_integer() else result
     if colon:
         return Unresolved(f"${{{text}}} is not resolved; write the value")
     if text.startswith("."):

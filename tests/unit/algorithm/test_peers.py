@@ -14,17 +14,19 @@ import pytest
 import torch
 
 from rlpost.algorithm.advantage import AnswerGroup, estimate
+from rlpost.algorithm.gae import Discounts, estimate_with_values
 from rlpost.algorithm.kl import unbiased_kl
 from rlpost.algorithm.loss import token_weights
 from rlpost.algorithm.loss_settings import LossSettings
 from rlpost.algorithm.objective import Tokens, policy_objective
-from rlpost.columns import RunColumn
+from rlpost.columns import FloatColumn, RunColumn
 from rlpost.config.load import load
 from rlpost.extensions.importing.imported import imported
 from rlpost.extensions.importing.peers import row as peer_row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
 from rlpost.extensions.importing.peers.row import Entry
 from rlpost.extensions.importing.peers.verl import VERL
+from rlpost.types import Sample, SampleGroup, ScoredSample
 from tests.settings import loss_settings
 
 LENGTHS, WIDTH = (6, 2, 9, 4), 9
@@ -268,6 +270,65 @@ def test_no_estimator_has_the_advantages_of_nemo_rls_default():
         found = own_advantages(estimator, normalize_std=True)
         ratios = {round(one / other, 3) for one, other in zip(found, expected, strict=True)}
         assert len(ratios) > 1, "they are not even proportional"
+
+
+def verl_gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``compute_gae_advantage_return``: advantages, always whitened, and returns; [samples, width]."""
+    following, last, found = torch.zeros(len(mask)), torch.zeros(len(mask)), []
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        following = torch.where(mask[:, t] > 0, values[:, t], following)
+        last = torch.where(mask[:, t] > 0, delta + gamma * lam * last, last)
+        found.append(last)
+    advantages = torch.stack(found[::-1], dim=1)
+    trained = advantages[mask > 0]
+    white = (advantages - trained.mean()) * torch.rsqrt(trained.var(correction=1) + 1e-8)
+    return white, advantages + values
+
+
+def test_the_advantages_of_an_import_with_gae_are_verls():
+    """Whitened over the tokens of the batch; verl's variance divides by one token fewer."""
+    source = torch.Generator().manual_seed(3)
+    mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).double()
+    mask[2, 3:5] = 0  # the output of a tool
+    values, scores = torch.randn(2, *mask.shape, generator=source, dtype=torch.float64)
+    rewards = torch.zeros_like(mask)
+    for row, length in enumerate(LENGTHS):
+        rewards[row, length - 1] = scores[row, 0]
+    keys = {"algorithm.adv_estimator": "gae", "algorithm.gamma": 0.9, "algorithm.lam": 0.8}
+    given = {key: Entry(value) for key, value in keys.items()}
+    config = load([], imported([peer_row.answer(VERL, key, given) for key in given], ()).settings)
+    grpo = config.config.grpo
+    samples = tuple(
+        ScoredSample(
+            Sample(0, row, (1,), range(length), (0.0,) * length, "", "stop", 0,
+                   loss_mask=mask[row, :length].int().tolist()),
+            float(scores[row, 0]),
+        )
+        for row, length in enumerate(LENGTHS)
+    )  # fmt: skip
+    columns = [FloatColumn(values[row, :length].tolist()) for row, length in enumerate(LENGTHS)]
+    found = estimate_with_values(
+        [SampleGroup(0, samples)],
+        [columns],
+        None,
+        Discounts(grpo.gamma, grpo.lambd),
+        normalize_advantages=grpo.normalize_advantages,
+    )
+    white, returns = verl_gae(rewards, values, mask, 0.9, 0.8)
+    count = mask.sum()
+    for row, length in enumerate(LENGTHS):
+        trained = mask[row, :length] > 0
+        own = torch.tensor(list(found.advantages[0][row]))[trained] * ((count - 1) / count).sqrt()
+        torch.testing.assert_close(
+            own, white[row, :length][trained], atol=1e-5, rtol=0, check_dtype=False
+        )
+        own = torch.tensor(list(found.returns[0][row]))[trained]
+        torch.testing.assert_close(
+            own, returns[row, :length][trained], atol=1e-5, rtol=0, check_dtype=False
+        )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -12,10 +13,12 @@ import pytest
 
 from rlpost.cli.main import main
 from rlpost.config.load import load
+from rlpost.config.wording import near_path
 from rlpost.errors import ConfigError
 from rlpost.extensions.importing.arithmetic import calculate
+from rlpost.extensions.importing.imported import imported
 from rlpost.extensions.importing.peers.row import Unresolved
-from rlpost.extensions.importing.shell import read_script
+from rlpost.extensions.importing.script import read_script
 from rlpost.extensions.importing.source import read
 from rlpost.extensions.importing.yaml_file import read_yaml, scalar
 
@@ -98,6 +101,9 @@ FRAGMENTS = [
     '[[ "$N" == 1 && "$A" == x* ]] || { X=z; N=4; } > /dev/null',
     "eval \"X='$A e'; N=2\"",
     "for w in 1 2; do :; done < /dev/null",
+    'L+=({x,y}$N "{p,q}" {1..3} a{b,{c,d}}e {} {one} $X{.a,.b} {3..-2..2})',
+    'set -- p "q r"; L+=("$@" $1); shift; L+=("$@")',
+    "for w in {a,b}{1..2}; do L+=($w); done",
 ]
 
 
@@ -153,8 +159,85 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train_async.py --lr 
 """
     source = read(written(tmp_path, text), [])
     lines = {one.key: one.line for one in source.given}
-    assert source.stack == "slime" and lines == {"lr": 4, "num-layers": 1, "swiglu": 1}
+    assert source.stack == "slime"
+    assert lines == {"train_async.py": 4, "lr": 4, "num-layers": 1, "swiglu": 1}
     assert "other.sh" in source.problems[0] and "line 3" in source.problems[0]
+
+
+def test_a_program_that_is_only_named_is_not_started(tmp_path):
+    text = """echo "Launching" train.py --lr 1
+cp train.py --lr backup
+cat train.py
+$LAUNCH -u "$ROOT/train.py" --lr 3e-6
+"""
+    (answer,) = read(written(tmp_path, text), []).given
+    assert (answer.value, answer.line) == ("3e-6", 4)
+
+
+def test_a_shift_in_arithmetic_is_no_here_document(tmp_path):
+    text = "N=$((1<<20)); M=$(( N * 2 ))\npython3 -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=2\n"
+    seed, nodes = read(written(tmp_path, text), []).given
+    assert seed.settings or "1<<20" in seed.why
+    assert nodes.settings == {"actor_num_nodes": 2}
+
+
+def test_elements_by_key_and_words_of_a_branch_are_not_read_in_silence(tmp_path):
+    text = """declare -A M=([q]=7 [l]=8)
+N[0]=3
+if [ "$OTHER" ]; then set -- trainer.nnodes=2; fi
+python3 -m verl.trainer.main_ppo data.seed=${M[l]} data.train_batch_size=${N[0]} "$@"
+"""
+    answers = read(written(tmp_path, text), []).given
+    assert not any(one.settings for one in answers)
+    reasons = {one.key: one.why for one in answers}
+    assert "line 1: M has elements by key" in reasons["data.seed"]
+    assert "line 2: N has elements by key" in reasons["data.train_batch_size"]
+    assert "$@ depends on a condition of line 3" in reasons["?"]
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ("train.py --lr 1e-5", "sync"),
+        ("/root/slime/train_async.py --lr 1e-5", "one_step_off"),
+        (
+            "train_async.py --rollout-function-path slime.rollout.fully_async_rollout.f",
+            "fully_async",
+        ),
+        ("train.py --wandb-group fully_async", "sync"),
+    ],
+)
+def test_the_program_of_slime_says_when_batches_are_generated(words, mode, tmp_path):
+    source = read(written(tmp_path, f"python3 {words}\n"), [])
+    config = load([], imported(source.given, source.absent).settings).config
+    assert config.rollout.rollout_mode == mode
+
+
+def test_the_last_of_a_repeated_flag_or_key_counts(tmp_path):
+    """As argparse, which parses slime's flags, and Hydra have it."""
+    text = """A=(--lr 1e-6
+--rollout-batch-size 8)
+python3 train.py "${A[@]}" --use-kl-loss --rollout-batch-size=16 \\
+  --lr 5e-6 --wandb-key FIRST --wandb-key LAST
+"""
+    source = read(written(tmp_path, text), [])
+    result = imported(source.given, ())
+    theirs = argparse.ArgumentParser()
+    theirs.add_argument("--lr", type=float)
+    theirs.add_argument("--rollout-batch-size", type=int)
+    lines = text.replace("\\\n", " ").splitlines()
+    words = [*lines[0][3:].split(), *lines[1][:-1].split(), *lines[2].split()]
+    expected, _ = theirs.parse_known_args(words)
+    assert result.settings["optimizer"]["lr"] == expected.lr == 5e-6
+    assert result.settings["rollout"]["rollout_batch_size"] == expected.rollout_batch_size == 16
+    said = {(one.key, one.line): one.why for one in result.taken}
+    assert said["lr", 1] == "given again on line 4, and the last one counts"
+    assert "FIRST" not in str(result)
+    command = "python3 -m verl.trainer.main_ppo trainer.nnodes=2 trainer.nnodes=3\n"
+    source = read(written(tmp_path, command), [])
+    result = imported(source.given, ())
+    assert result.settings["cluster"]["actor_num_nodes"] == 3
+    assert [one.value for one in result.taken if one.why] == [2]
 
 
 def test_each_flag_of_a_script_of_slime_is_in_one_list(tmp_path, capsys):
@@ -197,8 +280,36 @@ def test_yaml_has_its_defaults_and_references(tmp_path):
     (tmp_path / "base.yaml").unlink()
     with pytest.raises(ConfigError, match=r"base\.yaml: no such file"):
         read_yaml(tmp_path / "run.yaml")
-    path = written(tmp_path, "defaults: ../grpo_math_1B.yaml\ngrpo: {seed: 1}\n", "other.yaml")
-    assert "grpo_math_1B.yaml: no such file" in read_yaml(path).problems[0]
+
+
+def test_a_recipe_of_nemo_rl_without_the_file_it_begins_with_has_that_files_values(tmp_path):
+    """``examples/configs/grpo_math_1B.yaml`` of 7ea279a: its numbers, and its references.
+
+    The same by a script that overrides a key, where no ``--config`` means that file.
+    """
+    recipe = "defaults: ../../grpo_math_1B.yaml\npolicy:\n  max_total_sequence_length: 16384\n"
+    command = "uv run examples/run_grpo.py {}policy.max_total_sequence_length=16384\n"
+    sources = [
+        read(written(tmp_path, recipe, "run.yaml"), []),
+        read(
+            written(tmp_path, recipe.partition("policy")[0], "base.yaml"),
+            [command.split()[-1].removeprefix("{}")],
+        ),
+        read(written(tmp_path, command.format("")), []),
+        read(written(tmp_path, command.format("--config=configs/grpo_math_1B.yaml ")), []),
+    ]
+    for source in (sources[0], sources[-1]):
+        assert "grpo_math_1B.yaml: no such file" in source.problems[0]
+    for source in sources:
+        assert source.given[0].key == "policy.max_total_sequence_length"
+        assert all(one.is_needless for one in source.given[1:])
+        config = load([], imported(source.given, source.absent).settings).config
+        assert config.rollout.rollout_max_response_len == 16384
+        assert config.rollout.rollout_max_prompt_len == 16384
+        assert config.perf.max_tokens_per_gpu == 16384 * 4
+        assert config.optimizer.lr == 5e-6 and config.optimizer.lr_warmup_iters == 50
+        assert config.optimizer.lr_warmup_init == pytest.approx(5e-7)
+        assert config.sglang.model_extra == {"sglang_mem_fraction_static": 0.6}
 
 
 def test_a_configuration_of_verl_that_is_not_read_is_named_first(tmp_path):
@@ -216,6 +327,23 @@ def test_the_file_that_a_command_of_nemo_rl_names_is_read_or_the_script_is_refus
     written(tmp_path / "configs", "grpo: {num_prompts_per_step: 4, seed: 3}\n", "a.yaml")
     values = {one.key: one.value for one in read(path, []).given}
     assert values["grpo.num_prompts_per_step"] == 8 and values["grpo.seed"] == 3
+
+
+def test_what_an_import_says_of_its_recipe_is_what_check_says(tmp_path, monkeypatch, capsys):
+    """Epochs are counted, and the folder of runs is that of the environment, as by any verb."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 100)
+    monkeypatch.setenv("RLPOST_RUNS_DIR", str(tmp_path / "runs"))
+    for batch in (10, 128):
+        command = f"python3 train.py --prompt-data {tmp_path}/rows.jsonl --input-key prompt"
+        command += f" --rollout-batch-size {batch} --num-epoch 1\n"
+        path, target = written(tmp_path, command), tmp_path / f"recipe{batch}.toml"
+        assert main(["import", str(path), "--output", str(target)]) == 0
+        own = capsys.readouterr().err.partition("of this recipe\n")[2].partition("\n\n")[0]
+        assert main(["check", str(target)]) == 2
+        check = capsys.readouterr().err.replace(f" ({near_path(str(target))})", "")
+        said = [line.removeprefix("error: ") for line in check.splitlines()]
+        assert own.splitlines() == [f"  {line.replace(' (the default)', '')}" for line in said]
+        assert ("fewer than --rollout-batch-size 128" in own) == (batch == 128)
 
 
 def test_a_recipe_is_written_once(tmp_path, capsys):
@@ -242,6 +370,9 @@ def lol(levels: int, empty: str, item: str) -> str:
 HOSTILE = {
     "a value that doubles.sh": "A=xxxxxxxxxx\n" + "A=$A$A$A$A\n" * 40,
     "a function that calls itself.sh": "f() { f; }\nf\n",
+    "braces without end.sh": "echo " + "{a,b}" * 40 + "\n",
+    "open braces.sh": "echo " + "{" * 100_000 + "\n",
+    "many digits.yaml": "grpo: {seed: " + "9" * 5000 + "}\n",
     "an endless loop.sh": "for ((;;)); do :; done\n",
     "a file that sources itself.sh": "source './a file that sources itself.sh'\n",
     "nested substitutions.sh": "A=" + "$(" * 500 + ")" * 500,

@@ -19,8 +19,10 @@ from rlpost.extensions.importing.peers import row
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
 from rlpost.extensions.importing.peers.row import ABSENT, Entry, Stack
 from rlpost.extensions.importing.peers.verl import VERL
+from rlpost.extensions.importing.yaml_file import read_yaml
 
 DATA = Path(__file__).parents[2] / "data"
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 MADE_UP = "rlpost knows no such key"
 
 
@@ -34,7 +36,10 @@ def _plain(value: object) -> object:
     return None if value == "null" else value
 
 
-DEFAULTS = {"verl": table("verl_defaults.toml"), "NeMo-RL": table("nemo_rl_defaults.toml")}
+DEFAULTS: dict[str, dict[str, object]] = {
+    "verl": table("verl_defaults.toml"),
+    "NeMo-RL": {key: entry.value for key, entry in read_yaml(None).entries.items()},
+}
 SCRIPTS = {
     **{("verl", name): keys for name, keys in table("verl_scripts.toml").items()},
     **{("NeMo-RL", name): keys for name, keys in table("nemo_rl_recipes.toml").items()},
@@ -137,7 +142,8 @@ def test_unknown_keys_and_values_are_named_and_none_is_dropped(stack):
     source = random.Random(5)
     known = list(DEFAULTS[stack])
     words = ["x", "zeta", "loss", "grpo", "actor", "v2", "use_foo"]
-    values = [None, True, False, -1, 0, 3, 1e-3, "text", "", ["a", 1], [], {"a": 1}, "1e-6", 10**30]
+    values = [None, True, False, -1, 0, 3, 1e-3, "text", "", ["a", 1], [], {"a": 1}, "1e-6"]
+    values += [10**30, float("inf"), float("nan"), 10**400]
     for _ in range(30):
         made_up = {".".join(source.choices(words, k=3)) + str(index) for index in range(5)}
         below = {f"{source.choice(known)}_{source.choice(words)}" for _ in range(5)} - set(known)
@@ -184,6 +190,35 @@ def test_a_default_of_the_stack_that_is_ours_too_sets_nothing():
             {"calculate_per_token_loss": None},
         ),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, {"eps_clip_c": None}),
+        ({"data.image_key": "images"}, {"multimodal_keys": {"image": "images"}}),
+        ({}, {"multimodal_keys": None}),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "data.train_batch_size": 64,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+                "trainer.total_training_steps": 100,
+                "critic.optim.lr_warmup_steps_ratio": 0.05,
+            },
+            {"critic_lr_warmup_iters": 5 * 4},
+        ),
+        (
+            {
+                "actor_rollout_ref.model.override_config.rope_theta": 1e6,
+                "actor_rollout_ref.model.override_config.model_config.num_experts_per_tok": 4,
+                "actor_rollout_ref.model.override_config.attention_dropout": 0.0,
+            },
+            {"override_hf_config": {"rotary_base": 1e6, "moe_router_topk": 4}},
+        ),
+        (
+            {
+                f"{TRANSFORMER}.num_layers": 36,
+                f"{TRANSFORMER}.moe_router_topk": 8,
+                f"{TRANSFORMER}.attention_dropout": 0.0,
+                f"{TRANSFORMER}.moe_router_load_balancing_type": "none",
+            },
+            {"model_args": {"num_layers": 36, "moe_router_topk": 8}},
+        ),
         ({"actor_rollout_ref.nccl_timeout": 1200}, {"distributed_timeout_minutes": 20}),
         (
             {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
@@ -195,6 +230,61 @@ def test_conditions_and_units_of_verl(given, settings):
     made = result_of(VERL, {key: Entry(value) for key, value in given.items()}).settings
     flat = {key: value for entries in made.values() for key, value in entries.items()}
     assert {key: flat.get(key) for key in settings} == settings
+
+
+def test_what_does_not_convert_is_said():
+    """Keys of verl with a value that rlpost cannot have, beside the keys that make it so."""
+    for given, key, said in LEFT:
+        result = result_of(VERL, {name: Entry(value) for name, value in given.items()})
+        reasons = {one.key: one.why for one in result.left}
+        assert said in reasons.get(key, ""), (key, reasons)
+
+
+def test_verls_own_defaults_of_the_critic_are_not_left():
+    given = DEFAULTS["verl"] | {"algorithm.adv_estimator": "gae"}
+    result = result_of(VERL, {key: Entry(value, 1) for key, value in given.items()})
+    assert not [one for one in result.left if one.key.startswith("critic.")]
+
+
+LEFT: list[tuple[dict[str, object], str, str]] = [
+    ({"data.image_key": "images"}, "actor_rollout_ref.actor.freeze_vision_tower", "it is frozen"),
+    (
+        {"trainer.total_training_steps": 500, "trainer.total_epochs": 2},
+        "trainer.total_epochs",
+        "after 2 epochs or 500 steps",
+    ),
+    ({"trainer.total_training_steps": 500}, "trainer.total_epochs", "after 30 epochs or 500 steps"),
+    ({"trainer.save_freq": 20}, "trainer.max_actor_ckpt_to_keep", "verl keeps all checkpoints"),
+    *(
+        (
+            {"algorithm.adv_estimator": "gae", f"critic.{key}": value},
+            f"critic.{key}",
+            "of the policy",
+        )
+        for key, value in {
+            "ppo_mini_batch_size": 128,
+            "grad_clip": 0.5,
+            "optim.weight_decay": 0.1,
+            "optim.betas": [0.9, 0.95],
+            "optim.lr_scheduler_type": "cosine",
+        }.items()
+    ),
+    (
+        {"algorithm.adv_estimator": "gae", "critic.optim.lr_warmup_steps_ratio": 0.1},
+        "critic.optim.lr_warmup_steps_ratio",
+        "use --critic-lr-warmup-iters",
+    ),
+    (
+        {"actor_rollout_ref.model.override_config.max_position_embeddings": 65536},
+        "actor_rollout_ref.model.override_config.max_position_embeddings",
+        "config.json states max_position_embeddings",
+    ),
+    (
+        {f"{TRANSFORMER}.moe_aux_loss_coeff": 0.01},
+        f"{TRANSFORMER}.moe_aux_loss_coeff",
+        "only 0 is supported",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +328,7 @@ def test_conditions_and_units_of_nemo_rl(given, settings):
         ("actor_rollout_ref.rollout.n=8", "use --n-samples-per-prompt 8"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "prompts there, answers here"),
         ("++grpo.num_prompts_per_step=32", "use --rollout-batch-size 32"),
+        ("data.image_key=images", 'use --multimodal-keys \'{"image": "images"}\''),
         ("async_training.staleness_threshold=0.5", "--max-staleness counts weight versions"),
     ],
 )
@@ -248,3 +339,10 @@ def test_a_key_of_another_stack_on_the_command_line_is_answered_by_its_row(word,
             flags.parse(parser, words)
         assert said in str(caught.value)
     flags.parse(parser, ["tiny", "--environment", "A=b.c=d"])
+
+
+def test_a_value_of_a_flag_is_no_key_of_another_stack():
+    parser = flags.make_parser("test", "")
+    words = ["--prompt-data", "a.jsonl", "env.date=2024.jsonl", "--lr", "1e-6", "--save", "env.a=b"]
+    _, values = flags.parse(parser, ["tiny", *words])
+    assert values["rollout"]["prompt_data"] == words[1:3]

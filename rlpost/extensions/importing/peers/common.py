@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from rlpost.config.flags import fields
 from rlpost.config.megatron_options import option_names
-from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Settings
+from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
+from rlpost.config.model_arguments import ONLY_ZERO, OVERRIDABLE, WITHOUT_EFFECT
+from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Settings, as_number
 
 FILTER = "rlpost.rollout.filters.check_reward_nonzero_std"
 MEGATRON_NAMES = {
@@ -17,6 +20,7 @@ MEGATRON_NAMES = {
 }
 """Fields of Megatron-core that have a setting of another name here."""
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout")
 _TARGETS = {
     "q_proj": "linear_qkv",
     "k_proj": "linear_qkv",
@@ -75,12 +79,37 @@ def eval_sets(it: Given) -> Settings:
 def megatron_option(it: Given) -> Settings:
     """Return an option of Megatron-core under its name here, a setting where there is one."""
     name = MEGATRON_NAMES.get(it.tail, it.tail)
+    if name in WITHOUT_EFFECT:
+        raise Needless("the coefficient of that loss is 0")
+    if name in ONLY_ZERO:
+        if not it.value:
+            raise Needless("0, as here")
+        raise NotHere("only 0 is supported; leave it out (docs/models.md)")
     if it.value is None or it.value == []:
         raise Needless("without a value, Megatron-core's own default holds")
+    if name in MODEL_ARGUMENTS:
+        return {"model_args": {name: it.value}}
     known = option_names()
     if name in fields() or known is None or name in known:
         return {name: it.value}
     raise NotHere(f"Megatron-core has no option {name} that a recipe may set")
+
+
+def hf_override(it: Given) -> Settings:
+    """Return keys that change the model's config.json. Raises NotHere, Needless."""
+    if it.value is None or it.value == {}:
+        raise Needless("none, as here")
+    given = it.value if isinstance(it.value, Mapping) else {it.tail.rpartition(".")[2]: it.value}
+    if all(name in _DROPOUTS and not value for name, value in given.items()):
+        raise Needless("there is no dropout")
+    own = {theirs: name for name, theirs in OVERRIDABLE.items()}
+    unknown = [name for name in given if name not in own]
+    if unknown:
+        raise NotHere(
+            f"config.json states {unknown[0]}; of its keys --override-hf-config changes "
+            f"{', '.join(own)} (docs/models.md)"
+        )
+    return {"override_hf_config": {own[name]: as_number(name, one) for name, one in given.items()}}
 
 
 def sglang_option(it: Given) -> Settings:

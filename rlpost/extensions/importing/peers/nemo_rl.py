@@ -53,7 +53,8 @@ def _epochs(it: Given) -> Settings:
     steps = it.look("grpo.max_num_steps")
     if isinstance(steps, int) and steps < _NO_LIMIT:
         raise NotHere(
-            "there a run ends at max_num_steps or before; here --num-rollout alone decides"
+            f"NeMo-RL ends after {it.count()} epochs or {steps} steps, whichever is first; here "
+            f"--num-rollout {steps} alone decides, so give fewer where the epochs are shorter"
         )
     return {"num_epoch": it.count()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.extensions.importing.peers.common import model, sglang_option
+from rlpost.extensions.importing.peers.common import hf_override, model, sglang_option
 from rlpost.extensions.importing.peers.nemo_rl_keys import (
     DTENSOR,
     MEGATRON,
@@ -20,6 +20,8 @@ from rlpost.extensions.importing.peers.row import (
     NotHere,
     Row,
     Settings,
+    as_count,
+    as_number,
     lacking,
     needless,
     row,
@@ -97,13 +99,14 @@ def _torch_schedule(it: Given) -> Settings:
         raise Needless("constant, as here")
     if kinds != ["LinearLR", "ConstantLR"]:
         raise NotHere("use --lr-decay-style, --lr-warmup-iters and --lr-decay-iters")
-    linear = named[0].get("kwargs") or {}
-    rate = it.look("policy.optimizer.kwargs.lr")
-    if not isinstance(rate, float) or not isinstance(linear.get("total_iters"), int):
+    linear, key = named[0].get("kwargs"), "policy.optimizer.kwargs.lr"
+    if not isinstance(linear, Mapping):
         raise NotHere("use --lr-warmup-iters and --lr-warmup-init")
+    rollouts = as_count("total_iters", linear.get("total_iters"))
+    share = as_number("start_factor", linear.get("start_factor", 1 / 3))
     return {
-        "lr_warmup_iters": linear["total_iters"] * steps_per_rollout(it),
-        "lr_warmup_init": rate * float(linear.get("start_factor", 1 / 3)),
+        "lr_warmup_iters": rollouts * steps_per_rollout(it),
+        "lr_warmup_init": as_number(key, it.look(key)) * share,
     }
 
 
@@ -182,11 +185,11 @@ _TRAINER: tuple[Row, ...] = (
         "default",
     ),
     needless("policy.tokenizer.*", "the tokenizer is transformers'"),
-    lacking(
+    row(
         "policy.hf_config_overrides policy.hf_config_overrides.*",
-        "the table [model] overrides config.json (docs/models.md)",
-        None,
-        {},
+        "override_hf_config",
+        hf_override,
+        note="keys of config.json",
     ),
     row("policy.train_global_batch_size", "global_batch_size", note="answers in both", default=512),
     row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rlpost.config.flags import flag
-from rlpost.config.wording import value_text
+from rlpost.config.wording import flag_text
 from rlpost.extensions.importing.peers.nemo_rl import NEMO_RL
 from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Row
 from rlpost.extensions.importing.peers.verl import VERL
@@ -45,9 +45,7 @@ def _said(row: Row, tail: str, key: str, text: str | None) -> str:
             return f"{kind}{error}"
         settings = {}
     if settings and not looked:
-        words = " ".join(
-            f"{flag(name)} {value_text(value)}".rstrip() for name, value in settings.items()
-        )
+        words = " ".join(flag_text(name, value) for name, value in settings.items())
         return f"use {words}"
     names = " ".join(flag(name) for name in row.settings)
     if names:

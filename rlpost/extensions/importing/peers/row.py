@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Settings = dict[str, object]
 """Settings of rlpost by key. A key that is no setting is an option of Megatron-core."""
@@ -23,16 +23,21 @@ ABSENT = _Absent()
 """The default of a row whose key has no effect while it is not given."""
 
 
+LARGEST = 10**18
+"""A bound of numbers of other stacks: what is larger is no size of a run."""
+
+
 class NotHere(Exception):
     """A value that has no counterpart here; the text is the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value as a file gives it, and its line (0: none)."""
+    """A value as a file gives it, its line (0: none), and whether it is the stack's default."""
 
     value: object
     line: int = 0
+    is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ def as_number(key: str, value: object) -> int | float:
     """Return a value as a number. Raises NotHere."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotHere(f"{key} must be a number here")
+    if not -LARGEST < value < LARGEST:  # also for what is no number, such as nan
+        raise NotHere(f"{key} must be between -1e18 and 1e18 here")
     return value
 
 
@@ -156,6 +163,12 @@ class Answer:
     is_default: bool = False
 
 
+def replaced(answer: Answer, line: int) -> Answer:
+    """Return the answer for a key that is given again on ``line``, where the last one counts."""
+    where = f"on line {line}" if line and line != answer.line else "behind it"
+    return replace(answer, why=f"given again {where}, and the last one counts", is_needless=True)
+
+
 class Needless(Exception):
     """A value for which nothing has to be set; the text says why."""
 
@@ -164,12 +177,13 @@ def answer(stack: Stack, key: str, given: Mapping[str, Entry]) -> Answer:
     """Return what a key of ``given`` becomes."""
     entry = given[key]
     if isinstance(entry.value, Unresolved):
-        return Answer(key, "", entry.line, why=entry.value.why)
+        return Answer(key, "", entry.line, why=entry.value.why, is_default=entry.is_default)
     match = stack.find(key)
     if match is None:
         why = f"rlpost knows no such key of {stack.name}; docs/settings.md has every setting"
         return Answer(key, entry.value, entry.line, why=why)
-    return _converted(stack, match, Answer(key, entry.value, entry.line), given)
+    blank = Answer(key, entry.value, entry.line, is_default=entry.is_default)
+    return _converted(stack, match, blank, given)
 
 
 def defaults(stack: Stack, given: Mapping[str, Entry]) -> Iterable[Answer]:

@@ -21,6 +21,7 @@ from rlpost.extensions.importing.peers.row import (
 from rlpost.extensions.importing.peers.verl_keys import (
     ACTOR,
     ENGINE,
+    IMAGES,
     LAYOUT,
     MEGATRON,
     numeric,
@@ -132,6 +133,14 @@ def _routes(it: Given) -> Settings:
     if str(it.value) not in table:
         raise NotHere("use --use-routing-replay or --use-rollout-routing-replay")
     return {table[str(it.value)]: True}
+
+
+def _encoder(it: Given) -> Settings:
+    if same(it.value, True):
+        raise Needless("the encoder of images is frozen, as here")
+    if it.look(IMAGES) is None:
+        raise Needless("of models that read images")
+    raise NotHere("verl trains the encoder of images, here it is frozen (docs/models.md)")
 
 
 def _optimizer(it: Given) -> Settings:
@@ -276,7 +285,7 @@ _ACTOR: tuple[Row, ...] = (
         "*.pad_to_length_bucket *.pad_bshd_to_minibatch_max *.rollout_n",
         "samples are packed, and log-probs are fused or computed in chunks",
     ),
-    lacking(ACTOR + "freeze_vision_tower", "rlpost trains text models only", False),
+    row(ACTOR + "freeze_vision_tower", "", _encoder, note="it is frozen here", default=False),
     lacking("*.qat.enable", "weights are not trained for a quantization", False),
     needless("*.qat.*", "of quantization-aware training"),
 )

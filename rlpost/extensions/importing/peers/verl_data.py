@@ -15,6 +15,7 @@ from rlpost.extensions.importing.peers.row import (
     row,
     same,
 )
+from rlpost.extensions.importing.peers.verl_keys import IMAGES
 
 _ESTIMATORS: dict[object, object] = {
     "gae": "ppo",
@@ -68,11 +69,13 @@ def _oversampling(it: Given) -> Settings:
 
 
 def _estimator(it: Given) -> Settings:
-    return choice(
+    own = choice(
         "advantage_estimator",
         _ESTIMATORS,
         "no such estimator here; use --custom-advantage-function-path (docs/actor.md)",
     )(it)
+    # verl whitens those of GAE whatever the settings are (core_algos.compute_gae_advantage_return).
+    return own | {"normalize_advantages": True} if it.value == "gae" else own
 
 
 def _divides(it: Given) -> Settings:
@@ -181,10 +184,29 @@ _DATA = (
         "tools belong to an environment (docs/agents.md)",
         None,
     ),
+    row(
+        IMAGES,
+        "multimodal_keys",
+        lambda it: {"multimodal_keys": {"image": text(it)}},
+        note="images of the marks <image>, for a model with an encoder of images",
+    ),
     needless(
-        "data.image_key data.video_key data.audio_key data.image_patch_size "
-        "data.return_multi_modal_inputs data.mm_processor_kwargs data.mm_processor_kwargs.*",
-        "prompts are text: a column of pictures is not read",
+        "data.video_key data.audio_key",
+        "prompts have text and images alone",
+        "videos",
+        "audios",
+        None,
+        instead="prompts have text and images alone (docs/data.md)",
+    ),
+    lacking(
+        "data.mm_processor_kwargs data.mm_processor_kwargs.*",
+        "images are prepared as the model's folder says; their size: --image-max-pixels",
+        None,
+        {},
+    ),
+    needless(
+        "data.image_patch_size data.return_multi_modal_inputs",
+        "the model's folder says how images are prepared",
     ),
     needless("data.reward_fn_key", "the column is in prompt.metadata for --custom-rm-path"),
     needless(
@@ -198,7 +220,13 @@ _DATA = (
 
 
 _ALGORITHM = (
-    row("algorithm.adv_estimator", "advantage_estimator", _estimator, default="gae"),
+    row(
+        "algorithm.adv_estimator",
+        "advantage_estimator normalize_advantages",
+        _estimator,
+        note="gae whitens",
+        default="gae",
+    ),
     row(
         "algorithm.norm_adv_by_std_in_grpo",
         "disable_grpo_std_normalization",

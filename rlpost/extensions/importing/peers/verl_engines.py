@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlpost.config.wording import value_text
 from rlpost.extensions.importing.peers.common import model, sglang_option
 from rlpost.extensions.importing.peers.row import (
     Convert,
@@ -10,6 +11,7 @@ from rlpost.extensions.importing.peers.row import (
     NotHere,
     Row,
     Settings,
+    as_count,
     below,
     lacking,
     needless,
@@ -17,8 +19,16 @@ from rlpost.extensions.importing.peers.row import (
     same,
     when,
 )
-from rlpost.extensions.importing.peers.verl_keys import ENGINE, numeric, warmup
+from rlpost.extensions.importing.peers.verl_keys import (
+    ACTOR,
+    ENGINE,
+    numeric,
+    steps_per_rollout,
+    warmup,
+)
 
+_UNSET: tuple[object, ...] = ("constant", 0, 0.5, {}, "AdamW", "adam")
+"""Values of a schedule and an optimizer that are verl's own defaults."""
 _OF_CRITIC = "the critic has the layout and the optimizer of the policy (docs/ppo.md)"
 
 
@@ -69,6 +79,33 @@ def _as_data(other: str) -> Convert:
 
 def _critic(setting: str, convert: Convert) -> Convert:
     return when("algorithm.adv_estimator", "gae", "without gae there is no critic", convert)
+
+
+def _as_policy(it: Given) -> Settings:
+    """A key of the critic that the policy has too: both have one value here."""
+    name = it.key.removeprefix("critic.")
+    other = it.look(ACTOR + name)
+    if other is None and name == "grad_clip":
+        other = it.look(ACTOR + "optim.clip_grad")
+    if it.value is None or same(it.value, other):
+        raise Needless(_OF_CRITIC)
+    if other is None and any(same(it.value, one) for one in _UNSET):
+        raise Needless(_OF_CRITIC)
+    own = "its own default" if other is None else value_text(other)
+    raise NotHere(f"{_OF_CRITIC}: {name} {own}")
+
+
+def _critic_share(it: Given) -> Settings:
+    steps = it.look("critic.optim.lr_warmup_steps")
+    if isinstance(steps, int) and steps > 0:
+        raise Needless("lr_warmup_steps decides")
+    if not it.number():
+        raise Needless("off, as here")
+    total = it.look("trainer.total_training_steps")
+    if total is None:
+        raise NotHere("a share of steps that epochs decide; use --critic-lr-warmup-iters")
+    rollouts = int(it.number() * as_count("trainer.total_training_steps", total))
+    return {"critic_lr_warmup_iters": rollouts * steps_per_rollout(it)}
 
 
 def _buffer(it: Given) -> Settings:
@@ -228,6 +265,24 @@ _CRITIC: tuple[Row, ...] = (
         "critic.model.path",
         "critic_load",
         _critic("critic_load", lambda it: {"critic_load": model(it)["hf_checkpoint"]}),
+    ),
+    row(
+        "critic.optim.lr_warmup_steps_ratio",
+        "critic_lr_warmup_iters",
+        _critic("", _critic_share),
+        note="a share of total_training_steps there, optimizer steps here",
+    ),
+    row(
+        below(
+            "critic.",
+            "ppo_mini_batch_size grad_clip loss_agg_mode optim.weight_decay optim.betas "
+            "optim.clip_grad optim.optimizer optim.lr_scheduler_type optim.lr_decay_style "
+            "optim.warmup_style optim.min_lr optim.min_lr_ratio optim.lr_warmup_init "
+            "optim.lr_decay_steps optim.num_cycles optim.override_optimizer_config",
+        ),
+        "",
+        _critic("", _as_policy),
+        note="needless where it is the policy's value",
     ),
     lacking("critic.ppo_epochs", "each rollout is trained once", 1),
     needless("critic.enable", "--advantage-estimator ppo has a critic"),

@@ -21,6 +21,10 @@ ACTOR, ENGINE, MODEL = (
 MEGATRON = ACTOR + "megatron."
 
 
+IMAGES = "data.image_key"
+"""The column of images. verl has a default, and reads it for models with an encoder alone."""
+
+
 LAYOUT = "the trainer is Megatron-core, which has no such sharding; see rlpost plan --suggest"
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import lora_targets, megatron_option, model, text
+from rlpost.extensions.importing.peers.common import (
+    hf_override,
+    lora_targets,
+    megatron_option,
+    model,
+    text,
+)
 from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
@@ -233,11 +239,11 @@ _MODEL: tuple[Row, ...] = (
     ),
     lacking(MODEL + "custom_chat_template", "change the tokenizer's file in --hf-checkpoint", None),
     lacking(MODEL + "external_lib", "code of users: --custom-*-path (docs/extending.md)", None),
-    lacking(
+    row(
         MODEL + "override_config " + MODEL + "override_config.*",
-        "the table [model] overrides config.json (docs/models.md)",
-        None,
-        {},
+        "override_hf_config",
+        hf_override,
+        note="keys of config.json",
     ),
     needless(MODEL + "trust_remote_code", "no code of a model's folder runs (docs/models.md)"),
     needless(

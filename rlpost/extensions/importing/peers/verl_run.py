@@ -66,8 +66,12 @@ def _steps(it: Given) -> Settings:
 
 
 def _epochs(it: Given) -> Settings:
-    if it.look("trainer.total_training_steps") is not None:
-        raise Needless("total_training_steps decides")
+    steps = it.look("trainer.total_training_steps")
+    if steps is not None:
+        raise NotHere(
+            f"verl ends after {it.count()} epochs or {steps} steps, whichever is first; here --num-rollout "
+            f"{steps} alone decides, so give fewer where the epochs are shorter"
+        )
     return {"num_epoch": it.count()}
 
 
@@ -123,6 +127,9 @@ def _project(it: Given) -> Settings:
 
 def _kept(it: Given) -> Settings:
     if it.value is None:
+        saves = it.look("trainer.save_freq")
+        if not isinstance(saves, int) or saves <= 0:
+            raise Needless("save_freq is off")
         raise NotHere("verl keeps all checkpoints, rlpost the last --keep-last; see --keep-every")
     return {"keep_last": it.count()}
 
@@ -233,7 +240,12 @@ _TRAINER = (
         lambda it: {"save": text(it)},
         note="without it RUN/checkpoints",
     ),
-    row("trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep", "keep_last", _kept),
+    row(
+        "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
+        "keep_last",
+        _kept,
+        default=None,
+    ),
     row("trainer.balance_batch", "balance_data", default=True),
     row(
         "trainer.critic_warmup",
