@@ -100,7 +100,7 @@ class OwnMembership:
         """The version of the last weights that all engines got; those that serve have it."""
         self._must_send = False
         self._connected = {*range(num_engines)}
-        """The engines that are connected with the trainer."""
+        """The engines of the trainer's process groups."""
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -180,7 +180,8 @@ class OwnMembership:
             for number, engine in enumerate(self._engines)
             if engine.phase is Phase.IDLE and not engine.is_new and not engine.is_lent
         ]
-        chosen = [*behind, *reversed(self.serving[1:])][:most]
+        free = [*behind, *reversed(self.serving[1:])]
+        chosen = [number for number in free if not self._engines[number].has_failed][:most]
         for number in chosen:
             engine = self._engines[number]
             engine.is_lent, engine.phase, engine.holds = True, Phase.UPDATING, None
@@ -227,6 +228,11 @@ class OwnMembership:
         return self._where(lambda engine: not engine.is_lent)
 
     @property
+    def connections(self) -> list[int]:
+        """The engines that take part in the trainer's broadcasts."""
+        return sorted(self._connected)
+
+    @property
     def down(self) -> list[int]:
         """The engines without a process."""
         return self._where(lambda engine: engine.phase is Phase.DOWN)
@@ -235,6 +241,17 @@ class OwnMembership:
     def dismissed(self) -> set[int]:
         """The engines that were stopped or lost and are not admitted again yet."""
         return {*self._where(lambda engine: engine.phase is Phase.DOWN or engine.is_new)}
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether to act before the next update of the weights.
+
+        Not for engines that were lent and only lack weights, as long as others serve: they get them
+        with the next update.
+        """
+        has_failed = self._where(lambda engine: engine.has_failed)
+        none_serves = bool(self._engines) and not self.serving
+        return bool(has_failed or self.dismissed or none_serves) and self.next_action() is not None
 
     @property
     def checked(self) -> list[int]:
