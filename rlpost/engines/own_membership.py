@@ -14,8 +14,8 @@ are updated one by one.
 Invariants:
 - An engine is admitted only with the weights that this attempt sent to all engines last.
 - Weights are sent only when no engine that gets them is down or has failed.
-- An engine is restarted at most ``MAX_RESTARTS`` times between two trained batches. A lost node does
-  not count.
+- An engine is restarted at most ``MAX_RESTARTS`` times between two calls of ``forget_restarts``: after
+  a trained batch, or an evaluation if it only evaluates. A lost node does not count.
 - An engine that is lent gets neither requests nor weights of the policy. It serves the policy again
   with the current version, at once or after the next weights.
 """
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from rlpost.engines.fleet.membership import Phase
 
 MAX_RESTARTS = 3
-"""Restarts of one engine since the last trained batch; another one would change nothing."""
+"""Restarts of one engine since the last ``forget_restarts``; another one would change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Engine:
     """It must be stopped."""
     is_lent: bool = False
     restarts: int = 0
-    """Since the last trained batch."""
+    """Since the last ``forget_restarts``."""
     problem: str = ""
 
 

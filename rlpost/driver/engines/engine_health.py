@@ -413,9 +413,9 @@ class EngineHealth:
 
 def _no_more_restarts(name: str) -> str:
     return (
-        f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch; see the "
-        f"end of {name}-server.log in the attempt's folder. If it is killed for memory, lower "
-        "--sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
+        f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch, or since the "
+        f"last evaluation of --eval-engines; see the end of {name}-server.log in the attempt's folder. If it is "
+        "killed for memory, lower --sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
     )
 
 
