@@ -86,6 +86,11 @@ def choose_socket(
         )
     else:
         choice.why.append(_without_connection(facts))
+        if connection_ip:
+            choice.warnings.append(
+                f"--connection-ip {connection_ip} is no address of this host's interfaces and does "
+                "not count; use one of those listed"
+            )
     chosen = facts.interface(choice.ifname)
     if chosen is not None:
         choice.ip = choice.ip or _first_address(chosen)

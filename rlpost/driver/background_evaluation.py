@@ -135,6 +135,9 @@ class EvaluatingEngines(Protocol):
     async def over(self, generating: Awaitable[T], /) -> T:
         """Return the result of ``generating``; replace engines that die before it ends."""
 
+    def forget_restarts(self) -> None:
+        """Record that an evaluation has ended: restarts before it are no reason to give up."""
+
 
 class BackgroundEvaluation:
     """Evaluates snapshots in order, one at a time. Call ``resume`` first, ``close`` last."""
@@ -231,6 +234,7 @@ class BackgroundEvaluation:
                 snapshot.version, pause="abort", before=_nothing, ready=_nothing
             )
             metrics = dict(await self._health.over(self._evaluate(snapshot.step)))
+            self._health.forget_restarts()
             metrics["time/eval_beside_s"] = time.monotonic() - started
             await self._done(snapshot.step, metrics)
             logger.info("evaluated step %d in %.1f s", snapshot.step, time.monotonic() - started)

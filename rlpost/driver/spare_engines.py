@@ -84,6 +84,9 @@ class SpareEngines:
             await cancel_all([keeping])
             await self._give_back(self._version)
 
+    def forget_restarts(self) -> None:
+        """Do nothing: a trained batch is the progress of the policy's engines."""
+
     async def _take(self) -> None:
         for tries in range(1, MAX_TRIES + 1):
             self._lent = await self._health.lend(self._number)

@@ -14,8 +14,8 @@ are updated one by one.
 Invariants:
 - An engine is admitted only with the weights that this attempt sent to all engines last.
 - Weights are sent only when no engine that gets them is down or has failed.
-- An engine is restarted at most ``MAX_RESTARTS`` times between two trained batches. A lost node does
-  not count.
+- An engine is restarted at most ``MAX_RESTARTS`` times between two calls of ``forget_restarts``: after
+  a trained batch, or an evaluation if it only evaluates. A lost node does not count.
 - An engine that is lent gets neither requests nor weights of the policy. It serves the policy again
   with the current version, at once or after the next weights.
 """
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from rlpost.engines.fleet.membership import Phase
 
 MAX_RESTARTS = 3
-"""Restarts of one engine since the last trained batch; another one would change nothing."""
+"""Restarts of one engine since the last ``forget_restarts``; another one would change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Engine:
     """It must be stopped."""
     is_lent: bool = False
     restarts: int = 0
-    """Since the last trained batch."""
+    """Since the last ``forget_restarts``."""
     problem: str = ""
 
 
@@ -100,7 +100,7 @@ class OwnMembership:
         """The version of the last weights that all engines got; those that serve have it."""
         self._must_send = False
         self._connected = {*range(num_engines)}
-        """The engines that are connected with the trainer."""
+        """The engines of the trainer's process groups."""
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -180,7 +180,8 @@ class OwnMembership:
             for number, engine in enumerate(self._engines)
             if engine.phase is Phase.IDLE and not engine.is_new and not engine.is_lent
         ]
-        chosen = [*behind, *reversed(self.serving[1:])][:most]
+        free = [*behind, *reversed(self.serving[1:])]
+        chosen = [number for number in free if not self._engines[number].has_failed][:most]
         for number in chosen:
             engine = self._engines[number]
             engine.is_lent, engine.phase, engine.holds = True, Phase.UPDATING, None
@@ -227,6 +228,11 @@ class OwnMembership:
         return self._where(lambda engine: not engine.is_lent)
 
     @property
+    def connections(self) -> list[int]:
+        """The engines that take part in the trainer's broadcasts."""
+        return sorted(self._connected)
+
+    @property
     def down(self) -> list[int]:
         """The engines without a process."""
         return self._where(lambda engine: engine.phase is Phase.DOWN)
@@ -235,6 +241,17 @@ class OwnMembership:
     def dismissed(self) -> set[int]:
         """The engines that were stopped or lost and are not admitted again yet."""
         return {*self._where(lambda engine: engine.phase is Phase.DOWN or engine.is_new)}
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether to act before the next update of the weights.
+
+        Not for engines that were lent and only lack weights, as long as others serve: they get them
+        with the next update.
+        """
+        has_failed = self._where(lambda engine: engine.has_failed)
+        none_serves = bool(self._engines) and not self.serving
+        return bool(has_failed or self.dismissed or none_serves) and self.next_action() is not None
 
     @property
     def checked(self) -> list[int]:

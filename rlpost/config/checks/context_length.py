@@ -22,7 +22,9 @@ context without a word (``init_req_max_new_tokens`` in ``managers/scheduler.py``
 DRAFTING = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 """Algorithms of speculative decoding that keep room for drafts (``is_eagle``)."""
 DRAFT_TOKENS = 64
-"""Of an algorithm whose sizes SGLang chooses."""
+"""Of an algorithm whose sizes SGLang chooses or adapts: it keeps room for the most steps and one."""
+DIFFUSION_BLOCK = 256
+"""The most that a diffusion model has by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,34 @@ def longest_request(server_args: Mapping[str, object], hf: HfConfig) -> int | No
     An input below it is accepted, also one that goes on after an abort. None if it is not known.
     ``server_args``: of the engines.
     """
-    context = engine_context(server_args, hf)
-    return None if context is None else context - max(UNREAD_TOKENS, _reserved(server_args))
+    context, pool = engine_context(server_args, hf), pool_tokens(server_args)
+    unread = UNREAD_TOKENS + _block_tokens(server_args, hf)
+    # An input may fill its last page with one token, and a page is kept (``max_new_tokens_for_memory``).
+    bounds = [] if pool is None else [max(0, pool - max(unread, 2 * _page_size(server_args)))]
+    if context is not None:
+        bounds.append(context - max(unread, _reserved(server_args)))
+    return min(bounds, default=None)
+
+
+def pool_tokens(server_args: Mapping[str, object]) -> int | None:
+    """Return the tokens of the KV cache, whole pages; None where the free memory decides.
+
+    It bounds a request as the context does (``get_worker_info``).
+    """
+    tokens = server_args.get("max_total_tokens")
+    return tokens - tokens % _page_size(server_args) if isinstance(tokens, int) else None
+
+
+def _page_size(server_args: Mapping[str, object]) -> int:
+    size = server_args.get("page_size")
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _block_tokens(server_args: Mapping[str, object], hf: HfConfig) -> int:
+    """Tokens of a block of a diffusion model, by which inputs must be shorter (``dllm/config.py``)."""
+    if not server_args.get("dllm_algorithm"):
+        return 0
+    return int(hf.get("canvas_length") or DIFFUSION_BLOCK)
 
 
 def _reserved(server_args: Mapping[str, object]) -> int:
@@ -53,7 +81,7 @@ def _reserved(server_args: Mapping[str, object]) -> int:
     names = ("eagle_topk", "num_steps", "num_draft_tokens")
     sizes = [server_args.get(f"speculative_{name}") for name in names]
     topk, steps, drafts = (size if isinstance(size, int) else None for size in sizes)
-    if topk is None or steps is None:
+    if topk is None or steps is None or server_args.get("speculative_adaptive"):
         return max(DRAFT_TOKENS, drafts or 0)
     return max(topk * steps, drafts or 0)
 
@@ -153,7 +181,10 @@ def _lengths(config: Config) -> list[RequestLengths]:
 
 
 def _source(config: Config, hf: HfConfig) -> str:
-    context = engine_context(config.sglang.server_args, hf)
-    if "context_length" in config.sglang.server_args:
+    server_args = config.sglang.server_args
+    context, pool = engine_context(server_args, hf), pool_tokens(server_args)
+    if pool is not None and (context is None or pool < context):
+        return f"--sglang-max-total-tokens {pool}"
+    if "context_length" in server_args:
         return f"--sglang-context-length {context}"
     return f"the model's context of {context} (max_position_embeddings in config.json)"

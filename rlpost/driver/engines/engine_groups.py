@@ -126,9 +126,13 @@ class EngineGroups:
         return await generating
 
     def forget_restarts(self) -> None:
-        """Record that a batch is trained: restarts before it are no reason to give up."""
-        for health in self.health.values():
-            health.forget_restarts()
+        """Record that a batch is trained: restarts before it are no reason to give up.
+
+        Those of --eval-engines are forgotten after each evaluation: a batch is no progress of theirs.
+        """
+        for name, health in self.health.items():
+            if name not in self._in_background:
+                health.forget_restarts()
 
     def end(self) -> None:
         """Record that the run is done: engines on other jobs leave."""

@@ -166,6 +166,7 @@ class EngineHealth:
     async def leave_lost(self) -> None:
         """Stop sending requests to engines on lost nodes; not during an update or a repair."""
         if lost := self._nodes.engines:
+            self._events.lost(lost, phase="generate", cause=NODE_LOST)
             await self._engines.lose(lost)
 
     async def begin_lost(self, placement: Placement) -> None:
@@ -189,7 +190,7 @@ class EngineHealth:
         left to the next update.
         """
         if self._weights.engines_are_stuck:
-            self._fail(range(len(self._engines.members)), phase="sync", cause=STUCK)
+            self._fail_stuck()
             await self._stop_failed()
             return
         if self._nodes.engines:  # the repair that follows connects all engines
@@ -237,18 +238,27 @@ class EngineHealth:
             sick = await self._sick()
             lost = self._nodes.engines
             must_wait = self._shares_gpus or bool(self._nodes.ranks)
-            self._events.lost(lost, phase="generate", cause=NODE_LOST)
             self._fail(sick, phase="generate", cause=NO_ANSWER)
-            if (sick or lost) and not must_wait:
+            if (lost or self._engines.members.needs_repair) and not must_wait:
                 await self._repair_unless_ranks_are_lost()
                 return
             await self.leave_lost()
             await self._stop_failed()
-            if self._shares_gpus and self._engines.addresses and not self.num_serving:
-                raise EngineDied(
-                    "no engine is left: with --colocate engines restart only at the next weight update, which needs a "
-                    "batch; see the last lines of engine-*.log in the attempt's folder"
-                )
+            if self._engines.addresses and not self.num_serving:
+                self._report_that_none_serves()
+
+    def _report_that_none_serves(self) -> None:
+        """Raise EngineDied, unless engines are restarted once the ranks of a lost node are back."""
+        if self._nodes.ranks and not self._shares_gpus:
+            logger.warning("no engine serves until the ranks of the lost node run again")
+            return
+        remedy = "see the last lines of engine-*.log in the attempt's folder"
+        if self._shares_gpus:
+            remedy = (
+                "with --colocate engines restart only at the next weight update, which needs a "
+                f"batch; {remedy}"
+            )
+        raise EngineDied(f"no engine is left: {remedy}")
 
     async def _sick(self) -> list[int]:
         """Return engines that do not answer; empty after a node loss, whose engines are known."""
@@ -264,6 +274,15 @@ class EngineHealth:
         new = sorted({*engines} - {*self._engines.members.down})
         self._events.lost(new, phase=phase, cause=cause)
         self._engines.members.failed(new)
+
+    def _fail_stuck(self) -> None:
+        """Record that engines are blocked in an abandoned broadcast: its members alone are.
+
+        Call it before the next ``connect``, which begins with none abandoned.
+        """
+        if self._weights.engines_are_stuck:
+            logger.warning("restarting all engines of the broadcast: those that answer are blocked")
+            self._fail(self._engines.members.connections, phase="sync", cause=STUCK)
 
     async def _stop_failed(self) -> None:
         """Stop engines that have failed; they start at the next repair or update."""
@@ -298,6 +317,8 @@ class EngineHealth:
                 if not await self._stop.unless_requested(self._nodes.another(than=num_lost)):
                     raise
                 logger.warning("the repair begins again: %s", error)
+                await self.leave_lost()
+                self._fail_stuck()  # a lost node cancels ``_send``, which does not see its error
         await self._nodes.back("engines")
 
     async def _act(self, pause: PauseMode, before: Hook, ready: Hook) -> None:
@@ -320,7 +341,6 @@ class EngineHealth:
 
     async def _replace_lost(self) -> None:
         """Move engines of lost nodes to the replacements, without a start. Raises TrainerDied."""
-        self._events.lost(self._nodes.engines, phase="generate", cause=NODE_LOST)
         await self.leave_lost()
         self._nodes.check_ranks()
         placement = await self._stop.unless_requested(self._nodes.wait_for_replacements())
@@ -359,6 +379,7 @@ class EngineHealth:
             return
         try:
             if action.connect:
+                members.disconnected()
                 await self._weights.connect()
                 members.connected()
             await self._weights.update(action.version, pause=pause, ready=ready)
@@ -369,11 +390,7 @@ class EngineHealth:
             logger.warning("%s", error)
             self._fail(sick, phase="sync", cause=str(error))
             self._events.lost(members.down, phase="sync", cause=NO_ANSWER)
-            if self._weights.engines_are_stuck:
-                logger.warning(
-                    "restarting all engines: those that answer are blocked in the same broadcast"
-                )
-                self._fail(range(len(members)), phase="sync", cause=STUCK)
+            self._fail_stuck()
             return
         members.sent(action.version)
 
@@ -396,9 +413,9 @@ class EngineHealth:
 
 def _no_more_restarts(name: str) -> str:
     return (
-        f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch; see the "
-        f"end of {name}-server.log in the attempt's folder. If it is killed for memory, lower "
-        "--sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
+        f"{name} died or hung again after {MAX_RESTARTS} restarts since the last trained batch, or since the "
+        f"last evaluation of --eval-engines; see the end of {name}-server.log in the attempt's folder. If it is "
+        "killed for memory, lower --sglang-mem-fraction-static; if a pass is too long, --sglang-chunked-prefill-size"
     )
 
 

@@ -86,6 +86,15 @@ def test_a_second_interface_in_one_network_and_a_tunnel_are_warned_of() -> None:
     assert "not at the speed of the wire" in overlay.socket.warnings[0]
 
 
+def test_an_address_that_no_interface_holds_is_warned_of() -> None:
+    facts = host(nic("a", "10.0.0.1/24"))
+    found = detect(facts, connection_ip="10.99.0.1").socket
+    (warning,) = found.warnings
+    assert found.ifname is None and warning.startswith("--connection-ip 10.99.0.1 is no address")
+    assert not detect(facts).socket.warnings
+    assert not detect(facts, connection_ip="10.0.0.1").socket.warnings
+
+
 def test_an_address_on_loopback_is_warned_of() -> None:
     lo = replace(LO, ipv4=("127.0.0.1/8", "10.200.0.7/32"))
     found = detect(NetworkFacts((lo, nic("a", "fe80::1/64"))), connection_ip="10.200.0.7")

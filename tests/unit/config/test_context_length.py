@@ -6,7 +6,9 @@ import ast
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import MagicMock
 
@@ -101,12 +103,14 @@ def test_the_context_is_that_of_sglang(scaling) -> None:
 CONTEXT = 200
 
 
-def answered_by_sglang(prompt: int, answer: int) -> int:
+def answered_by_sglang(
+    prompt: int, answer: int, *, pool: int = 1 << 20, page: int = 1, block: int = 0
+) -> int:
     """Tokens of an answer that SGLang's scheduler permits; -1: it refuses the prompt."""
     worker = MagicMock()
     worker.model_config.context_len = CONTEXT
-    worker.model_runner.effective_logical_max_total_num_tokens = 1 << 20
-    worker.dllm_algorithm = None
+    worker.model_runner.effective_logical_max_total_num_tokens = pool
+    worker.dllm_algorithm = SimpleNamespace(block_size=block) if block else None
     info = sglang_function(
         "managers/tp_worker.py",
         "get_worker_info",
@@ -117,9 +121,11 @@ def answered_by_sglang(prompt: int, answer: int) -> int:
     request = MagicMock(origin_input_ids=[1] * prompt)
     request.sampling_params.max_new_tokens = answer
     request.sampling_params.min_new_tokens = 0
-    scheduler = MagicMock(max_new_tokens_limit=None, max_req_len=max_req_len)
+    scheduler = MagicMock(max_new_tokens_limit=None, max_req_len=max_req_len, page_size=page)
+    scheduler.max_total_num_tokens, scheduler.kv_shard_widening = pool, 1
+    of_memory = sglang_function("mem_cache/allocator/base.py", "max_new_tokens_for_memory")
     allocator = scheduler.token_to_kv_pool_allocator
-    allocator.max_new_tokens_for_memory = lambda prompt, answer, **_: answer
+    allocator.max_new_tokens_for_memory = partial(of_memory, SimpleNamespace(page_size=page))
     sglang_function("managers/scheduler.py", "init_req_max_new_tokens")(scheduler, request)
     refuse = sglang_function(
         "managers/utils.py", "validate_input_length", Req=Any, Optional=Optional
@@ -136,6 +142,45 @@ def test_engines_serve_the_longest_request_in_full_and_no_check_lets_a_longer_on
         assert answered_by_sglang(prompt, longest - prompt) == longest - prompt
         assert answered_by_sglang(prompt, CONTEXT - 1 - prompt) < CONTEXT - 1 - prompt
     assert answered_by_sglang(longest, 1) == -1
+
+
+@pytest.mark.parametrize(
+    ("args", "sizes", "longest"),
+    [
+        ({"max_total_tokens": 150}, {"pool": 150}, 144),
+        ({"max_total_tokens": 190, "page_size": 32}, {"pool": 160, "page": 32}, 96),
+        ({"max_total_tokens": CONTEXT + 1}, {"pool": CONTEXT + 1}, CONTEXT - UNREAD_TOKENS),
+        ({"dllm_algorithm": "LowConfidence"}, {"block": 32}, CONTEXT - UNREAD_TOKENS - 32),
+        (
+            {"dllm_algorithm": "LowConfidence", "max_total_tokens": 150},
+            {"pool": 150, "block": 32},
+            150 - UNREAD_TOKENS - 32,
+        ),
+    ],
+)
+def test_the_kv_pool_and_blocks_of_diffusion_bound_a_request_as_sglang_does(
+    args, sizes, longest
+) -> None:
+    hf = {"canvas_length": sizes["block"]} if "block" in sizes else {}
+    assert longest_request({"context_length": CONTEXT, **args}, hf) == longest
+    for prompt in (33, longest - 1):  # 33 tokens fill their last page least
+        assert answered_by_sglang(prompt, longest - prompt, **sizes) == longest - prompt
+    prompt = 33 if "page" in sizes else longest
+    assert answered_by_sglang(prompt, longest + 1 - prompt, **sizes) != longest + 1 - prompt
+
+
+def test_a_response_that_the_kv_pool_cannot_hold_is_refused_with_its_flag() -> None:
+    groups = {"rollout": {"rollout_max_response_len": 3000}}
+    config = load([], {**groups, "sglang": {"sglang_max_total_tokens": 2048}}).config
+    (problem,) = context_problems(config, MODEL)
+    assert "2042 tokens that engines serve in full of --sglang-max-total-tokens 2048" in problem
+    assert not context_problems(load([], groups).config, MODEL), "its size is unknown"
+
+
+def test_adaptive_drafts_reserve_room_for_the_most_steps() -> None:
+    sizes = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
+    args = {"context_length": CONTEXT, "speculative_algorithm": "EAGLE", **sizes}
+    assert longest_request({**args, "speculative_adaptive": True}, {}) == CONTEXT - 64
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ class Engines:
     async def over(self, work: Awaitable[Any]) -> Any:
         return await work
 
+    def forget_restarts(self) -> None:
+        self.log.append("ended")
+
     async def evaluate(self, step: int) -> dict[str, float]:
         self.log.append(f"evaluate {step}")
         await self.go_on.wait()
@@ -79,8 +82,8 @@ async def test_steps_are_evaluated_in_order_while_the_loop_goes_on(tmp_path: Pat
     engines.go_on.set()
     await engines.evaluation.finish()
     assert engines.log == [
-        *("load 101", "evaluate 1", "forget 1"),
-        *("load 102", "evaluate 2", "forget 2"),
+        *("load 101", "evaluate 1", "ended", "forget 1"),
+        *("load 102", "evaluate 2", "ended", "forget 2"),
     ]
     assert engines.results == {1: 0.1, 2: 0.2} and engines.folders() == []
 

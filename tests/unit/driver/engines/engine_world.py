@@ -298,9 +298,7 @@ class Weights:
         try:
             for number in range(NUM_BUCKETS):
                 await asyncio.sleep(BUCKET_S)
-                if any(not one.works for one in self._members.values()):
-                    await asyncio.sleep(BUCKET_S)
-                    raise SyncError(f"bucket {number}: an engine did not take part")
+                await self._all_take_part(number)
                 for one in self._members.values():
                     one.weights = None
         except (SyncError, asyncio.CancelledError):
@@ -316,6 +314,14 @@ class Weights:
         World.current.sent = version
         for one in self._members.values():
             one.is_paused = False
+
+    async def _all_take_part(self, number: int) -> None:
+        """Wait for the members of a broadcast, as NCCL does, which does not notice a silent peer."""
+        if all(one.works for one in self._members.values()):
+            return
+        is_silent = all(one.lives for one in self._members.values())
+        await asyncio.sleep(DEADLINE_S if self._over_nccl and is_silent else BUCKET_S)
+        raise SyncError(f"bucket {number}: an engine did not take part")
 
     def _urls(self) -> list[str]:
         return [address.url for address in self._engines.receivers]

@@ -17,6 +17,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.engines.fleet.records import EngineRecord, EngineState, LeaseState
 from rlpost.engines.group_client import EngineClients
+from rlpost.engines.own_membership import MAX_RESTARTS, GiveUp, OwnMembership, Start
 from tests.unit.driver.engines.test_own_engines import FakeGroup
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -152,6 +153,35 @@ async def test_the_death_of_a_fleet_engine_loses_no_answer_of_a_judge(
             await groups.close()
         await clients.close()
         assert folder.lease().state is LeaseState.ENDED
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_trained_batch_is_no_progress_of_engines_that_only_evaluate(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    """Else one that never starts would be started again as long as training lasts."""
+    (tmp_path / "secret").write_text("key")
+    cluster = Cluster("127.0.0.1:1", str(tmp_path), (Node("n0", "127.0.0.1", "lo", 2),), 20000, 100)
+    config = load([], {**SETTINGS, "eval": {"eval_engines": "judge" if evaluates else None}}).config
+    groups = EngineGroups(
+        config,
+        cluster,
+        Placement((), (), groups={"judge": ()}),
+        Ports((), (), 0, (), groups={"judge": Ports((), (), 0, ())}),
+        EngineClients.of(config),
+        hf={},
+        check=lambda: None,
+    )
+    groups.watch(stop=StopRequest(tmp_path / "STOP"))
+    members = groups.engines["judge"].members = OwnMembership(1)
+    for _ in range(MAX_RESTARTS + 1):
+        members.stopped(0)
+        members.started(0)
+        groups.forget_restarts()
+    members.stopped(0)
+    assert isinstance(members.next_action(), GiveUp if evaluates else Start)
+    groups.health["judge"].forget_restarts()  # after an evaluation
+    assert isinstance(members.next_action(), Start)
 
 
 def joined(name: str, engine: FakeEngine, settings: str) -> EngineRecord:

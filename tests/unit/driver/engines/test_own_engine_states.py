@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,10 @@ from tests.unit.driver.engines.engine_world import NUM_ENGINES, Scene, VirtualLo
 
 REQUESTS = 6
 EVENTS = ("die", "hang", "start_badly", "lose_node", "evaluate")
+SECOND_UPDATE = range(8 * 4, 11 * 4)  # when it runs if nothing happened before, in quarters
+QUARTERS = st.integers(0, 240) | st.sampled_from(SECOND_UPDATE)
 EVENT = st.tuples(
-    st.integers(0, 240).map(lambda quarter: quarter / 4),  # seconds since the first update
+    QUARTERS.map(lambda quarter: quarter / 4),  # seconds since the first update
     st.sampled_from(EVENTS),
     st.integers(0, NUM_ENGINES - 1),
 )
@@ -122,6 +125,12 @@ def check_end(program, error):
 )
 def test_in_no_order_of_failures_an_engine_serves_other_weights(events, colocate, over_nccl):
     check_end(*run(events, colocate=colocate, over_nccl=over_nccl))
+
+
+@pytest.mark.parametrize("quarter", SECOND_UPDATE)
+def test_a_node_lost_during_an_update_over_nccl_leaves_no_engine_in_the_broadcast(quarter):
+    """Those that answer are blocked until they are restarted."""
+    check_end(*run([(quarter / 4, "lose_node", 2)], colocate=False, over_nccl=True))
 
 
 def test_an_engine_that_never_starts_again_ends_the_run_after_a_bounded_number_of_starts():
