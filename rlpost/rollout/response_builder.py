@@ -273,7 +273,7 @@ class ResponseBuilder:
         images, answer = self.connection.images, self.response_ids
         if images is None or not answer:
             return False
-        if answer[-1] in images.tokens.all:
+        if images.tokens.count(answer):
             return True
         return not images.is_readable(self.prompt.token_ids + answer, self.prompt.images)
 

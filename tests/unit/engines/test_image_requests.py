@@ -200,16 +200,16 @@ def test_an_engine_that_reads_other_tokens_is_an_error(images, prompt, num_read)
         )
 
 
-@pytest.mark.parametrize("token", [IMAGE, VIDEO])
-def test_a_sampled_token_of_an_image_ends_the_answer(images, token):
+@pytest.mark.parametrize("ids", [[30, IMAGE], [30, VIDEO], [30, IMAGE, 31]])
+def test_a_sampled_token_of_an_image_ends_the_answer(images, ids):
     """A second turn would have an image without a file."""
 
     def answer(body):
-        return generated([30, token], text="a")
+        return generated(ids, text="a")
 
     engine = FakeEngine(answer=answer)
     sample = write(engine, images, Prompt(3, "text", [20, 21]))
-    assert list(sample.response_ids) == [30, token] and len(engine.bodies) == 1
+    assert list(sample.response_ids) == ids and len(engine.bodies) == 1
 
 
 @pytest.mark.parametrize("mark", ["<image>", "<|image_pad|>", "<|video_pad|>"])
