@@ -35,7 +35,7 @@ from rlpost.engines.image_requests import ImageRequests
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import Preempted
 from rlpost.images.store import ImageStore
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.models.config_file import read_config
 from rlpost.observe.samples import FIXED_PROMPTS
 from rlpost.rollout.answer_source import AnswerParts, answer_source
@@ -132,15 +132,15 @@ class Generation:
         self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
-        self._images = image_requests(config, run_folder)
-        of_images = () if self._images is None else self._images.tokens.all
-        self._eos = (*eos_token_ids(folder), *of_images)
         kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
         self.tokenizer = kind(
             folder,
             apply_chat_template=config.applies_chat_template,
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
+        self._images = image_requests(config, run_folder, self.tokenizer)
+        of_images = () if self._images is None else self._images.tokens.all
+        self._eos = (*eos_token_ids(folder), *of_images)
         self.engines = EngineClients.of(config)
         """The clients of the groups of engines; rewards and environments use them by name."""
         self._closing.push_async_callback(self.engines.close)
@@ -391,7 +391,9 @@ def evaluation_rollout(config: Config, rollout: RolloutConfig) -> RolloutConfig:
     return rollout.model_copy(update={"reward_key": key, "reward_weights": {}})
 
 
-def image_requests(config: Config, run_folder: Path) -> ImageRequests | None:
+def image_requests(
+    config: Config, run_folder: Path, tokenizer: PromptTokenizer
+) -> ImageRequests | None:
     """Return how the images of a run reach its engines; None without --multimodal-keys.
 
     Engines outside of the run may not have its folder. Raises ConfigError as ``image_processor``.
@@ -399,10 +401,12 @@ def image_requests(config: Config, run_folder: Path) -> ImageRequests | None:
     processor = image_processor(config)
     if processor is None:
         return None
+    tokens = ImageTokens.of(config.checkpoint.hf_checkpoint)
     return ImageRequests(
         ImageStore(run_folder),
         processor,
-        ImageTokens.of(config.checkpoint.hf_checkpoint),
+        tokens,
+        ImageMarks.of(tokens, tokenizer.decode_with_special),
         is_inline=bool(config.sglang.rollout_external_engine_addrs),
     )
 

@@ -14,9 +14,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Self
 
 import aiohttp
@@ -24,6 +26,7 @@ import orjson
 
 from common.bounded import for_each
 from rlpost.columns import IntColumn
+from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.answer import Answer, parse
 from rlpost.engines.engine import LONGEST_GENERATION_S
 from rlpost.engines.engine_client import EngineClient, authorization
@@ -181,12 +184,16 @@ class Connection:
         """
         assert self.images is not None or not images, "images need a model that reads them"
         ids = IntColumn.of(input_ids)
-        of_images: Mapping[str, object] = {}
+        files: Sequence[Path] = ()
         if self.images is not None:
             ids = self.images.input_ids(ids, images)
-            of_images = await asyncio.to_thread(self.images.fields, images) if images else {}
+            # not in the loop's own threads, whose end asyncio.run awaits
+            files = await in_daemon(partial(self.images.files, images)) if images else ()
 
-        def body(place: Place, rank: int | None) -> bytes:
+        async def body(place: Place, rank: int | None) -> bytes:
+            of_images: Mapping[str, object] = {}
+            if files and self.images is not None:
+                of_images = await in_daemon(partial(self.images.fields, files))
             params, streams = dict(sampling_params), {}
             if watch is not None:
                 params["stream_interval"] = self._places.tokens_within(place, watch.every_s)
@@ -250,7 +257,7 @@ class Connection:
     async def _post(
         self,
         what: str,
-        make_body: Callable[[Place, int | None], bytes],
+        make_body: Callable[[Place, int | None], Awaitable[bytes]],
         request: Request,
         watch: Watch | None,
     ) -> Answer:
@@ -267,7 +274,7 @@ class Connection:
                 async with self._places.take(request) as place:
                     if self.halted:  # while the request waited for a place
                         raise Halted
-                    body = make_body(place, request.rank)
+                    body = await make_body(place, request.rank)
                     failure = await self._answer_of(place, body, request, watch)
                     if isinstance(failure, Answer):
                         return failure

@@ -11,13 +11,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlpost.columns import IntColumn
 from rlpost.engines.answer import Answer
 from rlpost.errors import RolloutError
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.types import ImageSpan
 
 FIELD = "image_data"
@@ -34,26 +35,42 @@ class ImageRequests:
     store: ImageStore
     processor: ImageProcessor
     tokens: ImageTokens
+    marks: ImageMarks
     is_inline: bool = False
 
     def input_ids(self, ids: IntColumn, images: Sequence[ImageSpan]) -> IntColumn:
         """Return the tokens to send. Raises RolloutError as ``ImageTokens.collapse``."""
         return self.tokens.collapse(ids, images)
 
-    def fields(self, images: Sequence[ImageSpan]) -> dict[str, object]:
-        """Return the further fields of a request. Blocks while a file is written for the first time.
+    def is_readable(self, ids: IntColumn, images: Sequence[ImageSpan]) -> bool:
+        """Whether an engine finds exactly these images in the text of a request.
+
+        An answer may spell a mark of an image; an engine would refuse its continuation. Raises
+        RolloutError as ``input_ids``.
+        """
+        return not images or self.marks.count(self.input_ids(ids, images)) == len(images)
+
+    def files(self, images: Sequence[ImageSpan]) -> list[Path]:
+        """Return the scaled files of images. Blocks while one is written for the first time.
 
         Raises:
             ImageError: an image is missing or damaged.
             OSError: a file could not be written.
         """
-        if not images:
-            return {}
-        return {FIELD: [self._reference(span) for span in images]}
+        sizes = [self.processor.size_of(span.grid) for span in images]
+        return [
+            self.store.scaled(span.hash, size, self.processor.png).absolute()
+            for span, size in zip(images, sizes, strict=True)
+        ]
 
-    def _reference(self, span: ImageSpan) -> str:
-        size = self.processor.size_of(span.grid)
-        path = self.store.scaled(span.hash, size, self.processor.png).absolute()
+    def fields(self, files: Sequence[Path]) -> dict[str, object]:
+        """Return the further fields of a request. Blocks while files are read.
+
+        A data URL has up to a third more bytes than its file: call it when the request is sent.
+        """
+        return {FIELD: [self._reference(path) for path in files]} if files else {}
+
+    def _reference(self, path: Path) -> str:
         if not self.is_inline:
             return str(path)
         return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"

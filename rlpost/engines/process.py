@@ -56,6 +56,8 @@ ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",
     # otherwise /health generates, and fails while paused
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # keep the ids of a prompt with images, instead of those of its decoded text
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
 }
 NO_CACHE_MEMORY = "leave no GPU memory for the KV cache"  # SGLang's words, also without a GPU
 NO_CACHE_REMEDY = (

@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from common.files import discard, sync, write_all
 from rlpost.errors import CheckpointError, ImageError
+from rlpost.images.read_file import read_file
 
 FOLDER = "images"
 
@@ -27,6 +29,9 @@ class ImageStore:
     def __init__(self, run_folder: str | Path) -> None:
         self.folder = Path(run_folder) / FOLDER
         self._synced: set[str] = set()  # digests whose file this process wrote or compared
+        self._named: set[Path] = set()  # folders whose names it synced
+        self._lock = threading.Lock()
+        self._making: dict[str, threading.Lock] = {}  # by name of a scaled file
 
     def add(self, data: bytes) -> str:
         """Store the bytes of an image and return their digest.
@@ -37,7 +42,7 @@ class ImageStore:
         digest = hashlib.sha256(data).hexdigest()
         if digest not in self._synced:
             path = self.path(digest)
-            _make_folders(path.parent)
+            self._make_folder(path.parent)
             if not _holds(path, data):
                 _write(path, data)
             sync(path.parent)  # also the name of a file that another attempt wrote before it died
@@ -49,12 +54,10 @@ class ImageStore:
 
         Raises:
             ImageError: the file is missing or damaged; the message names it.
+            OSError: the storage failed.
         """
         path = self.path(digest)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+        data = read_file(path)
         if hashlib.sha256(data).hexdigest() != digest:
             raise ImageError(f"{path}: its {len(data)} bytes are not those that were stored")
         return data
@@ -87,22 +90,33 @@ class ImageStore:
             OSError: the file could not be written.
         """
         path = self.path(digest).with_name(f"{digest}-{size[0]}x{size[1]}.png")
-        if path.name not in self._synced or not path.is_file():
-            _write(path, make(self.read(digest)))
-            self._synced.add(path.name)
+        with self._lock:
+            making = self._making.setdefault(path.name, threading.Lock())
+        with making:  # the samples of a group ask for the same file at once
+            if path.name not in self._synced or not path.is_file():
+                _write(path, make(self.read(digest)))
+                self._synced.add(path.name)
+        with self._lock:
+            self._making.pop(path.name, None)
         return path
+
+    def _make_folder(self, folder: Path) -> None:
+        """Create the folder of a file and the store's own, with durable names.
+
+        The folder may exist without a durable name: its writer died before the sync, or another
+        thread has not reached it.
+        """
+        for path in (self.folder, folder):
+            is_new = not path.is_dir()
+            if is_new:
+                path.mkdir(mode=0o700, exist_ok=True)
+            if is_new or path not in self._named:
+                sync(path.parent)
+                self._named.add(path)
 
     def path(self, digest: str) -> Path:
         """Return the file of a digest."""
         return self.folder / digest[:2] / digest
-
-
-def _make_folders(folder: Path) -> None:
-    """Create the folder of a file and the store's own, synced in the folder above."""
-    for path in (folder.parent, folder):
-        if not path.is_dir():
-            path.mkdir(mode=0o700, exist_ok=True)
-            sync(path.parent)
 
 
 def _holds(path: Path, data: bytes) -> bool:

@@ -7,7 +7,7 @@ is sent the *collapsed* sequence with one token for each image, and expands it i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from rlpost.images.processor import ImageProcessor
 from rlpost.types import ImageSpan
 
 IMAGE, VIDEO = "image_token_id", "video_token_id"
-
+MARK = "<image>"
+"""SGLang reads this text as an image in any prompt, beside the tokens of the model."""
 
 SAME_SIZES = (
     ("patch_size", "patch_size"),
@@ -126,3 +127,31 @@ class ImageTokens:
                 f"a request has {extra} tokens of images or videos beside those of its {len(images)} images"
             )
         return IntColumn.view(array[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMarks:
+    """Texts that an engine takes for images.
+
+    SGLang (0.5.21) decodes the ids of a request with images, special tokens included, and splits
+    the text at these marks (``load_mm_data`` in ``base_processor.py``; not for Qwen3-VL with its
+    images in a cache). It answers 500 if there are more of them than images, also if ordinary
+    tokens spell them.
+
+    Attributes:
+        texts: the marks.
+        decode: returns the text of ids with special tokens.
+    """
+
+    texts: frozenset[str]
+    decode: Callable[[Sequence[int]], str]
+
+    @classmethod
+    def of(cls, tokens: ImageTokens, decode: Callable[[Sequence[int]], str]) -> ImageMarks:
+        """Return the marks of a model; ``decode`` is its tokenizer's."""
+        return cls(frozenset([MARK, *(decode([token]) for token in tokens.all)]), decode)
+
+    def count(self, collapsed: IntColumn) -> int:
+        """Return how many images an engine finds in a sequence with one token for each."""
+        text = self.decode(collapsed.array.tolist())
+        return sum(text.count(mark) for mark in self.texts)

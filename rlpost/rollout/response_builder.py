@@ -149,9 +149,10 @@ class ResponseBuilder:
     def remaining_tokens(self) -> int:
         """Number of tokens that may still be added.
 
-        None after a sampled token of an image: an engine would look for the image.
+        None after a sampled token of an image, or the text of one: an engine would look for the
+        image.
         """
-        if self._ends_with_image_token():
+        if self._has_image_mark():
             return 0
         remaining = self.sampling.max_new_tokens - self.num_tokens
         if self.sampling.max_context_len is not None:
@@ -202,6 +203,8 @@ class ResponseBuilder:
             )
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
+                break
+            if self._has_image_mark():
                 break
             empty = 0 if answer.token_ids else empty + 1
             if empty == MAX_EMPTY_ANSWERS:
@@ -265,12 +268,14 @@ class ResponseBuilder:
             images=self.prompt.images,
         )
 
-    def _ends_with_image_token(self) -> bool:
-        """Whether the last token is one of those that stand for an image or a video."""
-        images, last = self.connection.images, self._pieces[-1:]
-        if images is None or not last or not last[0].token_ids:
+    def _has_image_mark(self) -> bool:
+        """Whether engines would take a part of the answer for an image or a video."""
+        images, answer = self.connection.images, self.response_ids
+        if images is None or not answer:
             return False
-        return last[0].token_ids[-1] in images.tokens.all
+        if images.tokens.count(answer):
+            return True
+        return not images.is_readable(self.prompt.token_ids + answer, self.prompt.images)
 
     def _joined(self) -> _Piece:
         """Return the whole answer as one piece."""

@@ -18,16 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.files import read_regular
 from rlpost.columns import IntColumn
 from rlpost.errors import DataError, ImageError
 from rlpost.images.limits import LIMITS, open_image
 from rlpost.images.processor import ImageProcessor
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.read_file import read_file
+from rlpost.images.tokens import MARK, ImageMarks, ImageTokens
 from rlpost.types import ImageSpan
 
-MARK = "<image>"
-"""Stands for the next image in a text, as in slime."""
 IMAGE: Mapping[str, object] = {"type": "image"}
 SOURCES = ("bytes", "image", "image_url", "url", "path")
 """Keys of a part, or of an object, that may have the source of an image, the first that is set."""
@@ -103,6 +101,7 @@ def image_bytes(source: object, folder: Path) -> bytes:
 
     Raises:
         ImageError: the source is remote, missing, too large or of another kind.
+        OSError: the storage failed.
     """
     if isinstance(source, dict):
         inner = next((source[key] for key in SOURCES if source.get(key)), None)
@@ -124,12 +123,7 @@ def image_bytes(source: object, folder: Path) -> bytes:
         raise ImageError(
             f"the address {_shown(source)}; images are read from files, download it and give the path"
         )
-    path = folder / os.path.expanduser(source)
-    try:
-        return read_regular(path, LIMITS.max_bytes)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ImageError(f"{path}: cannot be read: {reason}") from error
+    return read_file(folder / os.path.expanduser(source))
 
 
 def _shown(source: object) -> str:
@@ -163,6 +157,7 @@ class PromptImages:
 
     processor: ImageProcessor
     tokens: ImageTokens
+    marks: ImageMarks
     keep: Callable[[bytes], str] = digest_of
     _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -176,7 +171,8 @@ class PromptImages:
             sources: of the images, in order.
 
         Raises:
-            DataError: the template wrote another number of tokens of images.
+            DataError: the template wrote another number of tokens of images, or text that an engine
+                takes for one.
             ImageError: an image cannot be used; it is named by its number.
         """
         expected, written = len(sources), self.tokens.count(IntColumn.of(ids))
@@ -184,6 +180,12 @@ class PromptImages:
             raise DataError(
                 f"the prompt has {written} tokens of images or videos for {expected} images; use a model whose chat "
                 "template writes one for each image, and remove such tokens from its texts"
+            )
+        num_marks = self.marks.count(IntColumn.of(ids)) if sources else 0
+        if num_marks != expected:
+            raise DataError(
+                f"engines find {num_marks} images in the rendered prompt, which has {expected}; remove the texts "
+                f"{', '.join(sorted(self.marks.texts))} from its tools, tool calls and chat template"
             )
         whole, spans, waiting = list[int](), list[ImageSpan](), iter(enumerate(sources, 1))
         for token in ids:

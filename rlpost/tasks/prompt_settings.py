@@ -16,7 +16,7 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
 from rlpost.images.processor import ImageProcessor
-from rlpost.images.tokens import ImageTokens, check_encoder
+from rlpost.images.tokens import ImageMarks, ImageTokens, check_encoder
 from rlpost.tasks.passed_checks import PassedCheck
 from rlpost.tasks.prompt_images import PromptImages, digest_of
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
@@ -95,7 +95,8 @@ def prompt_set(
     processor, images = image_processor(config), None
     if processor is not None:
         tokens = ImageTokens.of(config.checkpoint.hf_checkpoint)
-        images = PromptImages(processor, tokens, keep)
+        marks = ImageMarks.of(tokens, tokenizer.decode_with_special)
+        images = PromptImages(processor, tokens, marks, keep)
     return PromptSet(
         sources,
         tokenize=tokenizer,

@@ -316,12 +316,15 @@ def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
     images: tuple[object, ...] = ()
     if fields.image_key is not None:
         content, images = with_parts(content, value_of(raw, fields.image_key), where)
+        # the bytes of images are not metadata
+        raw = without(raw, fields.image_key)
+        raw = without(raw, fields.input_key) if images else raw
     label = None if fields.label_key is None else _label(raw, where, fields)
     if fields.metadata_key is None:
         metadata = {
             key: value
             for key, value in raw.items()
-            if key not in (fields.input_key, fields.label_key, fields.image_key)
+            if key not in (fields.input_key, fields.label_key)
         }
     else:
         metadata = from_text(_value(raw, fields.metadata_key, where, "--metadata-key"))
@@ -445,3 +448,16 @@ def value_of(entries: Mapping[str, object], key: str, default: object = None) ->
     outer, _, inner = key.partition(".")
     nested = from_text(entries.get(outer))
     return value_of(nested, inner, default) if inner and isinstance(nested, dict) else default
+
+
+def without(entries: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Return the entries without what ``value_of`` returns for a key."""
+    if key in entries:
+        return {name: value for name, value in entries.items() if name != key}
+    outer, _, inner = key.partition(".")
+    nested = from_text(entries.get(outer))
+    if not inner or not isinstance(nested, dict):
+        return entries
+    kept = without(nested, inner)
+    is_text = isinstance(entries[outer], str)
+    return {**entries, outer: json.dumps(kept, ensure_ascii=False) if is_text else kept}

@@ -246,6 +246,10 @@ class PromptTokenizer:
             return self._thought_form.text(token_ids, self._plain)
         return self._plain(token_ids)
 
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids with special tokens, as an engine decodes a prompt with images."""
+        return self._tokenizer.decode(list(token_ids))
+
     def _plain(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 

@@ -22,9 +22,11 @@ from rlpost.config.plan.cards import CARDS
 from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.step_time import step_time
+from rlpost.config.plan.vision import image_tokens, planned_vision
 from rlpost.config.tree import Config
 from rlpost.errors import WeightError
 from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.images.limits import FEATURE_CACHE_BYTES
 from rlpost.models.config_file import language_model
 from rlpost.trainer.model_description import read_description
 from tests.contract.actor_ranks import look, run_ranks
@@ -224,8 +226,25 @@ def test_the_plan_counts_the_encoder_on_the_first_stage_alone(name):
     assert first.held.gradients == without.held.gradients
     assert first.saved == without.saved
     assert first.passing.kept > without.passing.kept
+    of_cache = plans[0].host_bytes_per_node - plans[1].host_bytes_per_node
+    assert of_cache == 2 * FEATURE_CACHE_BYTES
     times = [step_time(plan, CARDS["H100"]) for plan in plans]
     assert times[0].training > times[1].training
+
+
+def test_each_data_parallel_rank_with_samples_of_a_group_encodes_its_image():
+    shape = hf_shape(language_model(MODELS["Qwen3-VL-4B"])).vision
+    assert shape is not None
+    of_image = shape.operations(image_tokens(with_images(), shape) * shape.merge**2)
+
+    def images_of_rank(data_parallel: int) -> float:
+        config = with_images(
+            actor_num_gpus_per_node=data_parallel, rollout_batch_size=16, n_samples_per_prompt=4
+        )
+        assert config.data_parallel_size == data_parallel
+        return planned_vision(config, shape, width=2, tokens=1).operations / of_image
+
+    assert [images_of_rank(size) for size in (1, 2, 4, 8)] == [16, 16, 16, 8]
 
 
 def test_kimi_k2_5_is_deepseek_v3_with_other_names(tmp_path):

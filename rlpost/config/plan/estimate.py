@@ -351,7 +351,7 @@ def _host(
 
     It holds the offloaded optimizer, what is offloaded while engines generate, CUDA graphs while
     the trainer works (SGLang keeps a copy: full_cuda_graph_backend.py), the weights of reference
-    and old policy, and the buffer of a checkpoint.
+    and old policy, the features of images, and the buffer of a checkpoint.
     """
     # with adapters the reference is the base, whose weights are on the GPU
     uses_reference = config.lora.lora_rank is None and config.grpo.needs_reference
@@ -363,7 +363,7 @@ def _host(
         if config.offload_train:
             own += rank.held.weights + rank.held.optimizer
             own += rank.critic.weights + rank.critic.optimizer
-        own += _save_buffer(config, rank)
+        own += rank.vision.host + _save_buffer(config, rank)
         each = max(each, own)
     if engine is not None and config.offload_rollout:
         each += engine.graphs

@@ -2,7 +2,9 @@
 
 Input: settings and ``vision_config`` of config.json. Output: bytes and operations. The encoder is
 frozen and replicated over all ranks of the first stage. It runs forward alone, on one image at a time;
-its features are kept by hash, so a step computes each image once.
+its features are kept by hash, so a rank computes each image once in a step. Ranks that share a
+group each compute its image: those of tensor and context parallelism, and data-parallel ranks that
+have some of its samples.
 
 A plan does not know the images of a run. It counts one of each prompt, as large as
 --image-max-pixels and the longest prompt allow.
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from rlpost.images.limits import FEATURE_CACHE_BYTES
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
@@ -113,6 +117,8 @@ class PlannedVision:
     features: int = 0
     """Of a micro-batch in flight, kept until its backward pass."""
     operations: float = 0.0
+    host: int = 0
+    """Features that are kept in host memory."""
 
 
 NO_VISION = PlannedVision()
@@ -132,10 +138,12 @@ def planned_vision(
     if shape is None or not config.takes_images:
         return NO_VISION
     patches = image_tokens(config, shape) * shape.merge**2
-    prompts = config.rollout.rollout_batch_size / config.data_parallel_size
+    prompts = config.rollout.rollout_batch_size
+    samples = prompts * config.rollout.n_samples_per_prompt / config.data_parallel_size
     return PlannedVision(
         weights=width * shape.parameters,
         activations=shape.activations(patches, width),
         features=tokens * (1 + shape.deep) * width * shape.output,
-        operations=prompts * shape.operations(patches),
+        operations=min(prompts, samples) * shape.operations(patches),
+        host=FEATURE_CACHE_BYTES,
     )

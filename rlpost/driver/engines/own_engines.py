@@ -23,6 +23,7 @@ from common.addresses import http_url
 from common.bounded import for_each
 from common.cluster import Cluster
 from common.fleet_name import POLICY
+from rlpost.config.engine_args import IMAGE_ARGS
 from rlpost.config.keys import EXTERNAL_ENGINES
 from rlpost.config.tree import Config
 from rlpost.driver.engines.adoption import ANSWER_S, is_adopted
@@ -95,7 +96,8 @@ class OwnEngines:
         """
         self.visible_gpus = visible_gpus
         if self._external:
-            self.addresses = await external_addresses(self._external, self.api_key)
+            required = IMAGE_ARGS if self._config.takes_images else {}
+            self.addresses = await external_addresses(self._external, self.api_key, required)
         else:
             every = range(len(self._placement.engines))
             self.addresses = tuple(self._address(index) for index in every)

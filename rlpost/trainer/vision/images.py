@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
+from rlpost.images.limits import FEATURE_CACHE_BYTES
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
 from rlpost.trainer import device, parallel
@@ -31,12 +32,6 @@ from rlpost.trainer.vision.tower import Grid, Tower
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.types import ImageSpan
 
-CACHE_BYTES = 1 << 30
-"""Features kept in host memory on each rank of the first stage.
-
-An image of 1024 x 1024 pixels has 1024 tokens: 5 MB at a hidden size of 2560, 21 MB with three deep
-layers. A step reads each image in up to three passes.
-"""
 PixelsOf = Callable[[str], tuple[np.ndarray, Grid]]
 """The patches and the grid of the image with a hash."""
 
@@ -69,7 +64,7 @@ class Images:
     """The features of images on a rank of the first pipeline stage."""
 
     def __init__(
-        self, tower: Tower, pixels_of: PixelsOf, *, cache_bytes: int = CACHE_BYTES
+        self, tower: Tower, pixels_of: PixelsOf, *, cache_bytes: int = FEATURE_CACHE_BYTES
     ) -> None:
         self.tower = tower
         self._pixels_of = pixels_of

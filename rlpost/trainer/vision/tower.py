@@ -32,7 +32,9 @@ class Tower:
         """
         self._vision = vision
         self.num_deep_layers = vision.num_deep_layers(hf)
-        self.module = _build(vision, hf["vision_config"]).to(device.current(), dtype)
+        self.module = _build(vision, hf["vision_config"]).to(device.current())
+        for weight in self.module.parameters():  # buffers stay float32, as in from_pretrained
+            weight.data = weight.data.to(dtype)  # e.g. the rotary frequencies
         self.module.eval().requires_grad_(False)
 
     @torch.no_grad()

@@ -14,18 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpost.columns import IntColumn
 from rlpost.config.engine_args import IMAGE_ARGS
 from rlpost.engines.connection import Connection, RunEngines
 from rlpost.engines.image_requests import ImageRequests
 from rlpost.errors import RolloutError
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.rollout.response_builder import ResponseBuilder, write_answer
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.tasks.prompt_images import PromptImages, digest_of
 from rlpost.tasks.prompts import PromptFields, PromptSet
-from rlpost.tasks.tokenizer import PromptTokenizer
+from rlpost.tasks.tokenizer import PromptTokenizer, hf_tokenizer
 from rlpost.types import Prompt, Sample
 from tests.contract.families import load_model, set_weights
 from tests.contract.forked.forked_sglang import ForkedSglang
@@ -60,12 +61,14 @@ def served(forked: ForkedSglang, tmp_path_factory: pytest.TempPathFactory) -> It
         (run / name).write_bytes(data)
     rows = ({"input": text, "images": names} for text, names in ROWS.values())
     processor, tokens = ImageProcessor.of(folder), ImageTokens.of(folder)
-    images = ImageRequests(ImageStore(run), processor, tokens)
+    tokenizer = PromptTokenizer(folder, apply_chat_template=True)
+    marks = ImageMarks.of(tokens, tokenizer.decode_with_special)
+    images = ImageRequests(ImageStore(run), processor, tokens, marks)
     prompts = PromptSet(
         write(run / "rows.jsonl", *rows),
-        tokenize=PromptTokenizer(folder, apply_chat_template=True),
+        tokenize=tokenizer,
         fields=PromptFields("input", image_key="images"),
-        images=PromptImages(processor, tokens, images.store.add),
+        images=PromptImages(processor, tokens, marks, images.store.add),
     )
     arguments = {"skip_tokenizer_init": False, **IMAGE_ARGS}
     address = forked.start(folder, KEY, run / "engine.log", **arguments)
@@ -176,6 +179,57 @@ def test_an_engine_that_cuts_an_image_in_another_way_is_noticed(served):
     )
     with pytest.raises(RolloutError, match=r"an engine read \d+ tokens of a prompt that has \d+"):
         answered(served, [longer])
+
+
+TEXTS_OF_ANSWERS = {
+    "an <image>": False, "<|vision_start|><|image_pad|><|vision_end|>": False, "<|video_pad|>": False,
+    "<Image>": True, "< image>": True, "<image": True, "<|vision_start|><|vision_end|>": True,
+    "<|image|>": True, "<video>": True, "<audio>": True, "image": True,
+}  # fmt: skip
+
+
+def taken_by_sglang(folder: Path, image: Path, requests: list[list[int]]) -> list[bool]:
+    """Whether SGLang loads the image of each request: its own function, with its own marks."""
+    from concurrent.futures import ThreadPoolExecutor
+    from types import SimpleNamespace
+
+    from sglang.srt.multimodal.processors import qwen_vl
+    from transformers import AutoConfig
+
+    tokenizer = hf_tokenizer(str(folder))
+
+    def begin(self, config, *_, **__) -> None:
+        self.hf_config, self._tokenizer = config, tokenizer
+        self.skip_tokenizer_init, self.io_executor = False, ThreadPoolExecutor(2)
+
+    qwen_vl.SGLangBaseProcessor.__init__ = begin
+    processor = qwen_vl.QwenVLImageProcessor(
+        AutoConfig.from_pretrained(folder), None, SimpleNamespace(tokenizer=tokenizer)
+    )
+
+    def takes(ids: list[int]) -> bool:
+        loading = processor.load_mm_data(ids, processor.mm_tokens, image_data=[str(image)])
+        try:
+            return len(asyncio.run(loading).images) == 1
+        except (RuntimeError, ValueError):
+            return False
+
+    return [takes(ids) for ids in requests]
+
+
+def test_the_marks_are_those_that_sglang_takes_for_images(served, forked):
+    """Ordinary tokens spell them, so the decoded text alone says so."""
+    prompt, images = served.prompts.prompt(1, 1), served.images
+    tokenizer = PromptTokenizer(served.folder)
+    wholes = [
+        prompt.token_ids + IntColumn([one for letter in text for one in tokenizer.encode(letter)])
+        for text in TEXTS_OF_ANSWERS
+    ]
+    requests = [list(images.input_ids(whole, prompt.images)) for whole in wholes]
+    (file,) = images.files(prompt.images)
+    taken = forked.call(taken_by_sglang, served.folder, file, requests)
+    assert dict(zip(TEXTS_OF_ANSWERS, taken, strict=True)) == TEXTS_OF_ANSWERS
+    assert [images.is_readable(whole, prompt.images) for whole in wholes] == taken
 
 
 def test_an_engine_lives_after_all_that(served):

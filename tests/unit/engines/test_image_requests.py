@@ -20,7 +20,7 @@ from rlpost.engines.image_requests import ImageRequests
 from rlpost.errors import ImageError, RolloutError
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
@@ -30,6 +30,15 @@ from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
 IMAGE, VIDEO = 7, 8
 TOKENS = ImageTokens(IMAGE, frozenset([VIDEO]))
+TEXTS = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
+
+
+def decode(ids) -> str:
+    """The text of ids: letters, but for the tokens of images."""
+    return "".join(TEXTS.get(token) or chr(token) for token in ids)
+
+
+MARKS = ImageMarks.of(TOKENS, decode)
 
 
 @st.composite
@@ -78,7 +87,7 @@ def test_images_and_tokens_that_do_not_match_are_never_sent(case, data):
 def images(tmp_path_factory) -> ImageRequests:
     model, run = (tmp_path_factory.mktemp(name) for name in ("model", "run"))
     make_image_folder(model)
-    return ImageRequests(ImageStore(run), ImageProcessor.of(model), TOKENS)
+    return ImageRequests(ImageStore(run), ImageProcessor.of(model), TOKENS, MARKS)
 
 
 @pytest.fixture
@@ -101,13 +110,18 @@ def counted(num_read):
     return answer
 
 
-def write(engine: FakeEngine, images: ImageRequests | None, prompt: Prompt, **options):
+SAMPLING = SamplingParams(4)
+
+
+def write(
+    engine: FakeEngine, images: ImageRequests | None, prompt: Prompt, sampling=SAMPLING, **options
+):
     async def run():
         async with (
             serving(engine),
             Connection(RunEngines.of([engine.url], KEY, capacity=4), images=images) as connection,
         ):
-            builder = ResponseBuilder(connection, prompt, SamplingParams(4), **options)
+            builder = ResponseBuilder(connection, prompt, sampling, **options)
             await builder.write()
             await builder.write()
             return builder.sample()
@@ -141,6 +155,33 @@ def test_an_engine_reads_the_scaled_image_as_png(images, prompt, is_inline):
     assert Image.open(io.BytesIO(data)).tobytes() == expected.tobytes()
 
 
+def test_a_request_that_waits_for_a_place_holds_no_image(images, prompt):
+    """A data URL is made when there is capacity, so no more exist than places."""
+    encoded, sent = [], []
+
+    class Counting(ImageRequests):
+        def fields(self, files):
+            encoded.append(len(sent))
+            return ImageRequests.fields(self, files)
+
+    def answer(body):
+        sent.append(body)
+        return counted(len(prompt.token_ids))(body)
+
+    async def run() -> None:
+        engine = FakeEngine(answer=answer)
+        inline = Counting(images.store, images.processor, TOKENS, MARKS, is_inline=True)
+        async with (
+            serving(engine),
+            Connection(RunEngines.of([engine.url], KEY, capacity=1), images=inline) as connection,
+        ):
+            builders = [ResponseBuilder(connection, prompt, SAMPLING) for _ in range(4)]
+            await asyncio.gather(*(builder.write() for builder in builders))
+
+    asyncio.run(run())
+    assert encoded == [0, 1, 2, 3]
+
+
 def test_text_has_no_field_of_images(images):
     engine = FakeEngine(answer=counted(2))
     write(engine, images, Prompt(3, "text", [20, 21]))
@@ -159,16 +200,45 @@ def test_an_engine_that_reads_other_tokens_is_an_error(images, prompt, num_read)
         )
 
 
-@pytest.mark.parametrize("token", [IMAGE, VIDEO])
-def test_a_sampled_token_of_an_image_ends_the_answer(images, token):
+@pytest.mark.parametrize("ids", [[30, IMAGE], [30, VIDEO], [30, IMAGE, 31]])
+def test_a_sampled_token_of_an_image_ends_the_answer(images, ids):
     """A second turn would have an image without a file."""
 
     def answer(body):
-        return generated([30, token], text="a")
+        return generated(ids, text="a")
 
     engine = FakeEngine(answer=answer)
     sample = write(engine, images, Prompt(3, "text", [20, 21]))
-    assert list(sample.response_ids) == [30, token] and len(engine.bodies) == 1
+    assert list(sample.response_ids) == ids and len(engine.bodies) == 1
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<|image_pad|>", "<|video_pad|>"])
+@pytest.mark.parametrize("reason", ["stop", "abort"])
+def test_an_answer_that_spells_an_image_is_not_continued(images, prompt, mark, reason):
+    """Nor is its part continued by a later attempt; an engine would refuse both."""
+    ids = [ord(letter) for letter in f"an {mark}!"]
+
+    def answer(body):
+        made = generated(ids, text="a", reason=reason)
+        made["meta_info"]["prompt_tokens"] = len(prompt.token_ids)
+        return made
+
+    engine = FakeEngine(answer=answer)
+    sampling = SamplingParams(100)
+    sample = write(engine, images, prompt, sampling=sampling)
+    assert list(sample.response_ids) == ids and sample.finish_reason == "length"
+    assert len(engine.bodies) == 1
+    later = FakeEngine(answer=answer)
+    again = write(later, images, prompt, sampling=sampling, so_far=sample)
+    assert again == sample and not later.bodies
+
+
+def test_an_answer_to_text_may_spell_an_image(images):
+    """Engines read the text of a request only if it has images."""
+    ids = [ord(letter) for letter in "<image>"]
+    engine = FakeEngine(answer=lambda body: generated(ids, text="a"))
+    write(engine, images, Prompt(3, "text", [20, 21]), sampling=SamplingParams(100))
+    assert len(engine.bodies) == 2
 
 
 def test_a_missing_file_is_named(images, prompt):

@@ -1,11 +1,18 @@
 """A digest that the store returned has its bytes; damage and absence name the file."""
 
+import errno
 import hashlib
+import os
 import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rlpost.errors import CheckpointError, ImageError
+from rlpost.images import read_file
+from rlpost.images import store as store_module
 from rlpost.images.store import ImageStore
 
 DATA = b"\x89PNG not decoded here"
@@ -37,6 +44,62 @@ def test_the_file_and_its_name_are_synced_before_the_digest_is_returned(tmp_path
     ImageStore(tmp_path).add(DATA)
     at = events.index("replace")
     assert "fsync" in events[:at] and "fsync" in events[at:]
+
+
+def test_folders_that_others_made_are_synced_once(tmp_path, monkeypatch):
+    """Their writer may have died before their names were durable."""
+    (tmp_path / "images" / DIGEST[:2]).mkdir(parents=True)
+    synced = []
+    monkeypatch.setattr(store_module, "sync", synced.append)
+    store = ImageStore(tmp_path)
+    store.add(DATA)
+    parents = [tmp_path, tmp_path / "images"]
+    assert synced[:2] == parents
+    other = next(data for data in map(str, range(10_000)) if same_folder(data))
+    store.add(other.encode())
+    assert [path for path in synced if path in parents] == parents
+
+
+def same_folder(text: str) -> bool:
+    return hashlib.sha256(text.encode()).hexdigest()[:2] == DIGEST[:2]
+
+
+class FailingStorage:
+    """``open`` of images, which fails as often as it is told."""
+
+    def __init__(self, monkeypatch, number: int, times: int) -> None:
+        self.number, self.left = number, times
+        self._open = os.open
+        monkeypatch.setattr(os, "open", self)
+        monkeypatch.setattr(read_file, "PAUSES_S", (0.0, 0.0))
+
+    def __call__(self, path, *args, **keywords):
+        if str(path).endswith(DIGEST) and self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return self._open(path, *args, **keywords)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENFILE])
+def test_a_fault_of_the_storage_is_retried_and_is_not_wrong_data(tmp_path, monkeypatch, number):
+    store = ImageStore(tmp_path)
+    store.add(DATA)
+    storage = FailingStorage(monkeypatch, number, times=2)
+    assert store.read(DIGEST) == DATA and storage.left == 0
+    storage.left = 3
+    with pytest.raises(OSError, match=os.strerror(number)):
+        store.read(DIGEST)
+    assert storage.left == 0
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG])
+def test_a_wrong_path_is_wrong_data_at_once(tmp_path, monkeypatch, number):
+    store = ImageStore(tmp_path)
+    store.add(DATA)
+    storage = FailingStorage(monkeypatch, number, times=9)
+    with pytest.raises(ImageError, match=f"{DIGEST}: cannot be read: {os.strerror(number)}"):
+        store.read(DIGEST)
+    assert storage.left == 8
 
 
 @pytest.mark.parametrize("content", [b"", DATA[:-1], DATA[:-1] + b"!"])
@@ -94,3 +157,29 @@ def test_a_scaled_file_is_made_once_from_the_stored_bytes(tmp_path):
     first.unlink()  # someone made room
     assert store.scaled(DIGEST, (64, 32), make) == first and first.read_bytes() == b"scaled"
     assert first.suffix == ".png" and store.scaled(DIGEST, (32, 32), make) != first
+
+
+def test_calls_at_once_convert_an_image_once(tmp_path):
+    store, calls, ready = ImageStore(tmp_path), [], threading.Barrier(8)
+    store.add(DATA)
+
+    def make(data):
+        calls.append(data)
+        time.sleep(0.05)  # long enough for the others to ask
+        return b"scaled"
+
+    def ask(number):
+        ready.wait()
+        return store.scaled(DIGEST, (64, 32), make)
+
+    with ThreadPoolExecutor(8) as threads:
+        paths = set(threads.map(ask, range(8)))
+    assert len(paths) == len(calls) == 1
+
+
+def test_a_conversion_that_fails_is_tried_by_the_next_call(tmp_path):
+    store = ImageStore(tmp_path)
+    store.add(DATA)
+    with pytest.raises(OSError, match="full"):
+        store.scaled(DIGEST, (64, 32), lambda data: (_ for _ in ()).throw(OSError(28, "full")))
+    assert store.scaled(DIGEST, (64, 32), lambda data: b"scaled").read_bytes() == b"scaled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -11,14 +12,15 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rlpost.errors import DataError
+from rlpost.images import read_file
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
-from rlpost.images.tokens import ImageTokens
+from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.tasks.cursor import PromptCursor
 from rlpost.tasks.prompt_images import PromptImages
-from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
+from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file, parse
 from rlpost.tasks.tokenizer import PromptTokenizer
-from tests.image_model import END, IMAGE, START, VIDEO, make_image_folder, noise
+from tests.image_model import END, IMAGE, START, TEMPLATE, VIDEO, make_image_folder, noise
 from tests.unit.tasks.sets import write, write_parquet
 
 FIELDS = PromptFields("input", image_key="images")
@@ -45,10 +47,16 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
+def prompt_images(model: Path, tokenizer: PromptTokenizer, **keep) -> PromptImages:
+    tokens = ImageTokens.of(model)
+    marks = ImageMarks.of(tokens, tokenizer.decode_with_special)
+    return PromptImages(ImageProcessor.of(model), tokens, marks, **keep)
+
+
 def prompts(model: Path, source: Path, run: Path | None = None, **options) -> PromptSet:
     keep = {} if run is None else {"keep": ImageStore(run).add}
-    images = PromptImages(ImageProcessor.of(model), ImageTokens.of(model), **keep)
     tokenize = PromptTokenizer(model, apply_chat_template=True)
+    images = prompt_images(model, tokenize, **keep)
     return PromptSet(source, tokenize=tokenize, fields=FIELDS, images=images, **options)
 
 
@@ -184,6 +192,54 @@ def test_the_text_of_a_prompt_cannot_write_a_token_of_an_image(model, data, mark
         prompts(model, write(data / "rows.jsonl", row)).prompt(0, 0)
 
 
+def test_a_mark_that_the_template_writes_is_refused(model, data):
+    """An engine would look for a second image; without images it does not look at the text."""
+    one, text = {"input": "<image>?", "images": ["images/a.png"]}, {"input": "what?"}
+    options = {"template_kwargs": {"chat_template": "an <image>: " + TEMPLATE}}
+    tokenize = PromptTokenizer(model, apply_chat_template=True, **options)
+    images, source = prompt_images(model, tokenize), write(data / "rows.jsonl", one, text)
+    rows = PromptSet(source, tokenize=tokenize, fields=FIELDS, images=images)
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, line 1: engines find 2 images in the rendered"
+    ):
+        rows.prompt(0, 0)
+    assert rows.prompt(1, 1) is not None
+
+
+@pytest.mark.parametrize("metadata_key", [None, "extra"])
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_metadata_has_no_bytes_of_images_under_a_nested_key(form, metadata_key):
+    extra = {"images": [url(A)], "level": 3}
+    fields = PromptFields("input", metadata_key=metadata_key, image_key="extra.images")
+    row = parse({"input": "<image>", "extra": form(extra), "id": 4}, "line 1", fields)
+    assert row.images == (url(A),)
+    kept = {"level": 3}
+    expected = kept if metadata_key else {"extra": form(kept), "id": 4}
+    assert row.metadata == expected
+    assert extra["images"] == [url(A)]  # the row itself is unchanged
+
+
+def test_metadata_has_no_bytes_of_images_in_a_nested_prompt():
+    parts = [{"type": "image", "image": url(A)}]
+    raw = {"extra": {"chat": [{"role": "user", "content": parts}], "level": 3}}
+    row = parse(raw, "line 1", PromptFields("extra.chat", image_key="images"))
+    assert row.images == (url(A),) and row.metadata == {"extra": {"level": 3}}
+
+
+def test_a_fault_of_the_storage_is_no_bad_row(model, data, monkeypatch):
+    source = write(data / "rows.jsonl", {"input": "<image>", "images": ["images/a.png"]})
+    rows = prompts(model, source, skip_bad=True)
+
+    def fail(path, max_bytes):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(read_file, "read_regular", fail)
+    monkeypatch.setattr(read_file, "PAUSES_S", ())
+    with pytest.raises(OSError, match="Stale"):
+        rows.prompt(0, 0)
+    assert rows.counters()["rollout/bad_prompts"] == 0
+
+
 def test_a_file_without_an_image_is_refused_where_images_are_trained(data):
     """A misspelled key would train on text in silence."""
     source = write(data / "rows.jsonl", {"input": "what?", "pictures": ["images/a.png"]})
@@ -227,8 +283,8 @@ def test_images_are_read_ahead_in_the_order_of_the_run_and_counted_once(model, d
         stored.append(image)
         return hashlib.sha256(image).hexdigest()
 
-    images = PromptImages(ImageProcessor.of(model), ImageTokens.of(model), keep)
     tokenize = PromptTokenizer(model, apply_chat_template=True)
+    images = prompt_images(model, tokenize, keep=keep)
     found = PromptSet(files, tokenize=tokenize, fields=FIELDS, images=images, skip_bad=True)
     cursor = PromptCursor(found, shuffle=True, seed=3, weights=weights)
     state = cursor.state()

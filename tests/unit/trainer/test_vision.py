@@ -21,6 +21,7 @@ from rlpost.trainer.rotary import angles_of_rows
 from rlpost.trainer.shared_rows import RowParams, row_params
 from rlpost.trainer.vision.images import Images
 from rlpost.trainer.vision.rows import token_positions
+from rlpost.trainer.vision.tower import Tower
 from rlpost.types import ImageSpan, TrainSample
 
 MERGE = 2
@@ -207,7 +208,29 @@ def test_an_image_that_is_not_as_its_span_says_is_refused(grid, reason):
         one.features([image])
 
 
-@pytest.mark.parametrize("name", [name for name, one in FAMILIES.items() if one.vision is not None])
+WITH_VISION = [name for name, one in FAMILIES.items() if one.vision is not None]
+
+
+@pytest.mark.parametrize("name", WITH_VISION)
+def test_parameters_are_bf16_and_buffers_those_of_from_pretrained(name, tmp_path):
+    """The angles of a large image need frequencies in float32."""
+    vision = FAMILIES[name].vision
+    module, _, kind = vision.tower.rpartition(".")
+    theirs = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    sizes = dict(depth=2, hidden_size=96, intermediate_size=64, num_heads=2, out_hidden_size=64)
+    config = theirs.config_class(**sizes, num_position_embeddings=64)
+    theirs(config).save_pretrained(tmp_path)
+    reference = theirs.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    tower = Tower(vision, {"vision_config": config.to_dict()}, torch.bfloat16).module
+    buffers, expected = dict(tower.named_buffers()), dict(reference.named_buffers())
+    assert buffers.keys() == expected.keys() and any("inv_freq" in one for one in buffers)
+    for key, value in expected.items():
+        assert buffers[key].dtype == value.dtype and torch.equal(buffers[key], value)
+    dtypes = {key: one.dtype for key, one in tower.named_parameters()}
+    assert dtypes == {key: one.dtype for key, one in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("name", WITH_VISION)
 def test_the_plan_counts_the_parameters_of_transformers(name):
     vision = FAMILIES[name].vision
     module, _, kind = vision.tower.rpartition(".")
