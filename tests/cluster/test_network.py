@@ -35,17 +35,18 @@ for name in end bridged bridge0; do  # the kernel reports the state with a delay
     until [ "$(cat /sys/class/net/$name/operstate)" = up ]; do sleep 0.05; done
 done
 ip route add default via 10.5.0.1 dev end metric 7
-"$PYTHON" -m bootstrap.network --save "$OUT/facts.yaml" --json > "$OUT/answer.json"
+"$PYTHON" -m bootstrap.network --save "$OUT/facts.yaml" --json > "$OUT/unconnected.json"
+"$PYTHON" -m bootstrap.network --connection-ip 10.5.0.2 --json > "$OUT/answer.json"
 ip -json -details address > "$OUT/ip.json"
 ip addr del 10.5.0.2/20 dev end
 ip addr del 10.6.0.2/24 dev bridge0
-"$PYTHON" -m bootstrap.network --json > "$OUT/ipv6.json"
+"$PYTHON" -m bootstrap.network --connection-ip fd00:5::2 --json > "$OUT/ipv6.json"
 """
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The files facts, answer, ip and ipv6 of SCRIPT, parsed."""
+    """The files facts, unconnected, answer, ip and ipv6 of SCRIPT, parsed."""
     out = tmp_path_factory.mktemp("network")
     environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": sys.executable, "OUT": str(out)}
     command = ["unshare", "--net", "--mount", "bash", "-c", SCRIPT]
@@ -69,9 +70,10 @@ def test_kind_state_mtu_and_addresses_are_those_of_iproute2(seen: dict[str, list
     assert seen["facts"]["default_route"]["iface"] == "end"
 
 
-def test_the_interface_of_the_default_route_is_chosen_with_ipv4_and_without(
+def test_the_connection_decides_the_interface_and_without_one_none_is_chosen(
     seen: dict[str, dict],
 ) -> None:
+    assert seen["unconnected"]["socket_ifname"] is None
     assert (seen["answer"]["socket_ifname"], seen["answer"]["node_ip"]) == ("end", "10.5.0.2")
     assert (seen["ipv6"]["socket_ifname"], seen["ipv6"]["node_ip"]) == ("end", "fd00:5::2")
     assert seen["ipv6"]["env"]["NCCL_SOCKET_FAMILY"] == "AF_INET6"
