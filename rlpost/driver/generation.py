@@ -115,12 +115,12 @@ class Generation:
         check: Callable[[], None] = lambda: None,
         episodes: Path | None = None,
         run_folder: Path = Path(),
-        connection: MakeConnection = Connection,
+        connection: MakeConnection | None = None,
         grader: Grader | None = None,
     ) -> None:
         """
         Args:
-            connection: makes what sends requests to engines.
+            connection: makes what sends requests to engines; a ``Connection`` by default.
             grader: replaces the reward of the settings.
             check: called before each recording; raises Fenced when another attempt owns the run.
             run_folder: where services of the run register, such as servers of sandboxes.
@@ -144,7 +144,7 @@ class Generation:
         self.engines = EngineClients.of(config)
         """The clients of the groups of engines; rewards and environments use them by name."""
         self._closing.push_async_callback(self.engines.close)
-        self._make_connection = connection
+        self._make_connection = connection or Connection
         grader = grader or make_grader(config, self.engines)
         self._grader = self._close_at_end(StoppableGrader(grader, stop))
         self._teacher = self._teacher_server()

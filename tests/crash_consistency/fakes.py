@@ -203,8 +203,10 @@ async def no_failure(*given: Any) -> None:
 class Connection:
     """Requests to the engine; the real class is in ``rlpost.engines.connection``."""
 
-    def __init__(self, engines: Any, *, routes: RouteFormat | None = None) -> None:
-        self.engines, self.routes, self.halted = engines, routes, False
+    def __init__(
+        self, engines: Any, *, routes: RouteFormat | None = None, images: None = None
+    ) -> None:
+        self.engines, self.routes, self.images, self.halted = engines, routes, images, False
         self._observed: Observed = ROOM.attempt.observed
 
     async def __aenter__(self) -> Connection:
@@ -219,6 +221,7 @@ class Connection:
         input_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
         *,
+        images: Sequence[object] = (),
         fields: Any = None,
         watch: Watch | None = None,
         **where: object,
