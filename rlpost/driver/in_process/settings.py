@@ -59,9 +59,9 @@ def one_process_config(
 
     ``has_reward``: a function replaces the reward of the settings. Raises ConfigError.
     """
-    given = _values(settings, has_reward=has_reward)
+    changed = _values(settings, has_reward=has_reward)
     merged: Values = {}
-    for values in (ONE_DEVICE, given):
+    for values in (ONE_DEVICE, changed):
         for group, entries in values.items():
             merged[group] = merged.get(group, {}) | entries
     config = load(files_of(Path(recipe), None), merged).config

@@ -370,8 +370,8 @@ def _found_tools(
         origins[tool_search.NAME] = None
     all_found, all_namespaces = list[Tool](), dict[str, str]()
 
-    def add(found: Sequence[Tool], named: Mapping[str, str], where: str) -> None:
-        for tool in found:
+    def add(new_tools: Sequence[Tool], named: Mapping[str, str], where: str) -> None:
+        for tool in new_tools:
             name = name_of(tool)
             origin = named.get(name, "")
             if (other := origins.setdefault(name, origin)) != origin:
